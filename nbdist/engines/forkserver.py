@@ -1,0 +1,232 @@
+"""The fork server: a process that has imported what ranks need, has done nothing else, and forks them.
+
+Started by `local.py` with one end of a socket whose other end only the kernel holds. It is single-threaded, never
+touches CUDA and never runs user code, so a fork of it is safe whatever the notebook has done. It is also the ranks'
+janitor: it reaps them, ends what they leave behind, and when the kernel is gone, even by SIGKILL, ends them and
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+
+import psutil
+
+from .. import transport, worker
+
+#: What the server says of a rank to the kernel: rank, pid, wait status (or `STARTED`).
+REPORT = struct.Struct("<iii")
+STARTED = -(2**31)
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, argument: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+
+
+class Server:
+    """The server's state: its children, and the modules that they find imported."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = transport.Channel(control)
+        self.ranks: dict[int, tuple[int, int]] = {}  # pid → rank, descriptor that its end is reported on
+        self.loaded: list[str] = []
+        self.refused: list[str] = []  # modules that must not be imported before a fork
+
+    def serve(self) -> None:
+        """Do what the kernel asks until it is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        self._private_fds = [self.control.fileno(), wake_read, wake_write]
+        self._reap()
+        with selectors.DefaultSelector() as selector:
+            self._private_fds.append(selector.fileno() if hasattr(selector, "fileno") else -1)
+            selector.register(self.control, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if wake_read in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                if self.control in ready:
+                    try:
+                        (request, *arguments), _, fds = self.control.receive()
+                    except (EOFError, ConnectionError):
+                        return
+                    if request == "preload":
+                        self._preload(*arguments)
+                    else:
+                        self._fork(arguments[0], fds)
+
+    def _preload(self, modules: list[str], path: list[str]) -> None:
+        sys.path[:] = path
+        importlib.invalidate_caches()
+        for name in modules:
+            if name in self.loaded or name in self.refused:
+                continue
+            try:
+                importlib.import_module(name)
+            except Exception:  # it fails again, and visibly, in the rank that imports it
+                traceback.print_exc()
+                self.refused.append(name)
+                continue
+            if _spoilt():
+                print(
+                    f"nbdist: {name} starts threads or CUDA when imported: ranks import it themselves",
+                    file=sys.stderr,
+                )
+                self.refused.append(name)
+                self._restart([*self.loaded, *modules])
+            self.loaded.append(name)
+        gc.collect()
+        gc.freeze()  # or the first collection in each rank would copy every page that holds an object
+
+    def _restart(self, modules: list[str]) -> None:
+        """Become a fresh server with the same children: what an import has started cannot be undone."""
+        keep = [self.control.fileno(), *(fd for _, fd in self.ranks.values())]
+        for fd in keep:
+            os.set_inheritable(fd, True)
+        state = json.dumps([self.ranks, modules, self.refused, sys.path])
+        os.execv(sys.executable, command(str(self.control.fileno()), state))
+
+    def restore(self, state: str) -> None:
+        """Take over from the server that this one was before `_restart`."""
+        ranks, modules, self.refused, path = json.loads(state)
+        self.ranks = {int(pid): (rank, fd) for pid, (rank, fd) in ranks.items()}
+        for _, fd in self.ranks.values():
+            os.set_inheritable(fd, False)
+        self._preload(modules, path)
+
+    def _fork(self, rank: int, fds: list[int]) -> None:
+        channel, out, err, report = fds
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(
+                server,
+                channel,
+                out,
+                err,
+                [*self._private_fds, report, *(fd for _, fd in self.ranks.values())],
+            )
+        self.ranks[pid] = rank, report
+        for fd in (channel, out, err):
+            os.close(fd)
+        _report(report, rank, pid, STARTED)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid not in self.ranks:
+                continue  # an orphan of a rank
+            rank, report = self.ranks.pop(pid)
+            _end_leftovers(pid, everything=not self.ranks)
+            _report(report, rank, pid, os.waitstatus_to_exitcode(status))
+            os.close(report)
+
+    def end(self) -> None:
+        """Kill every process that descends from this one, also those that appear meanwhile."""
+        for _ in range(100):
+            children = psutil.Process().children(recursive=True)
+            if not children:
+                return
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, 0)[0]:
+                    pass
+
+
+def _spoilt() -> bool:
+    """Whether a fork of this process would be unsafe."""
+    torch = sys.modules.get("torch")
+    return psutil.Process().num_threads() > 1 or (torch is not None and torch.cuda.is_initialized())
+
+
+def _report(fd: int, rank: int, pid: int, status: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the session is gone, and nobody wants to know
+        os.write(fd, REPORT.pack(rank, pid, status))
+
+
+def _end_leftovers(rank_pid: int, everything: bool) -> None:
+    """Kill what a rank that ended has started: its process group, its session, and all orphans if it was the last."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank_pid, signal.SIGKILL)
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if everything or os.getsid(child.pid) == rank_pid:
+                child.kill()
+
+
+def _be_rank(server: int, channel: int, out: int, err: int, private_fds: list[int]) -> None:
+    """In the fork: become a rank. Does not return."""
+    status = 1
+    try:
+        os.setsid()  # an interrupt of the notebook's process group is passed on by the kernel, in order
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in private_fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        worker.Rank(transport.Channel(socket.socket(fileno=channel))).serve()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of a server. Not `-m`: ranks put their own module in the place of `__main__`."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    code = "import sys; from nbdist.engines.forkserver import main; main(sys.argv[1:])"
+    return [sys.executable, *flags, "-c", code, *arguments]
+
+
+def main(argv: list[str]) -> None:
+    """Serve on the socket whose descriptor is `argv[0]`; `argv[1]` is the state of a server that this replaces."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
+    control = socket.socket(fileno=int(argv[0]))
+    control.set_inheritable(False)
+    server = Server(control)
+    try:
+        if argv[1:]:
+            server.restore(argv[1])
+        server.serve()
+    finally:
+        server.end()

@@ -1,0 +1,199 @@
+"""Ranks on this machine, forked from a warm server; the kernel itself is never forked."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import itertools
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from ..transport import Channel
+from . import Exit
+from .forkserver import REPORT, STARTED, command
+
+
+class LocalEngine:
+    """Starts ranks through this process's fork server, which it starts at first use and again whenever it died."""
+
+    def start(self, world_size: int) -> LocalRanks:
+        return LocalRanks(world_size)
+
+    def warm(self, modules: Sequence[str]) -> None:
+        _server().preload(modules)
+
+
+class LocalRanks:
+    """Processes on this machine: see `engines.Ranks`."""
+
+    def __init__(self, world_size: int) -> None:
+        self.pids: list[int | None] = [None] * world_size
+        self.channels: list[Channel] = []
+        self.outputs: list[tuple[int, int]] = []
+        self._alive = set(range(world_size))
+        self.exits_fd, report = os.pipe()
+        try:
+            os.set_blocking(self.exits_fd, False)
+            for rank in range(world_size):
+                self._fork(rank, report)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(report)
+
+    def _fork(self, rank: int, report: int) -> None:
+        ours, theirs = socket.socketpair()
+        self.channels.append(Channel(ours))
+        (out, out_write), (err, err_write) = _pipe(), _pipe()
+        self.outputs.append((out, err))
+        with theirs:
+            try:
+                _server().fork(rank, [theirs.fileno(), out_write, err_write, report])
+            finally:
+                os.close(out_write)
+                os.close(err_write)
+
+    def exits(self) -> list[Exit]:
+        exits: list[Exit] = []
+        while True:
+            try:
+                data = os.read(self.exits_fd, REPORT.size)
+            except BlockingIOError:
+                return exits
+            if not data:  # only the fork server writes here: it is gone, and its ranks with it
+                exits += [Exit(rank, None) for rank in sorted(self._alive)]
+                self._alive.clear()
+                return exits
+            rank, pid, status = REPORT.unpack(data)
+            self.pids[rank] = pid
+            if status != STARTED:
+                self._alive.discard(rank)
+                exits.append(Exit(rank, status))
+
+    def signal(self, rank: int, signum: int) -> None:
+        pid = self.pids[rank]
+        if pid is not None and rank in self._alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def close(self, grace: float = 0.0) -> None:
+        for channel in self.channels:
+            with contextlib.suppress(OSError):
+                channel.send(("close",))
+        self._wait_for_exits(grace)
+        for rank in list(self._alive):
+            self.signal(rank, signal.SIGKILL)
+        for channel in self.channels:  # a rank that has not started yet ends when it finds its channel closed
+            channel.close()
+        self._wait_for_exits(5.0)
+        for fd in (*itertools.chain(*self.outputs), self.exits_fd):
+            os.close(fd)
+        self.channels, self.outputs = [], []
+
+    def _wait_for_exits(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        self.exits()
+        while any(self.pids[rank] is not None for rank in self._alive):
+            if not select.select([self.exits_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return
+            self.exits()
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    with contextlib.suppress(AttributeError, OSError):  # Linux, and only as far as the user's limit goes
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)  # a burst of output does not stall
+    return read, write
+
+
+class _ForkServer:
+    """The kernel's end of the fork server process."""
+
+    def __init__(self) -> None:
+        self._asked: list[str] = []
+        ours, theirs = socket.socketpair()
+        self._control = Channel(ours)
+        # The server finds nbdist wherever the kernel found it.
+        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
+        # OpenBLAS starts its threads when it is imported, and a process with threads must not fork.
+        env["OPENBLAS_NUM_THREADS"] = "1"
+        with theirs:
+            self.process = subprocess.Popen(
+                command(str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=env,
+            )
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def preload(self, modules: Sequence[str]) -> None:
+        new = [name for name in modules if name not in self._asked]
+        if new:
+            self._asked += new
+            self._control.send(("preload", new, sys.path))
+
+    def fork(self, rank: int, fds: list[int]) -> None:
+        self._control.send(("fork", rank), fds=fds)
+
+    def stop(self) -> None:
+        """Hang up: the server ends its ranks and itself."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+
+
+_lock = threading.Lock()
+_servers: dict[int, _ForkServer] = {}  # by pid: a process forked from the kernel has to start its own
+
+
+def _server() -> _ForkServer:
+    with _lock:
+        server = _servers.get(os.getpid())
+        if server is None or not server.alive():
+            _servers.clear()
+            server = _servers[os.getpid()] = _ForkServer()
+        return server
+
+
+@atexit.register
+def _stop_server() -> None:
+    server = _servers.pop(os.getpid(), None)
+    if server is not None:
+        server.stop()
+
+
+def visible_gpus() -> int:
+    """How many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def listen_on_loopback() -> socket.socket:
+    """A socket that listens on a free port of the loopback interface, and keeps that port until it is closed."""
+    sock = socket.socket()
+    try:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen(1024)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

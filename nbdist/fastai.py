@@ -1,0 +1,110 @@
+"""What fastai needs: to train on gloo as well as on NCCL, and to travel between notebook and ranks."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_MODULE = "fastai.distributed"
+
+
+@contextmanager
+def device_agnostic() -> Iterator[None]:
+    """Let fastai's distributed training do without CUDA where the process group does, also if it is imported later.
+
+    fastai 2.8.12 moves the shuffled indices to CUDA before it broadcasts them, and makes every batch norm one over
+    all ranks, which torch has for GPUs only: CPU ranks keep batch norm over their own part of the batch, and say so.
+    """
+    originals: list[tuple[type, str, Any]] = []
+    hook = _AfterImport(lambda module: originals.extend(_patch(module)))
+    if _MODULE in sys.modules:
+        originals.extend(_patch(sys.modules[_MODULE]))
+    else:
+        sys.meta_path.insert(0, hook)
+    try:
+        yield
+    finally:
+        if hook in sys.meta_path:
+            sys.meta_path.remove(hook)
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
+    """Patch `fastai.distributed`; returns what was there before: class, attribute, value."""
+    import torch
+    import torch.distributed as dist
+
+    loader, trainer = module.DistributedDL, module.DistributedTrainer
+    prepare = trainer.before_fit
+
+    def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
+        "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        indices = torch.as_tensor(t, dtype=torch.long, device=device)
+        dist.broadcast(indices, rank)
+        return list(indices.tolist())
+
+    def before_fit(self: Any) -> None:
+        if self.sync_bn and "nccl" not in dist.get_backend():
+            self.sync_bn = False
+            norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+            if norms and dist.get_rank() == 0:
+                print("nbdist: CPU ranks have no SyncBatchNorm; each normalises over its own part of the batch")
+        prepare(self)
+
+    patched = [(loader, "_broadcast", _broadcast), (trainer, "before_fit", before_fit)]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    for owner, name, value in patched:
+        setattr(owner, name, value)
+    return originals
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `action` with `fastai.distributed` as soon as that has been imported."""
+
+    def __init__(self, action: Any) -> None:
+        self._action = action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                self._action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def reduce(obj: Any) -> tuple[Any, ...] | None:
+    """How those of fastai's objects are pickled that do not give or keep all of themselves; None for any other.
+
+    A `DataLoader` keeps the generator of its last epoch, which cannot be pickled and is of no more use. A `Recorder`
+    gives everything but what it has recorded.
+    """
+    data, learner = sys.modules.get("fastai.data.load"), sys.modules.get("fastai.learner")
+    if data is not None and isinstance(obj, data.DataLoader):
+        make, args, state, *rest = obj.__reduce_ex__(2)
+        return make, args, {**state, "it": None} if "it" in state else state, *rest
+    if learner is not None and isinstance(obj, learner.Recorder):
+        return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
+    return None
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    vars(obj).update(attributes)

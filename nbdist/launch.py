@@ -1,0 +1,106 @@
+"""The one line: `in_ddp`; and `warm`, which makes the first one as fast as the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from . import capture, fastai, worker
+from .engines import local
+from .session import Names, Session, check_call, check_count, check_platform, choose_devices
+
+T = TypeVar("T")
+
+
+def in_ddp(
+    ngpus: int,
+    fn: Callable[..., T],
+    /,
+    *args: Any,
+    imports: str | Iterable[str] = "",
+    need: Names = "",
+    **kwargs: Any,
+) -> T:
+    """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
+
+    Each rank is a fresh process with its device chosen, its process group up (NCCL on GPUs, gloo on a machine
+    without any), torchrun's environment variables set, and all ranks seeded alike from the notebook's own random
+    state. Functions, classes and variables of the notebook that `fn` uses travel with it.
+
+    Args:
+        ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
+        fn: The function to run: of the notebook, of a script, or of a package.
+        *args: Its positional arguments.
+        imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
+            that they give are not captured.
+        need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `fn` returned on rank 0, its CUDA tensors on the CPU.
+
+    Raises:
+        TypeError, ValueError, NameError, CaptureError: Before any rank starts, for arguments that make no sense, too
+            few GPUs, unknown names, and objects that cannot be pickled.
+        RankDied: When a rank's process ends without an answer.
+        BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+    """
+    check_platform()
+    check_count(ngpus, least=0, name="ngpus")
+    if ngpus == 0:
+        return _in_kernel(fn, args, kwargs, imports, need)
+    with Session(ngpus) as session:
+        return session.run(fn, *args, imports=imports, need=need, **kwargs)
+
+
+def warm(imports: str | Iterable[str] = "") -> None:
+    """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
+
+    Modules of your own (not installed ones) are left for the ranks to import, so that they see your edits.
+    """
+    check_platform()
+    local.LocalEngine().warm(
+        ["torch", "torch.distributed", *capture.modules_to_preload(capture.parse_imports(imports))]
+    )
+
+
+def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:
+    block, names = check_call(fn, imports, need)
+    main = capture.main_namespace()
+    capture.run_imports(block, main)
+    main.update(names)
+    with _group_of_one(), fastai.device_agnostic():
+        return fn(*args, **kwargs)
+
+
+@contextmanager
+def _group_of_one() -> Iterator[None]:
+    """A process group of this process alone, with the environment of a rank; both as before afterwards."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the user's own: it is as good
+        yield
+        return
+    device = choose_devices(1, None)[0]
+    environ = dict(os.environ)
+    with local.listen_on_loopback() as meeting_point:
+        world = worker.World(
+            rank=0,
+            world_size=1,
+            device=device,
+            backend="nccl" if device.startswith("cuda") else "gloo",
+            master_port=meeting_point.getsockname()[1],
+            threads=local.usable_cores(),
+        )
+        os.environ.update(world.environ())
+        try:
+            store = world.join(os.dup(meeting_point.fileno()))
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environ)
+    del store

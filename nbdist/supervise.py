@@ -1,0 +1,172 @@
+"""Waiting for ranks: their answers, their output, their deaths, an interrupt, a timeout; the first failure ends all."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import re
+import select
+import selectors
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from . import transport
+from .engines import Ranks
+from .errors import RankDied, RankTimeout, RemoteTraceback
+from .relay import Relay
+
+#: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
+GRACE_AFTER_FAILURE = 0.3
+#: Seconds that ranks get to clean up after an interrupt of the cell.
+GRACE_AFTER_INTERRUPT = 5.0
+
+#: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
+_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I)
+
+
+@dataclass
+class _Failure:
+    error: BaseException
+    by_us: bool  # it came after we asked the rank to leave
+
+    def badness(self) -> tuple[bool, bool]:
+        lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(str(self.error)))
+        return self.by_us, lost_peer
+
+
+class Waiting:
+    """One call being waited for, until each rank has answered, failed, died or been given up."""
+
+    def __init__(self, ranks: Ranks, relay: Relay, timeout: float | None) -> None:
+        self._ranks, self._relay, self._timeout = ranks, relay, timeout
+        self._pending = set(range(len(ranks.channels)))
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
+        self._silent: set[int] = set()  # ranks whose channel is closed
+        self._answers: dict[int, transport.Parcel | None] = {}
+        self._failures: list[_Failure] = []
+
+    def wait(self, originals: list[Any]) -> list[Any]:
+        """The answers by rank, None where no value was asked for.
+
+        Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, ranks may still
+        run or be dead: end the session.
+        """
+        interrupted = False
+        try:
+            with selectors.DefaultSelector() as self._selector:
+                self._register()
+                while self._pending:
+                    try:
+                        self._step()
+                    except KeyboardInterrupt:
+                        if interrupted:  # a second one: no more patience
+                            raise
+                        interrupted = True
+                        self._ask_to_leave(GRACE_AFTER_INTERRUPT)
+            self._relay.drain()
+            if interrupted:
+                raise KeyboardInterrupt
+            if self._failures:
+                raise min(self._failures, key=_Failure.badness).error
+            answers = [self._answers[rank] for rank in sorted(self._answers)]
+            return [None if parcel is None else load(parcel, originals) for parcel in answers]
+        finally:
+            for parcel in self._answers.values():
+                if parcel is not None:
+                    parcel.close()
+
+    def _register(self) -> None:
+        for fd in self._relay.descriptors():
+            self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._on_output, fd))
+        for rank, channel in enumerate(self._ranks.channels):
+            self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._on_message, rank))
+        self._selector.register(self._ranks.exits_fd, selectors.EVENT_READ, self._on_exits)
+
+    def _step(self) -> None:
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if left is None or left > 0:
+            for key, _ in self._selector.select(left):
+                key.data()
+        elif self._leaving:  # they had their chance
+            self._pending.clear()
+        else:
+            silent = ", ".join(map(str, sorted(self._pending)))
+            self._fail(None, RankTimeout(f"no answer from rank {silent} within {self._timeout:g} s"))
+
+    def _ask_to_leave(self, grace: float) -> None:
+        self._leaving = True
+        self._deadline = time.monotonic() + grace
+        for rank in list(self._pending):
+            if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+                self._pending.discard(rank)
+            self._ranks.signal(rank, signal.SIGINT)
+
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        self._failures.append(_Failure(error, by_us=self._leaving))
+        if rank is not None:
+            self._pending.discard(rank)
+        if not self._leaving:
+            self._ask_to_leave(GRACE_AFTER_FAILURE)
+
+    def _on_output(self, fd: int) -> None:
+        if not self._relay.read(fd):
+            self._selector.unregister(fd)
+
+    def _on_message(self, rank: int) -> None:
+        channel = self._ranks.channels[rank]
+        try:
+            message, parcel, _ = channel.receive()
+        except (EOFError, ConnectionError):  # how the rank ended, its exit will tell
+            self._selector.unregister(channel)
+            self._silent.add(rank)
+            return
+        self._relay.drain(rank)  # what it wrote before it answered comes before what the cell does next
+        if rank not in self._pending:  # given up already
+            if parcel is not None:
+                parcel.close()
+        elif message[0] == "error":
+            self._fail(rank, rebuild(rank, message[1], message[2], parcel))
+        else:
+            self._pending.discard(rank)
+            self._answers[rank] = parcel
+
+    def _on_exits(self) -> None:
+        for rank, status in self._ranks.exits():
+            # It may have answered before it ended.
+            while rank in self._pending - self._silent and _readable(self._ranks.channels[rank]):
+                self._on_message(rank)
+            if rank in self._pending:
+                self._relay.drain(rank)
+                tail = self._relay.logs[rank].tail()
+                self._fail(rank, RankDied(rank, self._ranks.pids[rank], status, tail))
+
+
+def _readable(channel: transport.Channel) -> bool:
+    return bool(select.select([channel], [], [], 0)[0])
+
+
+def load(parcel: transport.Parcel, originals: list[Any]) -> Any:
+    """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
+    pickled, buffers = parcel.open()
+    return transport.read(
+        pickled,
+        buffers,
+        originals=originals,
+        # What a returned function uses is added to the notebook, but nothing there is overwritten.
+        keep=lambda key, namespace, name: name not in namespace,
+    )
+
+
+def rebuild(rank: int, text: str, stand_in: bytes, parcel: transport.Parcel | None) -> BaseException:
+    """The exception that a rank raised, or the nearest that this process can make, its traceback as its cause."""
+    try:
+        error = None if parcel is None else load(parcel, [])
+    except Exception:  # its class or content makes sense in the rank only
+        error = None
+    if not isinstance(error, BaseException):
+        error = pickle.loads(stand_in)
+    error.__cause__ = RemoteTraceback(rank, text)
+    return error

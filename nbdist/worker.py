@@ -1,0 +1,267 @@
+"""What runs in a rank: take its place in the world, then call after call until the kernel hangs up."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import linecache
+import os
+import pickle
+import random
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from . import capture, fastai, relay, transport
+from .errors import nearest_builtin, remote_text
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place: who it is, where its process group meets, and what of the machine it may use."""
+
+    rank: int
+    world_size: int
+    device: str
+    """`cpu` or `cuda:N`, N counted among the visible GPUs."""
+    backend: str
+    master_port: int
+    threads: int
+    """Threads for the kernels of torch and BLAS; the user's own OMP_NUM_THREADS goes before it."""
+    master_addr: str = LOOPBACK
+    timeout: float | None = None
+    """Seconds that a collective may wait; None is the backend's own default."""
+
+    def environ(self) -> dict[str, str]:
+        """The variables that torchrun would set for this rank, and those that keep its sockets on loopback."""
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "GROUP_RANK": "0",
+            "NODE_RANK": "0",
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            # A group that `fn` makes itself (init_method="env://") meets at the store that is already there.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
+            "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", str(self.threads)),
+            # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
+            "ACCELERATE_USE_CPU": str(self.device == "cpu").lower(),
+        }
+
+    def join(self, listen_fd: int | None) -> Any:
+        """Choose the device and the threads, and enter the process group. Returns the store: it lives as long.
+
+        Rank 0 gets `listen_fd`, a socket that already listens at `master_port`.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if "OMP_NUM_THREADS" in os.environ:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+        options: dict[str, Any] = {}
+        if self.device.startswith("cuda"):
+            device = torch.device(self.device)
+            torch.cuda.set_device(device)
+            if "nccl" in self.backend:
+                options["device_id"] = device
+        if self.timeout is not None:
+            options["timeout"] = timedelta(seconds=self.timeout)
+        store = dist.TCPStore(
+            self.master_addr,
+            self.master_port,
+            self.world_size,
+            is_master=listen_fd is not None,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+        group_store = dist.PrefixStore("nbdist", store)
+        dist.init_process_group(self.backend, store=group_store, rank=self.rank, world_size=self.world_size, **options)
+        return store
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of the kernel holds in its ranks."""
+
+    environ: Mapping[str, str]
+    cwd: str
+    path: Sequence[str]
+    argv: Sequence[str]
+
+    @staticmethod
+    def of_this_process(extra_env: Mapping[str, str]) -> Setting:
+        return Setting({**os.environ, **extra_env}, os.getcwd(), tuple(sys.path), tuple(sys.argv))
+
+    def enter(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environ)
+        os.chdir(self.cwd)
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        importlib.invalidate_caches()  # files made since the fork server last looked
+
+
+class SourceFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules that the kernel has loaded from places that are not on `sys.path` (pytest does so)."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[str | None, list[str] | None]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.places:
+            return None
+        file, folders = self.places[name]
+        if file is None:
+            spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = folders
+            return spec
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+
+
+def seed_everything(seeds: Sequence[int]) -> None:
+    """Seed `random`, NumPy (where there is one) and torch, each from its own number."""
+    import torch
+
+    for_random, for_numpy, for_torch = seeds
+    random.seed(for_random)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(for_numpy % 2**32)
+    torch.manual_seed(for_torch)
+
+
+class Rank:
+    """One rank: its channel to the kernel, its world, and what it remembers between calls."""
+
+    def __init__(self, channel: transport.Channel) -> None:
+        self.channel = channel
+        self.finder = SourceFinder()
+        self.main = types.ModuleType("__main__")
+        self.sent: set[tuple[str, str]] = set()  # globals that the notebook has: they need not go back with a value
+        self._interruptible = False
+
+    def serve(self) -> None:
+        """Answer the kernel until it says goodbye or is gone."""
+        pid = os.getpid()
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        relay.attach_streams()
+        sys.modules["__main__"] = self.main
+        self.main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+        sys.meta_path.append(self.finder)
+        handlers: dict[str, Callable[..., Any]] = {"join": self._join, "call": self._call}
+        while True:
+            try:
+                message, parcel, fds = self.channel.receive()
+            except EOFError:
+                return
+            if message[0] == "close":
+                return self._leave()
+            try:
+                with self._interrupts(), fastai.device_agnostic():
+                    answer = handlers[message[0]](*message[1:], parcel, fds)
+            except BaseException as exc:
+                answer = self._error(exc)
+            if os.getpid() != pid:  # a process that the function forked must not answer in its place
+                return
+            if answer is not None:
+                message, parcel = answer
+                sys.stdout.flush()
+                sys.stderr.flush()
+                self.channel.send(message, parcel)
+                if parcel is not None:
+                    parcel.close()
+                del answer, parcel
+
+    def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
+        if self._interruptible:
+            self._interruptible = False  # once: what cleans up after it must not be torn away from its work
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
+
+    def _join(self, world: World, setting: Setting, seeds: Sequence[int] | None, _parcel: None, fds: list[int]) -> None:
+        setting.enter()
+        os.environ.update(world.environ())
+        self.store = world.join(fds[0] if fds else None)
+        if seeds is not None:
+            seed_everything(seeds)
+
+    def _leave(self) -> None:
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _call(
+        self,
+        header: capture.Header,
+        seeds: Sequence[int] | None,
+        answers: bool,
+        parcel: transport.Parcel,
+        fds: list[int],
+    ) -> tuple[tuple[Any, ...], transport.Parcel | None]:
+        if seeds is not None:
+            seed_everything(seeds)
+        self.finder.places.update(header.places)
+        for name, source in header.sources.items():
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        given = capture.run_imports(header.imports, self.main.__dict__) - header.need
+        pickled, buffers = parcel.open()
+
+        def keep(key: str, namespace: dict[str, Any], name: str) -> bool:
+            self.sent.add((key, name))
+            return not (key == "__main__" and name in given)
+
+        _, fn, args, kwargs, originals = transport.read(pickled, buffers, originals=[], keep=keep)
+        del pickled, buffers
+        value = fn(*args, **kwargs)
+        if not answers:
+            return ("done",), None
+        return ("value",), self._pack(value, originals)
+
+    def _pack(self, value: Any, originals: list[Any]) -> transport.Parcel:
+        file = io.BytesIO()
+        pickler = transport.Pickler(
+            file,
+            skip=lambda key, name: (key, name) in self.sent,
+            known={id(obj): number for number, obj in enumerate(originals)},
+            to_cpu=True,
+        )
+        try:
+            pickler.dump(value)
+        except Exception as exc:
+            raise capture.explain_failure(exc, {"the value that the function returned": value}) from None
+        return transport.pack(file.getbuffer(), pickler.buffers)
+
+    def _error(self, exc: BaseException) -> tuple[tuple[Any, ...], transport.Parcel | None]:
+        text = remote_text(exc, skip_file=__file__)
+        stand_in = pickle.dumps(nearest_builtin(exc))
+        try:
+            exc.__traceback__ = None
+            parcel = self._pack(exc, [])
+        except Exception:
+            parcel = None
+        return ("error", text, stand_in), parcel

@@ -1,0 +1,128 @@
+"""Execute a notebook in a real kernel, show what it does, and keep the result as .ipynb and as HTML.
+
+python notebooks/execute.py NOTEBOOK.ipynb [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+
+Show = Callable[[str], None]
+
+
+class ThisPython(KernelSpecManager):
+    """Kernels run in the interpreter that runs this; an installed kernelspec might name another one."""
+
+    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
+        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}", "--log-level=ERROR"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+class Runner(NotebookClient):
+    """A notebook client that shows each cell as it starts, and the lines it prints as they come."""
+
+    def __init__(self, notebook: NotebookNode, folder: Path, show: Show) -> None:
+        super().__init__(
+            notebook,
+            km=AsyncKernelManager(kernel_spec_manager=ThisPython()),
+            timeout=None,
+            coalesce_streams=True,
+            resources={"metadata": {"path": str(folder)}},
+            on_notebook_start=self._catch_interrupts,
+            on_cell_execute=self._announce,
+        )
+        # The manager is handed in, but it is ours all the same: its kernel ends with the run.
+        self.owns_km = True
+        self.show = show
+        self.interrupted = False
+        self._started = time.monotonic()
+        self._line = ""
+
+    def _catch_interrupts(self, **_: Any) -> None:
+        """Ctrl-C interrupts the cell, as in Jupyter, so that it ends its ranks; once more ends the kernel."""
+        loop, run = asyncio.get_running_loop(), asyncio.current_task()
+        assert run is not None
+
+        def interrupt() -> None:
+            if self.interrupted:
+                run.cancel()
+            else:
+                self.interrupted = True
+                self._interrupting = asyncio.ensure_future(self.km.interrupt_kernel())
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+
+    def _announce(self, cell: NotebookNode, cell_index: int) -> None:
+        if self.interrupted:  # it came between two cells
+            raise KeyboardInterrupt
+        codes = [index for index, other in enumerate(self.nb.cells) if other.cell_type == "code"]
+        first = cell.source.strip().partition("\n")[0]
+        elapsed = time.monotonic() - self._started
+        self.show(f"[{codes.index(cell_index) + 1}/{len(codes)} {elapsed:6.1f} s] {first}")
+
+    def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
+        if msg["msg_type"] == "stream":
+            *lines, self._line = (self._line + msg["content"]["text"]).split("\n")
+            for line in lines:
+                # What stands before a carriage return was a progress bar, since overwritten.
+                line = line.rstrip("\r").rpartition("\r")[2].rstrip()
+                if line:
+                    self.show(f"    {line}")
+        return super().process_message(msg, cell, cell_index)
+
+
+def execute(notebook: Path, output: Path, show: Show = print) -> tuple[NotebookNode, int]:
+    """Run `notebook` in its own folder and write it, as far as it came, to `output` as .ipynb and .html.
+
+    Returns the executed notebook and an exit status: 0, 1 if a cell failed, 130 if Ctrl-C ended it.
+    """
+    node = nbformat.read(notebook, as_version=4)
+    runner = Runner(node, notebook.resolve().parent, show)
+    status = 0
+    try:
+        runner.execute()
+    except (CellExecutionError, DeadKernelError, KeyboardInterrupt, asyncio.CancelledError) as error:
+        status = 130 if runner.interrupted else 1
+        show("interrupted" if runner.interrupted else str(error))
+    finally:
+        output.mkdir(parents=True, exist_ok=True)
+        executed, page = output / notebook.name, output / f"{notebook.stem}.html"
+        nbformat.write(node, executed)
+        page.write_text(HTMLExporter().from_notebook_node(node)[0], encoding="utf-8")
+    if status == 0:
+        show(last_result(node))
+    show(f"{executed}\n{page}")
+    return node, status
+
+
+def last_result(node: NotebookNode) -> str:
+    """The results of the last code cell as text: the summary, by convention."""
+    last = next(cell for cell in reversed(node.cells) if cell.cell_type == "code")
+    return "\n".join(part.data["text/plain"] for part in last.outputs if "text/plain" in part.get("data", {}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("notebook", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("build"), help="folder for the results (build)")
+    arguments = parser.parse_args()
+    return execute(arguments.notebook, arguments.output, lambda text: print(text, flush=True))[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Nothing may survive a test: no process, no descriptor, no name in /dev/shm; and tests that run a real kernel."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+
+
+def poll(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
+    """Wait until `condition()` holds; whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def ranks_of(pid: int | None = None) -> list[psutil.Process]:
+    """The living ranks, and what they started, of the fork servers below `pid` (this process)."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process(pid).children():
+        try:
+            if any("nbdist.engines.forkserver" in part for part in child.cmdline()):
+                found += [p for p in child.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+
+
+def shared_memory_names() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> Iterator[None]:
+    """No rank, child of a rank, or shared-memory name is left after a test."""
+    before = shared_memory_names()
+    yield
+    assert poll(lambda: not ranks_of()), f"these ranks outlived the test: {ranks_of()}"
+    left = {name for name in shared_memory_names() - before if not name.startswith(("sem.", "psm_"))}
+    assert not left, f"left in /dev/shm: {left}"
+
+
+@dataclass
+class Result:
+    """What one cell did, as a front end sees it."""
+
+    text: str = ""
+    error: str | None = None
+    message: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Kernel:
+    """A real IPython kernel, driven as a front end drives it."""
+
+    def __init__(self, cwd: Path, env: dict[str, str] | None = None) -> None:
+        self.manager = KernelManager()
+        # Not the installed kernelspec: the interpreter that runs the tests.
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager.kernel_spec.argv = command
+        root = str(Path(__file__).parent.parent)
+        environ = {**os.environ, "PYTHONPATH": root, **(env or {})}
+        self.manager.start_kernel(cwd=str(cwd), env=environ)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def start(self, code: str) -> str:
+        """Start a cell; returns its message id."""
+        return str(self.client.execute(code, store_history=True, allow_stdin=False))
+
+    def finish(self, message_id: str, timeout: float = 60.0, until: Callable[[Result], bool] | None = None) -> Result:
+        """Gather what a cell sends until it is done, or until `until(result)`."""
+        result, begin = Result(), time.monotonic()
+        while time.monotonic() - begin < timeout:
+            message = self.client.get_iopub_msg(timeout=timeout)
+            if message["parent_header"].get("msg_id") != message_id:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                result.seconds = time.monotonic() - begin
+                return result
+            if kind == "stream":
+                result.text += content["text"]
+            elif kind in ("display_data", "execute_result", "update_display_data"):
+                result.text += content["data"].get("text/plain", "") + "\n"
+            elif kind == "error":
+                result.error, result.message = content["ename"], content["evalue"]
+                result.traceback = "\n".join(content["traceback"])
+            if kind not in ("status", "execute_input"):
+                result.outputs.append({"kind": kind, **content})
+            if until is not None and until(result):
+                return result
+        raise TimeoutError(f"the cell is not done after {timeout} s; so far: {result}")
+
+    def run(self, code: str, timeout: float = 60.0) -> Result:
+        """Run a cell to its end."""
+        return self.finish(self.start(code), timeout)
+
+    def ok(self, code: str, timeout: float = 60.0) -> Result:
+        """Run a cell that must not raise."""
+        result = self.run(code, timeout)
+        assert result.error is None, result.traceback
+        return result
+
+    def interrupt(self) -> None:
+        """As the front end's stop button does."""
+        self.manager.interrupt_kernel()
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    """A fresh kernel in an empty folder; whatever it started must be gone soon after it."""
+    kernel = Kernel(tmp_path)
+    children = set()
+    try:
+        yield kernel
+        children = set(psutil.Process(kernel.pid).children(recursive=True))
+    finally:
+        kernel.close()
+    assert poll(lambda: not any(child.is_running() for child in children), 5), f"outlived the kernel: {children}"
