@@ -79,11 +79,9 @@ def capture_call(
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         pickler.dump((needed, fn, args, kwargs, pickler.originals))
     except Exception as exc:
-        parts = {
-            "need=": dict(need),
-            "the function": fn,
-            "the arguments": {**dict(enumerate(args)), **kwargs},
-        }
+        parts: dict[str, Any] = {**need, "the function": fn}
+        parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))
+        parts.update((f"argument {name}", value) for name, value in kwargs.items())
         raise explain_failure(exc, parts) from None
     header = Header(imports, _sources(pickler.originals), frozenset(need), _places(pickler.modules))
     return Call(header, transport.pack(file.getbuffer(), pickler.buffers), pickler.originals)
@@ -100,7 +98,7 @@ def main_namespace() -> dict[str, Any]:
 def parse_imports(imports: str | Iterable[str]) -> str:
     """The import block as one string. Raises `ValueError`, which shows the line, for anything but imports."""
     if not isinstance(imports, str):
-        imports = list(imports)
+        imports = list(imports) if isinstance(imports, Iterable) else [imports]
         if not all(isinstance(line, str) for line in imports):
             raise TypeError("imports= takes import statements: one string, or a list of strings")
         imports = "\n".join(textwrap.dedent(line) for line in imports)
@@ -209,6 +207,8 @@ def resolve_need(need: str | Iterable[str] | Mapping[str, Any], fn: Callable[...
         return dict(need)
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
+    if not isinstance(need, Iterable):
+        _check_name(need)
     namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
     found = {}
     for name in need:
@@ -283,9 +283,8 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError:
         (_culprit(what, part) for what, part in parts.items() if _fails(part)), (" or ".join(parts), None)
     )
     return CaptureError(
-        f"{where} cannot be sent between the notebook and the ranks: an object of type "
-        f"{type(culprit).__qualname__} ({type(exc).__name__}: {exc}). Make it inside the function instead, "
-        f"or pass what it is made from."
+        f"{where} cannot be sent between the notebook and the ranks: it is of type {type(culprit).__qualname__} "
+        f"({type(exc).__name__}: {exc}). Make it inside the function instead, or pass what it is made from."
     )
 
 
@@ -310,10 +309,10 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
     """What pickling `obj` reaches next: each with the source text that leads to it, or with a name of its own."""
     if isinstance(obj, types.FunctionType):
         closure = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
-        yield from ((f"variable {name!r} of {obj.__qualname__}", _content(cell)) for name, cell in closure)
+        yield from ((name, _content(cell)) for name, cell in closure)
         for name in transport.globals_used(obj.__code__):
             if name in obj.__globals__:
-                yield f"variable {name!r}", obj.__globals__[name]
+                yield name, obj.__globals__[name]
         yield from ((f"(default {i})", value) for i, value in enumerate(obj.__defaults__ or ()))
     elif isinstance(obj, types.MethodType):
         yield from ((".__func__", obj.__func__), (".__self__", obj.__self__))
