@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import transport
-from .errors import CaptureError
+from .errors import CaptureError, cell_numbers
 
 IMPORTS_FILE = "<nbdist imports>"
 
@@ -34,6 +34,8 @@ class Header:
     imports: str
     sources: Mapping[str, str] = field(default_factory=dict)
     """Source text by file name, of code that is in no file (the cells of a notebook)."""
+    cells: Mapping[str, int] = field(default_factory=dict)
+    """The number of the cell, by the same file names."""
     need: frozenset[str] = frozenset()
     """Names that the caller listed: they go before the same names from the import block."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
@@ -83,7 +85,15 @@ def capture_call(
         parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))
         parts.update((f"argument {name}", value) for name, value in kwargs.items())
         raise explain_failure(exc, parts) from None
-    header = Header(imports, _sources(pickler.originals), frozenset(need), _places(pickler.modules))
+    sources = _sources(pickler.originals)
+    numbers = cell_numbers()
+    header = Header(
+        imports=imports,
+        sources=sources,
+        cells={name: numbers[name] for name in sources if name in numbers},
+        need=frozenset(need),
+        places=_places(pickler.modules),
+    )
     return Call(header, transport.pack(file.getbuffer(), pickler.buffers), pickler.originals)
 
 
@@ -199,16 +209,16 @@ def _warn_if_shadowed(name: str, value: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- need=
 
 
-def resolve_need(need: str | Iterable[str] | Mapping[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
+def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
     """The names in `need` with their values. Raises `NameError`, naming the nearest existing names."""
     if isinstance(need, Mapping):
         for name in need:
             _check_name(name)
         return dict(need)
+    if not isinstance(need, Iterable):
+        raise TypeError(f"need= takes a string of names, a list, or a mapping name → value, not {need!r}")
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
-    if not isinstance(need, Iterable):
-        _check_name(need)
     namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
     found = {}
     for name in need:

@@ -12,13 +12,21 @@ An exception raised by the user's function in a rank is none of these: it arrive
 
 from __future__ import annotations
 
-import builtins
+import os
 import signal
+import sys
 import traceback
+import types
+from collections.abc import Mapping, Sequence
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class NbdistError(Exception):
     """Base class of the errors nbdist raises on its own account."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return render(self)
 
 
 class CaptureError(NbdistError):
@@ -47,14 +55,46 @@ class RankTimeout(NbdistError, TimeoutError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception."""
+    """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
 
-    def __init__(self, rank: int, text: str) -> None:
-        self.rank, self.text = rank, text
-        super().__init__(rank, text)
+    Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
+    `others` (a line for each other rank that failed by itself).
+    """
+
+    def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
+        self.rank, self.pid, self.text, self.rendered = rank, pid, text, list(rendered)
+        self.others: list[str] = []
+        super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
-        return f"on rank {self.rank}\n\n{self.text.rstrip()}"
+        return "\n".join([f"on rank {self.rank} (pid {self.pid})\n\n{self.text.rstrip()}", *self.others])
+
+
+def render(exc: BaseException) -> list[str]:
+    """What the notebook shows of an exception from a rank: where the call was, then the rank's own traceback."""
+    site = _call_site(exc.__traceback__)
+    remote = exc.__cause__
+    if not isinstance(remote, RemoteTraceback):
+        return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
+    title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}"
+    return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others]
+
+
+def _call_site(tb: types.TracebackType | None) -> list[str]:
+    """The innermost frame that is not nbdist's own, as a traceback shows it."""
+    frames = [f for f in traceback.extract_tb(tb) if not f.filename.startswith(_PACKAGE)]
+    if not frames:
+        return []
+    frame, numbers = frames[-1], cell_numbers()
+    number = numbers.get(frame.filename)
+    place = f"File {frame.filename}:{frame.lineno}" if number is None else f"Cell In[{number}], line {frame.lineno}"
+    return [f"{place}\n----> {frame.lineno} {frame.line}\n"]
+
+
+def cell_numbers() -> Mapping[str, int]:
+    """The numbers of the notebook's cells, by the file names that IPython makes up for them."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
 
 
 def describe_status(status: int | None) -> str:
@@ -75,21 +115,14 @@ def describe_status(status: int | None) -> str:
     return f"was killed by {name}{hints.get(name, '')}"
 
 
-def remote_text(exc: BaseException, *, skip_file: str) -> str:
-    """The traceback of `exc` as text, without the leading frames that belong to `skip_file` (the rank's loop)."""
-    tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == skip_file and tb.tb_next is not None:
-        tb = tb.tb_next
-    return "".join(traceback.format_exception(type(exc), exc, tb))
-
-
-def nearest_builtin(exc: BaseException) -> BaseException:
-    """A stand-in for an exception that cannot be pickled: its nearest built-in base, with its name and text."""
+def stand_ins(exc: BaseException) -> list[BaseException]:
+    """What an exception that cannot be pickled or rebuilt arrives as: its base types, nearest first, with its text."""
     text = f"{type(exc).__qualname__}: {exc}"
-    for base in type(exc).__mro__:
-        if getattr(builtins, base.__name__, None) is base:
+    found: list[BaseException] = []
+    for base in type(exc).__mro__[1:]:
+        if issubclass(base, BaseException) and base.__module__ != "__main__":
             try:
-                return base(text)  # type: ignore[no-any-return]
-            except TypeError:  # such as UnicodeDecodeError, which takes five arguments
+                found.append(base(text))
+            except Exception:  # one that takes other arguments, such as UnicodeDecodeError
                 continue
-    return RuntimeError(text)
+    return found

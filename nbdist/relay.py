@@ -1,25 +1,86 @@
-"""What ranks write, on its way to the cell: rank 0's text live, the other ranks' kept for when it is asked for."""
+"""What ranks write, on its way to the cell. Both ends of the wire are here.
+
+A rank's descriptors 1 and 2 are pipes to the kernel. What Python writes, to either stream, and what it displays goes
+down the first as frames, so that it stays in order; C code and child processes write raw bytes between them. A frame
+is at most `PIPE_BUF` bytes and written at once, so nothing can come to lie inside it. The second pipe carries raw
+bytes only: what C code and child processes write to standard error.
+"""
 
 from __future__ import annotations
 
 import codecs
 import collections
 import io
+import json
 import os
+import select
+import struct
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any
+
+_MAGIC = b"\x00\x1bnbdist\x1b\x00"
+_HEADER = struct.Struct("<10sB?HI")  # magic, kind, whether more of it follows, size, process
+_STDOUT, _STDERR, _MESSAGE = range(3)
+_CHUNK = select.PIPE_BUF - _HEADER.size
 
 #: Characters of output kept of each rank; older text is dropped first.
 KEPT = 1 << 20
 
 
-def attach_streams() -> None:
-    """In a rank: fresh `sys.stdout` and `sys.stderr` on descriptors 1 and 2 that hold nothing back."""
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        raw = open(fd, "wb", buffering=0, closefd=False)  # noqa: SIM115 (lives as long as the process)
-        # Text goes out with each write, so that half a line and a dying rank's last words are seen.
-        setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True))
+# ---------------------------------------------------------------------------------------------------- in the rank
+
+
+class FrameWriter:
+    """Writes frames to descriptor 1."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def _write(self, kind: int, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B")
+        with self._lock:
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                more = start + _CHUNK < len(view)
+                os.write(1, _HEADER.pack(_MAGIC, kind, more, len(chunk), os.getpid()) + chunk)
+
+    def attach(self) -> None:
+        """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
+        os.register_at_fork(after_in_child=self._renew_lock)
+        for name, fd, kind in (("stdout", 1, _STDOUT), ("stderr", 2, _STDERR)):
+            raw: Any = _FrameStream(self, kind, fd)
+            stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+    def _renew_lock(self) -> None:  # another thread of the rank may have held it when this process was forked
+        self._lock = threading.Lock()
+
+    def message(self, kind: str, **content: Any) -> None:
+        """Send a display message, with what is written so far before it. Its content is plain JSON."""
+        self._write(_MESSAGE, json.dumps([kind, content], default=str).encode())
+
+
+class _FrameStream(io.RawIOBase):
+    """The binary stream below a rank's `sys.stdout` or `sys.stderr`."""
+
+    def __init__(self, writer: FrameWriter, kind: int, fd: int) -> None:
+        self._writer, self._kind, self._fd = writer, kind, fd
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:  # what a child process gets as its standard output
+        return self._fd
+
+    def write(self, data: Any) -> int:
+        self._writer._write(self._kind, data)
+        return len(data)
+
+
+# -------------------------------------------------------------------------------------------------- in the kernel
 
 
 class Log:
@@ -42,6 +103,77 @@ class Log:
         return "\n".join(self.text().splitlines()[-lines:])
 
 
+class Cell:
+    """The cell (or terminal) that output goes to, from the thread that runs it."""
+
+    def __init__(self) -> None:
+        self._shell = notebook_shell()
+        self._comms: list[str] = []
+
+    def text(self, text: str, kind: int) -> None:
+        stream = sys.stderr if kind == _STDERR else sys.stdout
+        stream.write(text)
+        if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
+            stream.flush()
+
+    def message(self, kind: str, content: dict[str, Any]) -> None:
+        if self._shell is None:
+            if kind == "display" and not content["update"]:
+                self.text(content["data"].get("text/plain", "") + "\n", _STDOUT)
+        elif kind == "display":
+            self._shell.display_pub.publish(**content)
+        elif kind == "clear_output":
+            self._shell.display_pub.clear_output(**content)
+        else:
+            self._comm(kind, content)
+
+    def _comm(self, kind: str, content: dict[str, Any]) -> None:
+        """Pass on what a rank's widget says to its view. What the view says ends here: a progress bar only shows."""
+        kernel = self._shell.kernel
+        buffers = [bytes.fromhex(data) for data in content.pop("buffers")]
+        metadata = content.pop("metadata")
+        if kind == "comm_open":
+            import comm
+
+            self._comms.append(content["comm_id"])
+            comm.get_comm_manager().register_comm(_Deaf(content["comm_id"]))  # type: ignore[arg-type]
+        kernel.session.send(
+            kernel.iopub_socket,
+            kind,
+            content,
+            metadata=metadata,
+            parent=kernel.get_parent(),
+            ident=f"comm-{content['comm_id']}".encode(),
+            buffers=buffers,
+        )
+
+    def close(self) -> None:
+        """Forget the widgets of this call; their views stay as they are."""
+        if self._comms:
+            import comm
+
+            for comm_id in self._comms:
+                comm.get_comm_manager().comms.pop(comm_id, None)
+            self._comms = []
+
+
+class _Deaf:
+    """The kernel's stand-in for a rank's widget: hears what the view says, and does nothing."""
+
+    def __init__(self, comm_id: str) -> None:
+        self.comm_id = comm_id
+
+    def handle_msg(self, message: dict[str, Any]) -> None: ...
+
+    def handle_close(self, message: dict[str, Any]) -> None: ...
+
+
+def notebook_shell() -> Any:
+    """The IPython shell of a notebook that this process is the kernel of; None in a terminal or script."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
 class Relay:
     """Reads the output descriptors of all ranks and passes on what belongs in the cell.
 
@@ -50,44 +182,139 @@ class Relay:
 
     def __init__(self, outputs: Sequence[tuple[int, int]], show: str) -> None:
         self.logs = [Log() for _ in outputs]
+        self.cell = Cell()
         self._show = show
-        self._sources = {fd: (rank, err) for rank, pair in enumerate(outputs) for err, fd in enumerate(pair)}
-        self._decoders = {fd: codecs.getincrementaldecoder("utf-8")("backslashreplace") for fd in self._sources}
-        self._partial = dict.fromkeys(self._sources, "")
+        self._pipes: dict[int, _Pipe] = {}
+        for rank, (out, err) in enumerate(outputs):
+            self._pipes[out], self._pipes[err] = _Pipe(rank, _STDOUT), _Pipe(rank, _STDERR)
+        self._partial: dict[tuple[int, int], str] = {}
 
     def descriptors(self) -> Iterator[int]:
         """The descriptors to wait for."""
-        yield from self._sources
+        yield from self._pipes
 
     def read(self, fd: int) -> bool:
-        """Pass on what there is to read at `fd`; False at its end."""
-        while True:
+        """Pass on what there is to read at `fd`, as much as keeps nobody else waiting; False at its end."""
+        pipe = self._pipes[fd]
+        for _ in range(16):
             try:
                 data = os.read(fd, 1 << 16)
             except BlockingIOError:
                 return True
-            self._pass_on(fd, self._decoders[fd].decode(data, final=not data), last=not data)
+            for kind, what in pipe.feed(data):
+                self._pass_on(pipe.rank, kind, what)
             if not data:
+                self._end_line(pipe.rank)
                 return False
+        return True
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on all that a rank, or every rank, has written so far."""
-        for fd, (owner, _) in self._sources.items():
-            if rank in (owner, None):
-                self.read(fd)
+        for fd, pipe in self._pipes.items():
+            if rank in (pipe.rank, None):
+                while select.select([fd], [], [], 0)[0] and self.read(fd):
+                    pass
 
-    def _pass_on(self, fd: int, text: str, last: bool) -> None:
-        rank, err = self._sources[fd]
-        self.logs[rank].write(text)
-        cell: TextIO = sys.stderr if err else sys.stdout
-        if self._show == "rank0" and rank == 0 and text:
-            cell.write(text)
-            cell.flush()
+    def _pass_on(self, rank: int, kind: int, what: Any) -> None:
+        if kind == _MESSAGE:
+            name, content = what
+            if name == "display":
+                self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            if self._show == "all" and name == "display" and not content["update"]:
+                self._end_line(rank)
+                self.cell.text(f"[rank {rank}]\n", _STDOUT)
+            if self._show == "all" or (self._show == "rank0" and rank == 0):
+                self.cell.message(name, content)
+            return
+        self.logs[rank].write(what)
+        if self._show == "rank0" and rank == 0:
+            self.cell.text(what, kind)
         elif self._show == "all":
-            *lines, rest = (self._partial[fd] + text).split("\n")
-            if last and rest:
-                lines, rest = [*lines, rest], ""
-            self._partial[fd] = rest
+            *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
+            self._partial[rank, kind] = rest
             if lines:
-                cell.write("".join(f"[rank {rank}] {line}\n" for line in lines))
-                cell.flush()
+                self.cell.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+
+    def _end_line(self, rank: int) -> None:
+        """Show what a rank has written of a line that it has not finished."""
+        for kind in (_STDOUT, _STDERR):
+            rest = self._partial.pop((rank, kind), "")
+            if rest:
+                self.cell.text(f"[rank {rank}] {rest}\n", kind)
+
+    def flush(self) -> None:
+        """At the end of a call: what is half written is written."""
+        for rank in range(len(self.logs)):
+            self._end_line(rank)
+
+
+class _Pipe:
+    """One pipe from a rank: takes bytes, gives (kind, text or message) in order."""
+
+    def __init__(self, rank: int, kind: int) -> None:
+        self.rank = rank
+        self._kind = kind  # of what is between frames
+        self._rest = b""
+        self._unfinished: dict[int, bytearray] = {}  # long messages, by the process that sends them
+        decoder = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {kind: decoder("backslashreplace") for kind in (_STDOUT, _STDERR)}
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
+        text: list[bytes] = []
+        text_kind = self._kind
+        for kind, payload in self._split(self._rest + data, last=not data):
+            if text and kind != text_kind:
+                yield from self._decode(text_kind, b"".join(text))
+                text = []
+            if kind == _MESSAGE:
+                yield kind, json.loads(payload)
+            else:
+                text_kind = kind
+                text.append(payload)
+        if text:
+            yield from self._decode(text_kind, b"".join(text))
+
+    def _decode(self, kind: int, data: bytes) -> Iterator[tuple[int, str]]:
+        text = self._decoders[kind].decode(data)
+        if text:
+            yield kind, text
+
+    def _split(self, data: bytes, last: bool) -> Iterator[tuple[int, bytes]]:
+        position = 0
+        while True:
+            start = data.find(_MAGIC, position)
+            if start < 0:
+                # The beginning of a frame may be here already.
+                keep = 0 if last else _overlap(data, position)
+                end = len(data) - keep
+                if end > position:
+                    yield self._kind, data[position:end]
+                self._rest = data[end:]
+                return
+            if start > position:
+                yield self._kind, data[position:start]
+            begin = start + _HEADER.size
+            if len(data) >= begin:
+                _, kind, more, size, process = _HEADER.unpack_from(data, start)
+            if len(data) < begin or len(data) < begin + size:
+                self._rest = b"" if last else data[start:]
+                return
+            position = begin + size
+            yield from self._frame(kind, more, process, data[begin:position])
+
+    def _frame(self, kind: int, more: bool, process: int, payload: bytes) -> Iterator[tuple[int, bytes]]:
+        if kind != _MESSAGE:
+            yield kind, payload
+            return
+        whole = self._unfinished.setdefault(process, bytearray())
+        whole += payload
+        if not more:
+            yield kind, bytes(self._unfinished.pop(process))
+
+
+def _overlap(data: bytes, position: int) -> int:
+    """How many bytes at the end of `data` could be the beginning of `_MAGIC`."""
+    for size in range(min(len(_MAGIC) - 1, len(data) - position), 0, -1):
+        if data.endswith(_MAGIC[:size]):
+            return size
+    return 0

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import capture, engines, relay, supervise, worker
+from . import capture, engines, relay, stacks, supervise, worker
 from .engines import local
 from .errors import NbdistError
 
@@ -28,7 +28,9 @@ class Session:
 
     Args:
         nranks: How many ranks, at least one.
-        backend: Of the process group. None: NCCL where ranks have GPUs, gloo where they do not.
+        backend: Of the process group, such as "gloo". None: NCCL where ranks have GPUs, gloo where they do not. A
+            mapping gives further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
+            collective that has waited for 60 seconds.
         devices: "cpu", "cuda", or one device per rank (`["cuda:0", "cuda:2"]`). None: a GPU per rank where there
             is any GPU at all, else CPUs.
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks.
@@ -48,7 +50,7 @@ class Session:
         self,
         nranks: int,
         *,
-        backend: str | None = None,
+        backend: str | Mapping[str, Any] | None = None,
         devices: str | Sequence[str] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
@@ -69,7 +71,8 @@ class Session:
         self._engine = engines.resolve(engine)
         self._engine.warm(["torch", "torch.distributed"])
         self._devices = choose_devices(nranks, devices)
-        self._backend = backend or ("nccl" if self._devices[0].startswith("cuda") else "gloo")
+        self._group = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
+        self._group.setdefault("backend", "nccl" if self._devices[0].startswith("cuda") else "gloo")
         self._threads = threads
         self._timeout = timeout
         self._output = output
@@ -121,6 +124,10 @@ class Session:
         """What a rank has written, shown or not: the last million characters since the ranks started."""
         return self._relay.logs[rank].text() if self._relay is not None else ""
 
+    def stacks(self) -> str:
+        """Where each rank is right now: a line for each, then their Python stacks. May be asked from any thread."""
+        return "" if self._ranks is None else stacks.report(stacks.take(self._ranks))
+
     def close(self) -> None:
         """End the ranks. A closed session takes no more calls."""
         self._closed = True
@@ -135,7 +142,7 @@ class Session:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._ranks is not None else "not started"
         devices = ", ".join(sorted(set(self._devices)))
-        return f"<nbdist.Session: {self.nranks} ranks on {devices}, {self._backend}, {state}>"
+        return f"<nbdist.Session: {self.nranks} ranks on {devices}, {self._group['backend']}, {state}>"
 
     def _call(
         self,
@@ -162,7 +169,7 @@ class Session:
                         channel.send(("call", call.header, seeds, answers), call.parcel)
             finally:
                 call.parcel.close()
-            return supervise.Waiting(ranks, output, self._timeout).wait(call.originals)
+            return supervise.Waiting(ranks, output, self._timeout, call.originals).wait()
         except BaseException:
             self._end(grace=0.0)
             raise
@@ -182,7 +189,8 @@ class Session:
                     rank=rank,
                     world_size=self.nranks,
                     device=self._devices[rank],
-                    backend=self._backend,
+                    backend=self._group["backend"],
+                    options={name: value for name, value in self._group.items() if name != "backend"},
                     master_port=meeting_point.getsockname()[1],
                     threads=threads,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import re
@@ -9,12 +10,13 @@ import select
 import selectors
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import transport
+from . import stacks, transport
 from .engines import Ranks
-from .errors import RankDied, RankTimeout, RemoteTraceback
+from .errors import CaptureError, NbdistError, RankDied, RankTimeout, RemoteTraceback, render
 from .relay import Relay
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
@@ -28,6 +30,7 @@ _LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|c
 
 @dataclass
 class _Failure:
+    rank: int | None
     error: BaseException
     by_us: bool  # it came after we asked the rank to leave
 
@@ -39,8 +42,8 @@ class _Failure:
 class Waiting:
     """One call being waited for, until each rank has answered, failed, died or been given up."""
 
-    def __init__(self, ranks: Ranks, relay: Relay, timeout: float | None) -> None:
-        self._ranks, self._relay, self._timeout = ranks, relay, timeout
+    def __init__(self, ranks: Ranks, relay: Relay, timeout: float | None, originals: Sequence[Any]) -> None:
+        self._ranks, self._relay, self._timeout, self._originals = ranks, relay, timeout, originals
         self._pending = set(range(len(ranks.channels)))
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
@@ -48,7 +51,7 @@ class Waiting:
         self._answers: dict[int, transport.Parcel | None] = {}
         self._failures: list[_Failure] = []
 
-    def wait(self, originals: list[Any]) -> list[Any]:
+    def wait(self) -> list[Any]:
         """The answers by rank, None where no value was asked for.
 
         Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, ranks may still
@@ -67,16 +70,35 @@ class Waiting:
                         interrupted = True
                         self._ask_to_leave(GRACE_AFTER_INTERRUPT)
             self._relay.drain()
-            if interrupted:
-                raise KeyboardInterrupt
-            if self._failures:
-                raise min(self._failures, key=_Failure.badness).error
+            self._relay.flush()
+            if interrupted or self._failures:
+                raise self._failure(interrupted)
             answers = [self._answers[rank] for rank in sorted(self._answers)]
-            return [None if parcel is None else load(parcel, originals) for parcel in answers]
+            try:
+                return [None if parcel is None else load(parcel, self._originals) for parcel in answers]
+            except Exception as exc:
+                raise CaptureError(
+                    f"the function returned, but its value cannot be rebuilt here ({type(exc).__name__}: {exc})"
+                ) from exc
         finally:
+            self._relay.cell.close()
             for parcel in self._answers.values():
                 if parcel is not None:
                     parcel.close()
+
+    def _failure(self, interrupted: bool) -> BaseException:
+        """The exception to raise: the root cause, with the other ranks' failures listed under it."""
+        if interrupted:
+            errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
+            return errors[0] if errors else KeyboardInterrupt()
+        first, *others = sorted(self._failures, key=_Failure.badness)
+        if isinstance(first.error.__cause__, RemoteTraceback):
+            first.error.__cause__.others = [
+                f"also failed: rank {other.rank}: {type(other.error).__name__}: {other.error}".splitlines()[0]
+                for other in others
+                if not other.by_us
+            ]
+        return first.error
 
     def _register(self) -> None:
         for fd in self._relay.descriptors():
@@ -93,8 +115,8 @@ class Waiting:
         elif self._leaving:  # they had their chance
             self._pending.clear()
         else:
-            silent = ", ".join(map(str, sorted(self._pending)))
-            self._fail(None, RankTimeout(f"no answer from rank {silent} within {self._timeout:g} s"))
+            where = stacks.take(self._ranks, self._pending)
+            self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
 
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
@@ -105,7 +127,7 @@ class Waiting:
             self._ranks.signal(rank, signal.SIGINT)
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
-        self._failures.append(_Failure(error, by_us=self._leaving))
+        self._failures.append(_Failure(rank, error, by_us=self._leaving))
         if rank is not None:
             self._pending.discard(rank)
         if not self._leaving:
@@ -128,10 +150,20 @@ class Waiting:
             if parcel is not None:
                 parcel.close()
         elif message[0] == "error":
-            self._fail(rank, rebuild(rank, message[1], message[2], parcel))
+            _, text, rendered, spare = message
+            self._fail(rank, self._rebuild(rank, text, rendered, spare, parcel))
         else:
             self._pending.discard(rank)
             self._answers[rank] = parcel
+
+    def _rebuild(
+        self, rank: int, text: str, rendered: list[str], spare: list[bytes], parcel: transport.Parcel | None
+    ) -> BaseException:
+        error = rebuild(parcel, spare, self._originals)
+        error.__cause__ = RemoteTraceback(rank, self._ranks.pids[rank], text, rendered)
+        with contextlib.suppress(AttributeError):  # a class with slots; then IPython shows its cause and our frames
+            error._render_traceback_ = functools.partial(render, error)  # type: ignore[attr-defined]
+        return error
 
     def _on_exits(self) -> None:
         for rank, status in self._ranks.exits():
@@ -148,7 +180,7 @@ def _readable(channel: transport.Channel) -> bool:
     return bool(select.select([channel], [], [], 0)[0])
 
 
-def load(parcel: transport.Parcel, originals: list[Any]) -> Any:
+def load(parcel: transport.Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
     pickled, buffers = parcel.open()
     return transport.read(
@@ -160,13 +192,14 @@ def load(parcel: transport.Parcel, originals: list[Any]) -> Any:
     )
 
 
-def rebuild(rank: int, text: str, stand_in: bytes, parcel: transport.Parcel | None) -> BaseException:
-    """The exception that a rank raised, or the nearest that this process can make, its traceback as its cause."""
-    try:
-        error = None if parcel is None else load(parcel, [])
-    except Exception:  # its class or content makes sense in the rank only
-        error = None
-    if not isinstance(error, BaseException):
-        error = pickle.loads(stand_in)
-    error.__cause__ = RemoteTraceback(rank, text)
-    return error
+def rebuild(parcel: transport.Parcel | None, spare: Sequence[bytes], originals: Sequence[Any]) -> BaseException:
+    """The exception that a rank raised, or the nearest that this process can make."""
+    candidates = [] if parcel is None else [functools.partial(load, parcel, originals)]
+    for make in [*candidates, *(functools.partial(pickle.loads, pickled) for pickled in spare)]:
+        try:
+            error = make()
+        except Exception:  # its class or its content makes sense in the rank only
+            continue
+        if isinstance(error, BaseException):
+            return error
+    return NbdistError("a rank raised an exception that cannot be rebuilt here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -13,15 +14,15 @@ import pickle
 import random
 import signal
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from . import capture, fastai, relay, transport
-from .errors import nearest_builtin, remote_text
+from . import capture, fastai, shell, transport
+from .errors import stand_ins
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,8 +40,8 @@ class World:
     threads: int
     """Threads for the kernels of torch and BLAS; the user's own OMP_NUM_THREADS goes before it."""
     master_addr: str = LOOPBACK
-    timeout: float | None = None
-    """Seconds that a collective may wait; None is the backend's own default."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
 
     def environ(self) -> dict[str, str]:
         """The variables that torchrun would set for this rank, and those that keep its sockets on loopback."""
@@ -75,14 +76,14 @@ class World:
 
         if "OMP_NUM_THREADS" in os.environ:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-        options: dict[str, Any] = {}
+        options = dict(self.options)
+        if "timeout" in options:
+            options["timeout"] = timedelta(seconds=options["timeout"])
         if self.device.startswith("cuda"):
             device = torch.device(self.device)
             torch.cuda.set_device(device)
             if "nccl" in self.backend:
-                options["device_id"] = device
-        if self.timeout is not None:
-            options["timeout"] = timedelta(seconds=self.timeout)
+                options.setdefault("device_id", device)
         store = dist.TCPStore(
             self.master_addr,
             self.master_port,
@@ -154,17 +155,15 @@ class Rank:
     def __init__(self, channel: transport.Channel) -> None:
         self.channel = channel
         self.finder = SourceFinder()
-        self.main = types.ModuleType("__main__")
         self.sent: set[tuple[str, str]] = set()  # globals that the notebook has: they need not go back with a value
+        self.originals: list[Any] = []  # the notebook's functions and classes, by the numbers they have there
         self._interruptible = False
 
     def serve(self) -> None:
         """Answer the kernel until it says goodbye or is gone."""
         pid = os.getpid()
         signal.signal(signal.SIGINT, self._on_interrupt)
-        relay.attach_streams()
-        sys.modules["__main__"] = self.main
-        self.main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+        shell.enter()
         sys.meta_path.append(self.finder)
         handlers: dict[str, Callable[..., Any]] = {"join": self._join, "call": self._call}
         while True:
@@ -195,7 +194,7 @@ class Rank:
             self._interruptible = False  # once: what cleans up after it must not be torn away from its work
             raise KeyboardInterrupt
 
-    @contextmanager
+    @contextlib.contextmanager
     def _interrupts(self) -> Iterator[None]:
         self._interruptible = True
         try:
@@ -228,19 +227,23 @@ class Rank:
         self.finder.places.update(header.places)
         for name, source in header.sources.items():
             linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        given = capture.run_imports(header.imports, self.main.__dict__) - header.need
+        shell.label_cells(header.cells)
+        given = capture.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()
 
         def keep(key: str, namespace: dict[str, Any], name: str) -> bool:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        _, fn, args, kwargs, originals = transport.read(pickled, buffers, originals=[], keep=keep)
+        _, fn, args, kwargs, self.originals = transport.read(pickled, buffers, originals=[], keep=keep)
         del pickled, buffers
-        value = fn(*args, **kwargs)
+        try:
+            value = fn(*args, **kwargs)
+        finally:
+            shell.after_call()
         if not answers:
             return ("done",), None
-        return ("value",), self._pack(value, originals)
+        return ("value",), self._pack(value, self.originals)
 
     def _pack(self, value: Any, originals: list[Any]) -> transport.Parcel:
         file = io.BytesIO()
@@ -257,11 +260,32 @@ class Rank:
         return transport.pack(file.getbuffer(), pickler.buffers)
 
     def _error(self, exc: BaseException) -> tuple[tuple[Any, ...], transport.Parcel | None]:
-        text = remote_text(exc, skip_file=__file__)
-        stand_in = pickle.dumps(nearest_builtin(exc))
+        tb = own_frames_dropped(exc)
+        text = "".join(traceback.format_exception(type(exc), exc, tb))
         try:
-            exc.__traceback__ = None
-            parcel = self._pack(exc, [])
+            rendered = shell.render_traceback(exc, tb)
+        except Exception:  # IPython cannot render everything, a plain traceback always can be
+            rendered = []
+        spare = []
+        for stand_in in stand_ins(exc):
+            with contextlib.suppress(Exception):
+                spare.append(pickle.dumps(stand_in))
+        exc.__traceback__ = None
+        try:
+            parcel = self._pack(exc, self.originals)
         except Exception:
             parcel = None
-        return ("error", text, stand_in), parcel
+        return ("error", text, rendered, spare), parcel
+
+
+def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
+    """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__ and tb.tb_next is not None:
+        tb = tb.tb_next
+    frame = tb
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_frame.f_code.co_filename in (__file__, shell.__file__):
+            frame.tb_next = None
+        frame = frame.tb_next
+    return tb

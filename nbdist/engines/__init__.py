@@ -37,6 +37,9 @@ class Ranks(Protocol):
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank's process, if it still lives."""
 
+    def stack(self, rank: int) -> str:
+        """The Python stacks of all threads of a rank, as `faulthandler` writes them, wherever the rank is."""
+
     def close(self, grace: float = 0.0) -> None:
         """Let the ranks leave, kill after `grace` seconds those that have not, with everything that they started,
         and give up all descriptors."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,11 +25,14 @@ import traceback
 
 import psutil
 
-from .. import transport, worker
+from .. import shell, transport, worker
 
 #: What the server says of a rank to the kernel: rank, pid, wait status (or `STARTED`).
 REPORT = struct.Struct("<iii")
 STARTED = -(2**31)
+
+#: Makes a rank write its Python stacks, also while it is in C code. Not one that people use for themselves.
+STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -106,7 +110,7 @@ class Server:
         for fd in keep:
             os.set_inheritable(fd, True)
         state = json.dumps([self.ranks, modules, self.refused, sys.path])
-        os.execv(sys.executable, command(str(self.control.fileno()), state))
+        os.execv(sys.executable, command(str(self.control.fileno()), sys.argv[2], state))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
@@ -117,19 +121,14 @@ class Server:
         self._preload(modules, path)
 
     def _fork(self, rank: int, fds: list[int]) -> None:
-        channel, out, err, report = fds
+        channel, out, err, stacks, report = fds
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_rank(
-                server,
-                channel,
-                out,
-                err,
-                [*self._private_fds, report, *(fd for _, fd in self.ranks.values())],
-            )
+            others = [fd for _, fd in self.ranks.values()]
+            _be_rank(server, channel, out, err, stacks, [*self._private_fds, *others, report])
         self.ranks[pid] = rank, report
-        for fd in (channel, out, err):
+        for fd in (channel, out, err, stacks):
             os.close(fd)
         _report(report, rank, pid, STARTED)
 
@@ -183,7 +182,7 @@ def _end_leftovers(rank_pid: int, everything: bool) -> None:
                 child.kill()
 
 
-def _be_rank(server: int, channel: int, out: int, err: int, private_fds: list[int]) -> None:
+def _be_rank(server: int, channel: int, out: int, err: int, stacks: int, private_fds: list[int]) -> None:
     """In the fork: become a rank. Does not return."""
     status = 1
     try:
@@ -200,6 +199,8 @@ def _be_rank(server: int, channel: int, out: int, err: int, private_fds: list[in
         os.dup2(err, 2)
         os.close(out)
         os.close(err)
+        faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
+        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
         worker.Rank(transport.Channel(socket.socket(fileno=channel))).serve()
         status = 0
     except BaseException:
@@ -219,14 +220,19 @@ def command(*arguments: str) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Serve on the socket whose descriptor is `argv[0]`; `argv[1]` is the state of a server that this replaces."""
+    """Serve on the socket whose descriptor is `argv[0]`, for a notebook if `argv[1]` says so.
+
+    `argv[2]`, if there, is the state of a server that this one takes the place of.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     control = socket.socket(fileno=int(argv[0]))
     control.set_inheritable(False)
+    if argv[1] == "notebook":
+        shell.make()
     server = Server(control)
     try:
-        if argv[1:]:
-            server.restore(argv[1])
+        if argv[2:]:
+            server.restore(argv[2])
         server.serve()
     finally:
         server.end()

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ..relay import notebook_shell
 from ..transport import Channel
 from . import Exit
-from .forkserver import REPORT, STARTED, command
+from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
 
 
 class LocalEngine:
@@ -38,6 +39,7 @@ class LocalRanks:
         self.pids: list[int | None] = [None] * world_size
         self.channels: list[Channel] = []
         self.outputs: list[tuple[int, int]] = []
+        self._stacks: list[int] = []
         self._alive = set(range(world_size))
         self.exits_fd, report = os.pipe()
         try:
@@ -53,14 +55,15 @@ class LocalRanks:
     def _fork(self, rank: int, report: int) -> None:
         ours, theirs = socket.socketpair()
         self.channels.append(Channel(ours))
-        (out, out_write), (err, err_write) = _pipe(), _pipe()
+        (out, out_write), (err, err_write), (stack, stack_write) = _pipe(), _pipe(), _pipe()
         self.outputs.append((out, err))
+        self._stacks.append(stack)
         with theirs:
             try:
-                _server().fork(rank, [theirs.fileno(), out_write, err_write, report])
+                _server().fork(rank, [theirs.fileno(), out_write, err_write, stack_write, report])
             finally:
-                os.close(out_write)
-                os.close(err_write)
+                for fd in (out_write, err_write, stack_write):
+                    os.close(fd)
 
     def exits(self) -> list[Exit]:
         exits: list[Exit] = []
@@ -85,6 +88,16 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
+    def stack(self, rank: int) -> str:
+        text, patience = b"", 0.5
+        self.signal(rank, STACK_SIGNAL)
+        while select.select([self._stacks[rank]], [], [], patience)[0]:
+            data = os.read(self._stacks[rank], 1 << 16)
+            if not data:
+                break
+            text, patience = text + data, 0.05  # faulthandler writes in small pieces, and does not say when it is done
+        return text.decode(errors="backslashreplace")
+
     def close(self, grace: float = 0.0) -> None:
         for channel in self.channels:
             with contextlib.suppress(OSError):
@@ -95,9 +108,9 @@ class LocalRanks:
         for channel in self.channels:  # a rank that has not started yet ends when it finds its channel closed
             channel.close()
         self._wait_for_exits(5.0)
-        for fd in (*itertools.chain(*self.outputs), self.exits_fd):
+        for fd in (*itertools.chain(*self.outputs), *self._stacks, self.exits_fd):
             os.close(fd)
-        self.channels, self.outputs = [], []
+        self.channels, self.outputs, self._stacks = [], [], []
 
     def _wait_for_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -127,9 +140,10 @@ class _ForkServer:
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
         # OpenBLAS starts its threads when it is imported, and a process with threads must not fork.
         env["OPENBLAS_NUM_THREADS"] = "1"
+        kind = "notebook" if notebook_shell() is not None else "script"
         with theirs:
             self.process = subprocess.Popen(
-                command(str(theirs.fileno())),
+                command(str(theirs.fileno()), kind),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -22,6 +22,7 @@ import urllib.error
 import urllib.request
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,8 @@ def _fastai_data() -> Path:
 def _read(folder: Path) -> pd.DataFrame:
     """The ratings in `folder`, merged with the titles."""
     data, item = (folder / name for name in FILES)
+    if data.stat().st_size == 0:
+        raise ValueError(f"{data} is empty")
     try:
         table = np.loadtxt(data, dtype=np.int64, delimiter="\t", comments=None, ndmin=2)
     except ValueError as error:
@@ -175,7 +178,7 @@ def _unpack(archive: bytes, target: Path, url: str) -> Path:
                     if "\\" in name or not (root / name).resolve().is_relative_to(root):
                         raise ValueError(f"{url}: refusing an archive with a path that leads outside it: {name!r}")
                 opened.extractall(root)
-        except zipfile.BadZipFile as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise ValueError(f"{url}: not a usable zip file: {error}") from error
         if not all((root / FOLDER / name).is_file() for name in FILES):
             raise ValueError(f"{url}: the archive has no {' and '.join(f'{FOLDER}/{name}' for name in FILES)}")

@@ -1,0 +1,153 @@
+"""What makes a rank look like the notebook that it works for: an IPython shell, displays, widgets, no keyboard.
+
+Libraries decide when they are imported whether they are in a notebook, by the shell's class name, its configuration
+or `get_ipython`; so the shell is made in the fork server, before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import io
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from .errors import NbdistError
+from .relay import FrameWriter
+
+#: The namespace of the notebook in a rank.
+main = types.ModuleType("__main__")
+#: Where output and displays go. Made before the fork: it holds nothing of a rank.
+writer = FrameWriter()
+
+_shell: Any = None
+
+
+def make() -> None:
+    """In the fork server of a notebook: make the shell that its ranks will have. Starts no thread."""
+    global _shell
+    import comm
+    from ipykernel.zmqshell import ZMQInteractiveShell
+    from IPython.core.displayhook import DisplayHook
+    from traitlets import Type
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryManager.hist_file = ":memory:"
+    config.IPKernelApp.connection_file = ""  # some look for this section to know a kernel
+    # The name of the notebook's own shell, too, is what libraries go by.
+    attributes = {"display_pub_class": Type(_display_publisher()), "displayhook_class": Type(DisplayHook)}
+    shell_class: Any = type("ZMQInteractiveShell", (ZMQInteractiveShell,), attributes)
+    # The shell belongs in the rank's __main__, but must not leave it there: the server has its own.
+    server_main = sys.modules["__main__"]
+    _shell = shell_class.instance(config=config, user_module=main, user_ns=vars(main))
+    sys.modules["__main__"] = server_main
+    from IPython.display import display
+
+    builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
+    builtins.display = display  # type: ignore[attr-defined]
+    comm.create_comm = _comm_class()
+
+
+def enter() -> None:
+    """In a rank: put the notebook's namespace in the place of `__main__`, and the streams on their frames."""
+    sys.modules["__main__"] = main
+    vars(main).setdefault("__builtins__", builtins)
+    writer.attach()
+    sys.stdin = sys.__stdin__ = _NoKeyboard()  # type: ignore[misc,assignment]
+    sys.breakpointhook = _no_debugger
+
+
+def after_call() -> None:
+    """What a notebook does at the end of a cell: show the figures that are open."""
+    if _shell is not None:
+        _shell.events.trigger("post_execute")
+
+
+def label_cells(numbers: Mapping[str, int]) -> None:
+    """Let tracebacks say `Cell In[3]` instead of the name of the file that IPython makes up for a cell."""
+    if _shell is not None and hasattr(_shell.compile, "_filename_map"):
+        _shell.compile._filename_map.update(numbers)
+
+
+def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
+    """The traceback as the notebook would show it, or nothing where there is no notebook."""
+    if _shell is None:
+        return []
+    return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb))
+
+
+def _display_publisher() -> type:
+    from IPython.core.displaypub import DisplayPublisher
+
+    class RankDisplayPublisher(DisplayPublisher):
+        """Sends displays to the cell."""
+
+        def publish(
+            self,
+            data: dict[str, Any],
+            metadata: dict[str, Any] | None = None,
+            *args: Any,
+            transient: dict[str, Any] | None = None,
+            update: bool = False,
+            **kwargs: Any,
+        ) -> None:
+            data = {
+                kind: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+                for kind, value in data.items()
+            }
+            writer.message("display", data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+
+        def clear_output(self, wait: bool = False) -> None:
+            writer.message("clear_output", wait=wait)
+
+    return RankDisplayPublisher
+
+
+def _comm_class() -> type:
+    from comm.base_comm import BaseComm
+
+    class RankComm(BaseComm):
+        """A widget's line to its view, which is in the notebook's front end."""
+
+        def publish_msg(
+            self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+        ) -> None:
+            writer.message(
+                msg_type,
+                data=data or {},
+                comm_id=self.comm_id,
+                metadata=metadata or {},
+                buffers=[bytes(buffer).hex() for buffer in buffers or []],
+                **keys,
+            )
+
+    return RankComm
+
+
+class _NoKeyboard(io.TextIOBase):
+    """Standard input of a rank: there is nobody to answer."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        raise NbdistError(
+            "a rank has no keyboard: input() and debuggers cannot be used in it. "
+            "in_ddp(0, ...) runs the function in the notebook itself, where they can."
+        )
+
+    read = readline
+
+    def fileno(self) -> int:
+        return 0
+
+
+def _no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NbdistError(
+        "breakpoint() in a rank: there is no keyboard here. in_ddp(0, ...) runs the function in the notebook itself, "
+        "where breakpoints and %debug work."
+    )
