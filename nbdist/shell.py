@@ -10,6 +10,7 @@ import base64
 import builtins
 import io
 import sys
+import traceback
 import types
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -75,7 +76,8 @@ def label_cells(numbers: Mapping[str, int]) -> None:
 
 def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
     """The traceback as the notebook would show it, or nothing where there is no notebook."""
-    if _shell is None:
+    # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
+    if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
         return []
     return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb))
 

@@ -32,11 +32,11 @@ _LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|c
 class _Failure:
     rank: int | None
     error: BaseException
-    by_us: bool  # it came after we asked the rank to leave
 
-    def badness(self) -> tuple[bool, bool]:
+    def is_consequence(self) -> bool:
+        """Whether the failure only follows from that of another rank: it was asked to leave, or lost its peer."""
         lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(str(self.error)))
-        return self.by_us, lost_peer
+        return lost_peer or isinstance(self.error, KeyboardInterrupt)
 
 
 class Waiting:
@@ -91,12 +91,12 @@ class Waiting:
         if interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors else KeyboardInterrupt()
-        first, *others = sorted(self._failures, key=_Failure.badness)
+        first, *others = sorted(self._failures, key=_Failure.is_consequence)
         if isinstance(first.error.__cause__, RemoteTraceback):
             first.error.__cause__.others = [
                 f"also failed: rank {other.rank}: {type(other.error).__name__}: {other.error}".splitlines()[0]
                 for other in others
-                if not other.by_us
+                if not other.is_consequence()
             ]
         return first.error
 
@@ -121,13 +121,21 @@ class Waiting:
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
         self._deadline = time.monotonic() + grace
-        for rank in list(self._pending):
-            if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+        for rank in range(len(self._ranks.channels)):
+            if rank not in self._pending:
+                self._dismiss(rank)
+            elif self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
                 self._pending.discard(rank)
-            self._ranks.signal(rank, signal.SIGINT)
+            else:
+                self._ranks.signal(rank, signal.SIGINT)
+
+    def _dismiss(self, rank: int) -> None:
+        """Let a rank that is done go: those that wait for it in a collective then notice, and clean up too."""
+        with contextlib.suppress(OSError):
+            self._ranks.channels[rank].send(("close", False))
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
-        self._failures.append(_Failure(rank, error, by_us=self._leaving))
+        self._failures.append(_Failure(rank, error))
         if rank is not None:
             self._pending.discard(rank)
         if not self._leaving:
@@ -139,6 +147,8 @@ class Waiting:
 
     def _on_message(self, rank: int) -> None:
         channel = self._ranks.channels[rank]
+        if rank in self._silent:  # closed since this was found readable
+            return
         try:
             message, parcel, _ = channel.receive()
         except (EOFError, ConnectionError):  # how the rank ended, its exit will tell
@@ -155,6 +165,8 @@ class Waiting:
         else:
             self._pending.discard(rank)
             self._answers[rank] = parcel
+        if self._leaving:
+            self._dismiss(rank)
 
     def _rebuild(
         self, rank: int, text: str, rendered: list[str], spare: list[bytes], parcel: transport.Parcel | None

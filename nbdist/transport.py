@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -98,6 +99,7 @@ class Pickler(cloudpickle.Pickler):
                 self.modules.add(obj.__module__)
             elif obj.__module__ != "builtins":  # where NoneType and its like say they are
                 self._number(obj)
+                return _amend_class(obj, super().reducer_override(obj))
             return super().reducer_override(obj)
         if isinstance(obj, BaseException) and _has_own_init(type(obj)):
             return _make_exception, (type(obj), obj.args), obj.__dict__
@@ -107,7 +109,9 @@ class Pickler(cloudpickle.Pickler):
         reduction = fastai.reduce(obj)
         if reduction is not None:
             return reduction
-        torch = sys.modules.get("torch")
+        numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+        if numpy is not None and type(obj) is numpy.ndarray and obj.dtype.kind in "mM":
+            return _view, (obj.view("i8"), obj.dtype)  # dates give no buffers, and would be copied into the pickle
         if torch is not None:
             if isinstance(obj, torch.storage.TypedStorage):
                 return self._reduce_storage(obj)
@@ -146,6 +150,10 @@ class Pickler(cloudpickle.Pickler):
         untyped = storage._untyped_storage
         held = self._storages.setdefault(untyped._cdata, _Storage(untyped, self._to_cpu))
         return _typed_storage, (held, storage.dtype)
+
+
+def _view(array: Any, dtype: Any) -> Any:
+    return array.view(dtype)
 
 
 class Globals:
@@ -196,6 +204,43 @@ def _typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
     return torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+# ------------------------------------------------------------------------------------------------------ classes
+
+
+def _amend_class(cls: type, reduction: Any) -> Any:
+    """cloudpickle's way to make a class again, put right: `__slots__` hold, and code that ran when the class was
+    defined in the notebook (its metaclass's, and `__init_subclass__`) does not run again, on an empty class."""
+    if reduction is NotImplemented or reduction[0].__name__ != "_make_skeleton_class":
+        return reduction
+    make, (metaclass, name, bases, namespace, *more), (attributes, slots_state), *rest = reduction
+    if "__slots__" in attributes and typing.NamedTuple not in bases:  # that one makes its own
+        namespace = {**namespace, "__slots__": attributes["__slots__"]}
+        attributes = {
+            key: value
+            for key, value in attributes.items()
+            if key != "__slots__" and not isinstance(value, types.MemberDescriptorType)
+        }
+    maker = functools.partial(_make_class, metaclass, next(filter(_importable, metaclass.__mro__)))
+    return make, (maker, name, bases, namespace, *more), (attributes, slots_state), *rest
+
+
+def _make_class(metaclass: type, imported: Any, name: str, bases: tuple[type, ...], namespace: Namespace) -> type:
+    hooks = [
+        (base, vars(base)["__init_subclass__"])
+        for base in dict.fromkeys(b for base in bases for b in base.__mro__)
+        if "__init_subclass__" in vars(base) and not _importable(base)
+    ]
+    for base, _ in hooks:
+        type.__delattr__(base, "__init_subclass__")
+    try:
+        cls: type = imported.__new__(metaclass, name, bases, namespace)
+        imported.__init__(cls, name, bases, namespace)
+        return cls
+    finally:
+        for base, hook in hooks:
+            type.__setattr__(base, "__init_subclass__", hook)
 
 
 # ------------------------------------------------------------------------- functions, their cells and their globals

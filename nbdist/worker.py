@@ -172,7 +172,7 @@ class Rank:
             except EOFError:
                 return
             if message[0] == "close":
-                return self._leave()
+                return self._leave(orderly=message[1])
             try:
                 with self._interrupts(), fastai.device_agnostic():
                     answer = handlers[message[0]](*message[1:], parcel, fds)
@@ -209,9 +209,10 @@ class Rank:
         if seeds is not None:
             seed_everything(seeds)
 
-    def _leave(self) -> None:
+    def _leave(self, orderly: bool) -> None:
+        """Leave the group together with all others; or alone, so that those who wait for this rank notice."""
         dist = sys.modules.get("torch.distributed")
-        if dist is not None and dist.is_initialized():
+        if orderly and dist is not None and dist.is_initialized():
             dist.destroy_process_group()
 
     def _call(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import signal
 import sys
 import time
@@ -24,6 +25,9 @@ from nbformat import NotebookNode
 
 Show = Callable[[str], None]
 
+# A row of an HTML table, and a cell of a row.
+ROW, CELL = re.compile(r"<tr\b.*?</tr>", re.DOTALL), re.compile(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", re.DOTALL)
+
 
 class ThisPython(KernelSpecManager):
     """Kernels run in the interpreter that runs this; an installed kernelspec might name another one."""
@@ -34,7 +38,7 @@ class ThisPython(KernelSpecManager):
 
 
 class Runner(NotebookClient):
-    """A notebook client that shows each cell as it starts, and the lines it prints as they come."""
+    """A notebook client that shows each cell as it starts, and its printed lines and table rows as they come."""
 
     def __init__(self, notebook: NotebookNode, folder: Path, show: Show) -> None:
         super().__init__(
@@ -52,6 +56,7 @@ class Runner(NotebookClient):
         self.interrupted = False
         self._started = time.monotonic()
         self._line = ""
+        self._rows: set[str] = set()
 
     def _catch_interrupts(self, **_: Any) -> None:
         """Ctrl-C interrupts the cell, as in Jupyter, so that it ends its ranks; once more ends the kernel."""
@@ -73,6 +78,7 @@ class Runner(NotebookClient):
         codes = [index for index, other in enumerate(self.nb.cells) if other.cell_type == "code"]
         first = cell.source.strip().partition("\n")[0]
         elapsed = time.monotonic() - self._started
+        self._line, self._rows = "", set()
         self.show(f"[{codes.index(cell_index) + 1}/{len(codes)} {elapsed:6.1f} s] {first}")
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
@@ -83,6 +89,12 @@ class Runner(NotebookClient):
                 line = line.rstrip("\r").rpartition("\r")[2].rstrip()
                 if line:
                     self.show(f"    {line}")
+        elif msg["msg_type"] in ("display_data", "update_display_data"):
+            # A loss table is sent again with every row it gets.
+            for row in ROW.findall(msg["content"]["data"].get("text/html", "")):
+                if row not in self._rows:
+                    self._rows.add(row)
+                    self.show("    " + "".join(f"{value.strip():12}" for value in CELL.findall(row)).rstrip())
         return super().process_message(msg, cell, cell_index)
 
 

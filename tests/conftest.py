@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -66,15 +67,21 @@ class Result:
     seconds: float = 0.0
     outputs: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def plain_traceback(self) -> str:
+        """The traceback without its colours."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.traceback)
+
 
 class Kernel:
     """A real IPython kernel, driven as a front end drives it."""
 
-    def __init__(self, cwd: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None) -> None:
+        self.cwd = cwd
         self.manager = KernelManager()
         # Not the installed kernelspec: the interpreter that runs the tests.
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        self.manager.kernel_spec.argv = command
+        self.manager.kernel_spec.argv = [*(wrapper or []), *command]
         root = str(Path(__file__).parent.parent)
         environ = {**os.environ, "PYTHONPATH": root, **(env or {})}
         self.manager.start_kernel(cwd=str(cwd), env=environ)

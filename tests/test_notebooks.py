@@ -96,6 +96,18 @@ def test_a_kernel_that_dies_is_reported(execute: ModuleType, tmp_path: Path) -> 
     assert (tmp_path / "out" / "some.html").exists()
 
 
+def test_a_growing_table_is_shown_row_by_row(execute: ModuleType, tmp_path: Path) -> None:
+    source = """
+    from IPython.display import HTML, display
+    head, one, two = "<tr><th>epoch</th></tr>", "<tr><td>0</td></tr>", "<tr><td>1</td></tr>"
+    table = display(HTML(f"<table>{head}{one}</table>"), display_id=True)
+    table.update(HTML(f"<table>{head}{one}{two}</table>"))
+    """
+    shown: list[str] = []
+    assert execute.execute(notebook(tmp_path, source), tmp_path / "out", shown.append)[1] == 0
+    assert [text.strip() for text in shown if text.startswith(" ")] == ["epoch", "0", "1"]
+
+
 def test_overwritten_progress_is_not_shown(execute: ModuleType, tmp_path: Path) -> None:
     shown: list[str] = []
     source = r"print('10%', end='\r', flush=True); print('20%', end='\r', flush=True); print('done'); 6 * 7"

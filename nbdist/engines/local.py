@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import itertools
 import os
 import select
 import signal
@@ -39,7 +38,7 @@ class LocalRanks:
         self.pids: list[int | None] = [None] * world_size
         self.channels: list[Channel] = []
         self.outputs: list[tuple[int, int]] = []
-        self._stacks: list[int] = []
+        self._reads: list[int] = []  # three pipes a rank: standard output, standard error, stacks
         self._alive = set(range(world_size))
         self.exits_fd, report = os.pipe()
         try:
@@ -55,14 +54,17 @@ class LocalRanks:
     def _fork(self, rank: int, report: int) -> None:
         ours, theirs = socket.socketpair()
         self.channels.append(Channel(ours))
-        (out, out_write), (err, err_write), (stack, stack_write) = _pipe(), _pipe(), _pipe()
-        self.outputs.append((out, err))
-        self._stacks.append(stack)
+        writes: list[int] = []
         with theirs:
             try:
-                _server().fork(rank, [theirs.fileno(), out_write, err_write, stack_write, report])
+                for _ in range(3):
+                    read, write = _pipe()
+                    self._reads.append(read)
+                    writes.append(write)
+                self.outputs.append((self._reads[-3], self._reads[-2]))
+                _server().fork(rank, [theirs.fileno(), *writes, report])
             finally:
-                for fd in (out_write, err_write, stack_write):
+                for fd in writes:
                     os.close(fd)
 
     def exits(self) -> list[Exit]:
@@ -91,8 +93,9 @@ class LocalRanks:
     def stack(self, rank: int) -> str:
         text, patience = b"", 0.5
         self.signal(rank, STACK_SIGNAL)
-        while select.select([self._stacks[rank]], [], [], patience)[0]:
-            data = os.read(self._stacks[rank], 1 << 16)
+        pipe = self._reads[3 * rank + 2]
+        while select.select([pipe], [], [], patience)[0]:
+            data = os.read(pipe, 1 << 16)
             if not data:
                 break
             text, patience = text + data, 0.05  # faulthandler writes in small pieces, and does not say when it is done
@@ -101,16 +104,16 @@ class LocalRanks:
     def close(self, grace: float = 0.0) -> None:
         for channel in self.channels:
             with contextlib.suppress(OSError):
-                channel.send(("close",))
+                channel.send(("close", grace > 0))
         self._wait_for_exits(grace)
         for rank in list(self._alive):
             self.signal(rank, signal.SIGKILL)
         for channel in self.channels:  # a rank that has not started yet ends when it finds its channel closed
             channel.close()
         self._wait_for_exits(5.0)
-        for fd in (*itertools.chain(*self.outputs), *self._stacks, self.exits_fd):
+        for fd in (*self._reads, self.exits_fd):
             os.close(fd)
-        self.channels, self.outputs, self._stacks = [], [], []
+        self.channels, self.outputs, self._reads = [], [], []
 
     def _wait_for_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

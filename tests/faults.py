@@ -1,0 +1,493 @@
+"""The fault table: each way a call can fail, and what the user must see then.
+
+`code` runs in a notebook after `PRELUDE`. In it, `failing()` marks the moment of the failure, from which the time to
+the exception in the cell is counted.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+PRELUDE = """
+import ctypes, os, resource, signal, subprocess, sys, time
+import torch, torch.distributed as dist
+from nbdist import NbdistError, RankDied, RankTimeout, CaptureError, Session, in_ddp
+
+def failing():
+    with open("failed_at", "w") as file:
+        file.write(str(time.time()))
+
+def sums():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+def only(rank, action, then=lambda: None):
+    def run():
+        if dist.get_rank() == rank:
+            failing()
+            return action()
+        return then()
+    return run
+
+def throw(error):
+    raise error
+
+def compute():
+    x = 0
+    while True:
+        x += 1
+
+torch.ones(1 << 20).sum()  # starts torch's threads
+
+class OwnError(ValueError):
+    def __init__(self, text, code):
+        super().__init__(text)
+        self.code = code
+
+class Unpicklable(LookupError):
+    def __init__(self, text):
+        super().__init__(text)
+        self.generator = (i for i in ())
+
+class Thorn:
+    def __setstate__(self, state):
+        failing()
+        raise OSError("cannot be read")
+    def __getstate__(self):
+        return {"a": 1}
+
+def loads(workers, then):
+    from torch.utils.data import DataLoader
+    batches = iter(DataLoader(list(range(1000)), batch_size=2, num_workers=workers))
+    next(batches)
+    failing()
+    return then()
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row: the cell, the exception type and a part of the message or traceback that the user must see."""
+
+    name: str
+    code: str
+    error: str | None
+    shows: tuple[str, ...] = ()
+    waits: float = 0.0
+    """Seconds that this failure takes by its nature, before its exception can be there."""
+
+
+def _dies(name: str, action: str, *shows: str) -> Fault:
+    return Fault(name, f"in_ddp(2, only(1, lambda: {action}, sums))", "RankDied", ("rank 1 (pid", *shows))
+
+
+FAULTS = [
+    Fault(
+        "raise while others compute",
+        "in_ddp(2, only(1, lambda: throw(ValueError('boom')), compute))",
+        "ValueError",
+        ("boom", "rank 1 (pid", "Cell In["),
+    ),
+    Fault(
+        "raise while others wait",
+        "in_ddp(2, only(1, lambda: throw(KeyError('boom')), sums))",
+        "KeyError",
+        ("boom",),
+    ),
+    Fault(
+        "raise while others have returned",
+        "in_ddp(2, only(0, lambda: throw(TypeError('boom'))))",
+        "TypeError",
+        ("boom",),
+    ),
+    Fault(
+        "raise in both ranks",
+        """
+def both():
+    failing()
+    raise ValueError(f'boom {dist.get_rank()}')
+in_ddp(2, both)
+""",
+        "ValueError",
+        ("boom", "also failed: rank"),
+    ),
+    Fault(
+        "raise in the import block",
+        """
+open('thorny.py', 'w').write('1 / 0')
+failing()
+in_ddp(2, sums, imports='import thorny')
+""",
+        "ZeroDivisionError",
+        ("import thorny", "thorny.py"),
+    ),
+    Fault(
+        "import of a missing module",
+        """
+failing()
+in_ddp(2, sums, imports='import no_such')
+""",
+        "ModuleNotFoundError",
+        ("no_such",),
+    ),
+    Fault(
+        "raise while an argument is read",
+        "in_ddp(2, lambda thorn: 1, Thorn())",
+        "OSError",
+        ("cannot be read", "__setstate__"),
+    ),
+    Fault(
+        "sys.exit(0)",
+        "in_ddp(2, only(1, lambda: sys.exit(0), sums))",
+        "SystemExit",
+    ),
+    Fault(
+        "sys.exit(7)",
+        "in_ddp(2, only(0, lambda: sys.exit(7), sums))",
+        "SystemExit",
+        ("7",),
+    ),
+    _dies("os._exit(0)", "os._exit(0)", "exit code 0"),
+    _dies("os._exit(7)", "os._exit(7)", "exit code 7"),
+    _dies("SIGKILL", "os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", "out of memory?"),
+    _dies("SIGTERM", "os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM"),
+    _dies("SIGSEGV", "ctypes.string_at(0)", "SIGSEGV", "Fatal Python error", "string_at"),
+    _dies("SIGBUS", "os.kill(os.getpid(), signal.SIGBUS)", "SIGBUS", "/dev/shm full?"),
+    _dies("last words", "(print('my last words'), os.kill(os.getpid(), signal.SIGKILL))", "my last words"),
+    Fault(
+        "the fork server is killed",
+        "in_ddp(2, only(0, lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60)), sums))",
+        "RankDied",
+        ("fork server",),
+    ),
+    Fault(
+        "the value cannot be pickled",
+        "in_ddp(2, only(0, lambda: {'model': [1, (i for i in ())]}))",
+        "CaptureError",
+        ("['model'][1]", "generator"),
+    ),
+    Fault(
+        "the exception cannot be pickled",
+        "in_ddp(2, only(1, lambda: throw(Unpicklable('boom'))))",
+        "LookupError",
+        ("Unpicklable: boom",),
+    ),
+    Fault(
+        "the exception's class is the notebook's",
+        """
+try:
+    in_ddp(2, only(1, lambda: throw(OwnError('boom', 5))))
+except OwnError as error:
+    assert error.code == 5 and 'rank 1' in str(error.__cause__)
+    raise
+""",
+        "OwnError",
+        ("boom",),
+    ),
+    Fault(
+        "an exception with a cause",
+        """
+def chain():
+    try:
+        1 / 0
+    except ZeroDivisionError as e:
+        failing()
+        raise RuntimeError('outer') from e
+in_ddp(2, chain)
+""",
+        "RuntimeError",
+        ("outer", "ZeroDivisionError"),
+    ),
+    Fault(
+        "500 MB returned",
+        """
+value = in_ddp(2, only(0, lambda: torch.ones(125_000_000)))
+assert value.sum() == 125_000_000
+del value
+""",
+        None,
+        waits=5,
+    ),
+    Fault(
+        "a child process forked by a rank",
+        """
+def forks():
+    if os.fork() == 0:
+        time.sleep(300)
+    failing()
+    raise ValueError('parent')
+in_ddp(2, forks)
+""",
+        "ValueError",
+        ("parent",),
+    ),
+    Fault(
+        "a forked child returns too",
+        """
+def forks():
+    pid = os.fork()
+    if pid:
+        os.waitpid(pid, 0)
+    return pid > 0
+assert in_ddp(2, forks) is True
+""",
+        None,
+    ),
+    Fault(
+        "a child in a session of its own",
+        """
+def detaches():
+    subprocess.Popen(['sleep', '300'], start_new_session=True)
+    failing()
+    os._exit(1)
+in_ddp(2, detaches)
+""",
+        "RankDied",
+    ),
+    Fault(
+        "a rank with data loader workers dies",
+        "in_ddp(2, loads, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))",
+        "RankDied",
+        ("SIGKILL",),
+        waits=1,
+    ),
+    Fault(
+        "the notebook is out of descriptors",
+        """
+import threading
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 5, hard))
+failing()
+try:
+    in_ddp(2, sums)
+finally:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+""",
+        "OSError",
+        ("Too many open files",),
+    ),
+    Fault(
+        "a rank is out of descriptors",
+        """
+def exhausts():
+    failing()
+    files = []
+    while True:
+        files.append(open('/dev/null'))
+in_ddp(2, exhausts)
+""",
+        "OSError",
+        ("Too many open files",),
+    ),
+    Fault(
+        "no descriptor for the value",
+        """
+def exhausts():
+    files = []
+    try:
+        while True:
+            files.append(os.dup(0))
+    except OSError:
+        failing()
+        return torch.ones(1_000_000), None
+    finally:
+        globals()['keep'] = files
+in_ddp(2, exhausts)
+""",
+        "OSError",
+        ("Too many open files",),
+    ),
+    Fault(
+        "recursion",
+        """
+def deep(n):
+    return deep(n + 1)
+def run():
+    failing()
+    return deep(0)
+in_ddp(2, run)
+""",
+        "RecursionError",
+        ("maximum recursion depth",),
+    ),
+    Fault(
+        "out of memory under a limit",
+        """
+def greedy():
+    import psutil
+    now = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (now + (200 << 20), -1))
+    failing()
+    return bytearray(1 << 30)
+in_ddp(2, greedy)
+""",
+        "MemoryError",
+    ),
+    Fault(
+        "others ignore SIGTERM and SIGINT",
+        """
+def deaf():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(300)
+in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError('boom'))), deaf))
+""",
+        "ValueError",
+        ("boom",),
+    ),
+    Fault(
+        "timeout in a collective",
+        """
+with Session(2, timeout=1) as session:
+    failing()
+    session.run(only(1, lambda: None, sums))
+""",
+        "RankTimeout",
+        ("rank 0 waits in all_reduce at Cell In[", "rank 1 has returned", "not done after 1 s"),
+        waits=1,
+    ),
+    Fault(
+        "a collective's own timeout",
+        """
+with Session(2, backend={'timeout': 1}) as session:
+    session.run(only(1, lambda: time.sleep(5), sums))
+""",
+        "RuntimeError",
+        ("Timed out", "all_reduce"),
+        waits=1,
+    ),
+    Fault(
+        "input()",
+        "in_ddp(2, only(1, lambda: input('name?')))",
+        "NbdistError",
+        ("in_ddp(0,",),
+    ),
+    Fault(
+        "breakpoint()",
+        "in_ddp(2, only(1, breakpoint))",
+        "NbdistError",
+        ("in_ddp(0,",),
+    ),
+    Fault(
+        "the value cannot be rebuilt",
+        """
+class Fragile:
+    def __reduce__(self):
+        return (lambda: 1 // (os.getpid() == int(os.environ['MASTER_PORT'])), ())
+in_ddp(2, only(0, Fragile))
+""",
+        "CaptureError",
+        ("cannot be rebuilt",),
+    ),
+]
+
+if sys.version_info >= (3, 11):
+    FAULTS.append(
+        Fault(
+            "an exception group",
+            """
+error = ExceptionGroup('many', [KeyError('a'), OwnError('b', 2)])
+try:
+    in_ddp(2, only(1, lambda: throw(error)))
+except* OwnError as group:
+    assert group.exceptions[0].code == 2
+except* KeyError:
+    pass
+raise LookupError('seen')
+""",
+            "LookupError",  # IPython shows groups as plain text, and not as an error
+            ("seen",),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where ranks can be when the notebook interrupts or loses them; `began` exists as a file from then on."""
+
+    name: str
+    code: str
+
+
+_BEGIN = """
+def begin():
+    open("began", "w").close()
+"""
+
+PHASES = [
+    Phase(
+        "importing",
+        """
+open('slow.py', 'w').write("open('began', 'w').close()\\nimport time; time.sleep(300)")
+in_ddp(2, sums, imports='import slow')
+""",
+    ),
+    Phase(
+        "in Python code",
+        _BEGIN
+        + """
+def run():
+    begin()
+    compute()
+in_ddp(2, run)
+""",
+    ),
+    Phase(
+        "asleep",
+        _BEGIN
+        + """
+def run():
+    begin()
+    time.sleep(300)
+in_ddp(2, run)
+""",
+    ),
+    Phase(
+        "in a collective",
+        _BEGIN
+        + """
+def run():
+    if dist.get_rank() == 1:
+        begin()
+        time.sleep(300)
+    sums()
+in_ddp(2, run)
+""",
+    ),
+    Phase(
+        "returning the value",
+        _BEGIN
+        + """
+class Slow:
+    def __reduce__(self):
+        begin()
+        time.sleep(300)
+        return int, ()
+in_ddp(2, lambda: Slow())
+""",
+    ),
+]
+
+#: The GIL held in C code: no Python code of the rank, no handler of a signal can run.
+GIL_HELD = Phase(
+    "in C code that holds the GIL",
+    _BEGIN
+    + """
+def run():
+    begin()
+    ctypes.PyDLL(None).sleep(300)
+in_ddp(2, run)
+""",
+)
+WITH_CHILDREN = Phase(
+    "with children of their own",
+    _BEGIN
+    + """
+def run():
+    subprocess.Popen(['sleep', '301'], start_new_session=True)
+    loads(1, lambda: (begin(), time.sleep(300)))
+in_ddp(2, run)
+""",
+)

@@ -1,0 +1,166 @@
+"""Every row of the fault table in a real kernel: what is seen, that nothing is left, that the next call works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Kernel, poll, ranks_of, shared_memory_names
+from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
+
+#: Seconds from failure to exception that no row may take beyond what it waits for; benchmarks/ has the real figures.
+PATIENCE = 5.0
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for the whole table: each row must leave it as it was."""
+    kernel = Kernel(tmp_path_factory.mktemp("faults"))
+    try:
+        kernel.ok(PRELUDE)
+        kernel.ok("assert in_ddp(2, sums) == 2.0 and in_ddp(2, sums) == 2.0")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+class Leftovers:
+    """What a kernel holds; nothing of it may grow by a failed call."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = psutil.Process(kernel.pid)
+        self._fds = self._kernel.num_fds()
+        self._threads = self._kernel.num_threads()
+        self._names = shared_memory_names()
+
+    def check(self) -> None:
+        assert poll(lambda: not ranks_of(self._kernel.pid)), f"left: {ranks_of(self._kernel.pid)}"
+        assert poll(lambda: self._kernel.num_fds() <= self._fds), f"descriptors: {self._fds} → {self._kernel.num_fds()}"
+        assert self._kernel.num_threads() <= self._threads
+        assert poll(lambda: not shared_memory_names() - self._names), shared_memory_names() - self._names
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault(fault: Fault, shared: Kernel) -> None:
+    leftovers = Leftovers(shared)
+    mark = shared.cwd / "failed_at"
+    mark.unlink(missing_ok=True)
+    result = shared.run(fault.code)
+    if mark.exists() and fault.error is not None:
+        seconds = time.time() - float(mark.read_text())
+        assert seconds < PATIENCE + fault.waits
+    assert result.error == fault.error, result.traceback or result.text
+    seen = result.plain_traceback + result.message
+    for part in fault.shows:
+        assert part in seen, seen
+    leftovers.check()
+    assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
+
+
+def began(kernel: Kernel) -> bool:
+    return (kernel.cwd / "began").exists()
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
+def test_interrupt(phase: Phase, shared: Kernel) -> None:
+    leftovers = Leftovers(shared)
+    (shared.cwd / "began").unlink(missing_ok=True)
+    cell = shared.start(phase.code)
+    assert poll(lambda: began(shared), 30)
+    shared.interrupt()
+    begin = time.monotonic()
+    result = shared.finish(cell)
+    assert result.error == "KeyboardInterrupt", result
+    assert time.monotonic() - begin < 5 + PATIENCE  # five seconds are what ranks get to clean up
+    leftovers.check()
+    assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
+
+
+def test_interrupt_runs_finally(shared: Kernel) -> None:
+    code = """
+def run():
+    try:
+        print("begin")
+        time.sleep(300)
+    finally:
+        print("cleaned up")
+in_ddp(2, run)
+"""
+    cell = shared.start(code)
+    shared.finish(cell, until=lambda result: "begin" in result.text)
+    shared.interrupt()
+    result = shared.finish(cell)
+    assert result.error == "KeyboardInterrupt" and "cleaned up" in result.text
+
+
+def test_second_interrupt_does_not_wait(shared: Kernel) -> None:
+    code = """
+def stubborn():
+    print("begin")
+    while True:
+        try:
+            time.sleep(300)
+        except KeyboardInterrupt:
+            print("no")
+in_ddp(2, stubborn)
+"""
+    leftovers = Leftovers(shared)
+    cell = shared.start(code)
+    shared.finish(cell, until=lambda result: "begin" in result.text)
+    begin = time.monotonic()
+    shared.interrupt()
+    shared.finish(cell, until=lambda result: "no" in result.text)
+    shared.interrupt()
+    assert shared.finish(cell).error == "KeyboardInterrupt"
+    assert time.monotonic() - begin < 4
+    leftovers.check()
+    assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [*PHASES, GIL_HELD, WITH_CHILDREN], ids=lambda phase: phase.name)
+def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
+    before, temporary = shared_memory_names(), set(os.listdir("/tmp"))
+    kernel = Kernel(tmp_path)
+    try:
+        kernel.ok(PRELUDE)
+        kernel.start(phase.code)
+        assert poll(lambda: began(kernel), 60)
+        family = psutil.Process(kernel.pid).children(recursive=True)
+        assert len(family) >= 3  # the fork server and two ranks
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert poll(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5), family
+        assert not shared_memory_names() - before
+        assert not {name for name in set(os.listdir("/tmp")) - temporary if "nbdist" in name}
+    finally:
+        kernel.close()
+
+
+@pytest.mark.slow
+def test_shared_memory_full(tmp_path: Path) -> None:
+    """Big values do not need /dev/shm; what the user's own code puts there fails with a reason."""
+    if os.geteuid() != 0 or os.system("unshare --mount true 2>/dev/null") != 0:
+        pytest.skip("only root can give a kernel a small /dev/shm of its own")
+    wrapper = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    kernel = Kernel(tmp_path, wrapper=wrapper)
+    try:
+        kernel.ok(PRELUDE)
+        kernel.ok("value = in_ddp(2, lambda x: x + 1, torch.ones(10_000_000))\nassert value.sum() == 20_000_000")
+        code = """
+def big_batches():
+    from torch.utils.data import DataLoader
+    data = [torch.ones(1_000_000) for _ in range(4)]
+    return sum(batch.sum() for batch in DataLoader(data, batch_size=2, num_workers=1))
+in_ddp(2, big_batches)
+"""
+        result = kernel.run(code)
+        assert result.error == "RuntimeError"
+        assert "bus error" in result.plain_traceback.lower() or "No space left" in result.plain_traceback
+        assert kernel.ok("print(in_ddp(2, sums))").text == "2.0\n"
+    finally:
+        kernel.close()
