@@ -17,10 +17,15 @@ _MODULE = "fastai.distributed"
 
 @contextmanager
 def device_agnostic() -> Iterator[None]:
-    """Let fastai's distributed training do without CUDA where the process group does, also if it is imported later.
+    """Mend what keeps fastai's `distrib_ctx` from CPU ranks, or from any ranks; also if it is imported later.
 
-    fastai 2.8.12 moves the shuffled indices to CUDA before it broadcasts them, and makes every batch norm one over
-    all ranks, which torch has for GPUs only: CPU ranks keep batch norm over their own part of the batch, and say so.
+    As of fastai 2.8.12:
+    - `DistributedDL` moves the shuffled indices to CUDA before it broadcasts them.
+    - `DistributedTrainer` makes every batch norm one over all ranks, which torch has for GPUs only: CPU ranks keep
+      batch norm over their own part of the batch, and say so.
+    - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
+      gradient that `DistributedDataParallel` waits for.
+    - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
     """
     originals: list[tuple[type, str, Any]] = []
     hook = _AfterImport(lambda module: originals.extend(_patch(module)))
@@ -42,8 +47,8 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
     import torch
     import torch.distributed as dist
 
-    loader, trainer = module.DistributedDL, module.DistributedTrainer
-    prepare = trainer.before_fit
+    loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
+    prepare, detach = trainer.before_fit, learner.detach_distributed
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
@@ -58,9 +63,21 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
             norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
             if norms and dist.get_rank() == 0:
                 print("nbdist: CPU ranks have no SyncBatchNorm; each normalises over its own part of the batch")
+        for parameter in self.model.parameters():
+            if parameter.numel() == 0:
+                parameter.requires_grad_(False)
         prepare(self)
 
-    patched = [(loader, "_broadcast", _broadcast), (trainer, "before_fit", before_fit)]
+    def detach_distributed(self: Any) -> Any:
+        "Remove `DistributedTrainer` from a learner"
+        detach(self)
+        return self.remove_cb(trainer)
+
+    patched = [
+        (loader, "_broadcast", _broadcast),
+        (trainer, "before_fit", before_fit),
+        (learner, "detach_distributed", detach_distributed),
+    ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)

@@ -62,9 +62,12 @@ class World:
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
             "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", str(self.threads)),
-            # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
-            "ACCELERATE_USE_CPU": str(self.device == "cpu").lower(),
-        }
+        } | (self._cpu_only() if self.device == "cpu" else {})
+
+    def _cpu_only(self) -> dict[str, str]:
+        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
+        # that they see.
+        return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
     def join(self, listen_fd: int | None) -> Any:
         """Choose the device and the threads, and enter the process group. Returns the store: it lives as long.
