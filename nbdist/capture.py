@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import transport
+from . import pickling, transport
 from .errors import CaptureError, cell_numbers
 
 IMPORTS_FILE = "<nbdist imports>"
@@ -57,8 +57,11 @@ def capture_call(
     kwargs: dict[str, Any],
     imports: str,
     need: Mapping[str, Any],
+    shelf: transport.Shelf,
 ) -> Call:
     """Pickle a call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
+
+    What is on the `shelf` is not sent again.
 
     Raises `CaptureError` for what cannot be pickled.
     """
@@ -75,8 +78,8 @@ def capture_call(
         return key == "__main__" and name in hidden and hidden[name] is value
 
     file = io.BytesIO()
-    pickler = transport.Pickler(file, skip=skip)
-    needed = [transport.Globals(key, need) for key in dict.fromkeys(("__main__", transport.namespace_key(fn)))]
+    pickler = pickling.Pickler(file, skip=skip)
+    needed = [pickling.Globals(key, need) for key in dict.fromkeys(("__main__", pickling.namespace_key(fn)))]
     try:
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         pickler.dump((needed, fn, args, kwargs, pickler.originals))
@@ -94,7 +97,7 @@ def capture_call(
         need=frozenset(need),
         places=_places(pickler.modules),
     )
-    return Call(header, transport.pack(file.getbuffer(), pickler.buffers), pickler.originals)
+    return Call(header, transport.pack(file.getbuffer(), pickler.buffers, shelf), pickler.originals)
 
 
 def main_namespace() -> dict[str, Any]:
@@ -300,7 +303,7 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError:
 
 def _fails(obj: Any) -> bool:
     try:
-        transport.Pickler(io.BytesIO()).dump(obj)
+        pickling.Pickler(io.BytesIO()).dump(obj)
     except Exception:
         return True
     return False
@@ -320,7 +323,7 @@ def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(obj, types.FunctionType):
         closure = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
         yield from ((name, _content(cell)) for name, cell in closure)
-        for name in transport.globals_used(obj.__code__):
+        for name in pickling.globals_used(obj.__code__):
             if name in obj.__globals__:
                 yield name, obj.__globals__[name]
         yield from ((f"(default {i})", value) for i, value in enumerate(obj.__defaults__ or ()))

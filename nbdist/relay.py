@@ -20,13 +20,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_MAGIC = b"\x00\x1bnbdist\x1b\x00"
+_MAGIC = b"\x00\x1bnbdist\x1b\x01"  # its end is not its beginning: raw bytes before it cannot make another of it
 _HEADER = struct.Struct("<10sB?HI")  # magic, kind, whether more of it follows, size, process
 _STDOUT, _STDERR, _MESSAGE = range(3)
 _CHUNK = select.PIPE_BUF - _HEADER.size
 
 #: Characters of output kept of each rank; older text is dropped first.
 KEPT = 1 << 20
+
+#: What a rank's widget knows the calling cell by; the kernel puts the id of its message in the place of it.
+CELL = "nbdist-cell"
 
 
 # ---------------------------------------------------------------------------------------------------- in the rank
@@ -37,26 +40,35 @@ class FrameWriter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._streams: list[io.TextIOWrapper] = []
 
     def _write(self, kind: int, data: bytes | memoryview) -> None:
         view = memoryview(data).cast("B")
         with self._lock:
-            for start in range(0, len(view), _CHUNK):
-                chunk = view[start : start + _CHUNK]
-                more = start + _CHUNK < len(view)
-                os.write(1, _HEADER.pack(_MAGIC, kind, more, len(chunk), os.getpid()) + chunk)
+            start = 0
+            while start < len(view):
+                end = min(start + _CHUNK, len(view))
+                # Not inside a character: another process's frame may come to lie between the two halves.
+                while end < len(view) and end > start + _CHUNK - 4 and view[end] & 0xC0 == 0x80:
+                    end -= 1
+                header = _HEADER.pack(_MAGIC, kind, end < len(view), end - start, os.getpid())
+                os.write(1, header + view[start:end])
+                start = end
 
     def attach(self) -> None:
         """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
-        os.register_at_fork(after_in_child=self._renew_lock)
+        os.register_at_fork(after_in_child=self._after_fork)
         for name, fd, kind in (("stdout", 1, _STDOUT), ("stderr", 2, _STDERR)):
             raw: Any = _FrameStream(self, kind, fd)
             stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
+            self._streams.append(stream)
 
-    def _renew_lock(self) -> None:  # another thread of the rank may have held it when this process was forked
-        self._lock = threading.Lock()
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()  # another thread of the rank may have held it when this process was forked
+        for stream in self._streams:  # several workers of a data loader print at once: a line stays whole
+            stream.reconfigure(write_through=False, line_buffering=True)
 
     def message(self, kind: str, **content: Any) -> None:
         """Send a display message, with what is written so far before it. Its content is plain JSON."""
@@ -132,6 +144,12 @@ class Cell:
         kernel = self._shell.kernel
         buffers = [bytes.fromhex(data) for data in content.pop("buffers")]
         metadata = content.pop("metadata")
+        state = content["data"].get("state") or {}
+        if "msg_id" in state:  # an Output widget: from now on it takes what this cell shows, or no longer does
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if state["msg_id"] == CELL:
+                state["msg_id"] = kernel.get_parent()["header"]["msg_id"]
         if kind == "comm_open":
             import comm
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import capture, engines, relay, stacks, supervise, worker
+from . import capture, engines, relay, stacks, supervise, transport, worker
 from .engines import local
 from .errors import NbdistError
 
@@ -82,6 +82,8 @@ class Session:
         self._relay: relay.Relay | None = None
         self._finalizer: weakref.finalize[..., Session] | None = None
         self._closed = False
+        self._shelf = transport.Shelf()
+        weakref.finalize(self, self._shelf.close)
 
     def run(
         self,
@@ -132,6 +134,7 @@ class Session:
         """End the ranks. A closed session takes no more calls."""
         self._closed = True
         self._end(grace=2.0)
+        self._shelf.close()
 
     def __enter__(self) -> Session:
         return self
@@ -157,7 +160,7 @@ class Session:
             raise NbdistError("this session is closed; make a new one")
         block, names = check_call(fn, imports, need)
         self._engine.warm(capture.modules_to_preload(block))
-        call = capture.capture_call(fn, args, kwargs, block, names)
+        call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
         try:
             ranks, output = self._start()
             seeds = draw_seeds() if self._seed is None else None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from .errors import NbdistError
-from .relay import FrameWriter
+from .relay import CELL, FrameWriter
 
 #: The namespace of the notebook in a rank.
 main = types.ModuleType("__main__")
@@ -24,6 +24,8 @@ main = types.ModuleType("__main__")
 writer = FrameWriter()
 
 _shell: Any = None
+#: What `Output` widgets ask for: the message of the cell that runs.
+_PARENT = {"header": {"msg_id": CELL}}
 
 
 def make() -> None:
@@ -32,6 +34,7 @@ def make() -> None:
     import comm
     from ipykernel.zmqshell import ZMQInteractiveShell
     from IPython.core.displayhook import DisplayHook
+    from IPython.core.interactiveshell import InteractiveShell
     from traitlets import Type
     from traitlets.config import Config
 
@@ -40,7 +43,14 @@ def make() -> None:
     config.HistoryManager.hist_file = ":memory:"
     config.IPKernelApp.connection_file = ""  # some look for this section to know a kernel
     # The name of the notebook's own shell, too, is what libraries go by.
-    attributes = {"display_pub_class": Type(_display_publisher()), "displayhook_class": Type(DisplayHook)}
+    attributes = {
+        "display_pub_class": Type(_display_publisher()),
+        "displayhook_class": Type(DisplayHook),
+        # The rest of the notebook's shell talks to a front end that a rank does not have.
+        "_showtraceback": InteractiveShell._showtraceback,
+        "get_parent": lambda self: _PARENT,
+        "set_parent": lambda self, parent: None,
+    }
     shell_class: Any = type("ZMQInteractiveShell", (ZMQInteractiveShell,), attributes)
     # The shell belongs in the rank's __main__, but must not leave it there: the server has its own.
     server_main = sys.modules["__main__"]
@@ -114,6 +124,8 @@ def _comm_class() -> type:
 
     class RankComm(BaseComm):
         """A widget's line to its view, which is in the notebook's front end."""
+
+        kernel = types.SimpleNamespace(get_parent=lambda: _PARENT)
 
         def publish_msg(
             self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import stacks, transport
+from . import pickling, stacks, transport
 from .engines import Ranks
 from .errors import CaptureError, NbdistError, RankDied, RankTimeout, RemoteTraceback, render
 from .relay import Relay
@@ -195,7 +195,7 @@ def _readable(channel: transport.Channel) -> bool:
 def load(parcel: transport.Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
     pickled, buffers = parcel.open()
-    return transport.read(
+    return pickling.read(
         pickled,
         buffers,
         originals=originals,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from . import capture, fastai, shell, transport
+from . import capture, fastai, pickling, shell, transport
 from .errors import stand_ins
 
 LOOPBACK = "127.0.0.1"
@@ -239,7 +239,7 @@ class Rank:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        _, fn, args, kwargs, self.originals = transport.read(pickled, buffers, originals=[], keep=keep)
+        _, fn, args, kwargs, self.originals = pickling.read(pickled, buffers, originals=[], keep=keep)
         del pickled, buffers
         try:
             value = fn(*args, **kwargs)
@@ -251,7 +251,7 @@ class Rank:
 
     def _pack(self, value: Any, originals: list[Any]) -> transport.Parcel:
         file = io.BytesIO()
-        pickler = transport.Pickler(
+        pickler = pickling.Pickler(
             file,
             skip=lambda key, name: (key, name) in self.sent,
             known={id(obj): number for number, obj in enumerate(originals)},

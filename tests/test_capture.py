@@ -149,7 +149,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(NameError, match=r"'ratngs'.*Did you mean 'ratings'") as caught:
         resolve_need("movies ratngs", uses_nothing)
     assert caught.value.name == "ratngs"
-    with pytest.raises(NameError, match="'zzzzzz'.*no such variable$"):
+    with pytest.raises(NameError, match=r"'zzzzzz'.*no such variable$"):
         resolve_need("zzzzzz", uses_nothing)
 
 

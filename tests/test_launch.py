@@ -87,7 +87,7 @@ def test_what_cannot_be_called(ngpus: int) -> None:
         in_ddp(ngpus, "all_reduce")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="imports="):
         in_ddp(ngpus, all_reduce_of_ones, imports="x = 1")
-    with pytest.raises(NameError, match="'torhc'.*'torch'"):
+    with pytest.raises(NameError, match=r"'torhc'.*'torch'"):
         in_ddp(ngpus, all_reduce_of_ones, need="torhc")
 
 
@@ -391,7 +391,7 @@ def test_a_rank_that_is_killed() -> None:
     with Session(2) as own:
         (_, pid) = own.run_all(os.getpid)
         begin = time.monotonic()
-        with pytest.raises(RankDied, match="rank 1.*SIGKILL") as caught:
+        with pytest.raises(RankDied, match=r"rank 1.*SIGKILL") as caught:
             own.run(fail_on_rank_1, kill_itself)
         assert time.monotonic() - begin < 2
         died = caught.value
@@ -474,7 +474,7 @@ def test_modules_of_the_user_are_as_they_are_now(tmp_path: Path, monkeypatch: py
         import mine.models  # type: ignore[import-not-found]
 
         assert in_ddp(2, mine.models.version) == version
-        assert in_ddp(2, lambda: version_of_mine(), imports="from mine.models import version as v") == version  # noqa: B023
+        assert in_ddp(2, lambda: version_of_mine(), imports="from mine.models import version as v") == version
 
 
 def version_of_mine() -> str:

@@ -141,8 +141,9 @@ class _ForkServer:
         self._control = Channel(ours)
         # The server finds nbdist wherever the kernel found it.
         env = dict(os.environ, PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
-        # OpenBLAS starts its threads when it is imported, and a process with threads must not fork.
+        # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
         env["OPENBLAS_NUM_THREADS"] = "1"
+        env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
         kind = "notebook" if notebook_shell() is not None else "script"
         with theirs:
             self.process = subprocess.Popen(

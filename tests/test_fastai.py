@@ -1,0 +1,185 @@
+"""fastai on CPU ranks: `distrib_ctx` as on GPUs, the losses of a single process, a Learner that returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+from fastai.callback.core import Callback
+from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner that method)
+from fastai.collab import CollabDataLoaders, collab_learner
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.torch_core import set_seed
+from torch.utils.data import TensorDataset
+
+from nbdist import Session, in_ddp, warm
+from nbdist.recsys.datasets import synthetic_ratings
+
+IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
+
+
+@pytest.fixture(scope="module")
+def ratings() -> pd.DataFrame:
+    warm(IMPORTS)
+    return synthetic_ratings(n_users=300, n_items=400, n_ratings=16_000)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Session]:
+    with Session(2) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared session's ranks may stay."""
+
+
+def learner(ratings: pd.DataFrame, bs: int, **options: Any) -> Learner:
+    dls = CollabDataLoaders.from_df(ratings, item_name="title", bs=bs, seed=42)
+    return collab_learner(dls, y_range=(0, 5.5), **({"n_factors": 20} | options))
+
+
+def train(ratings: pd.DataFrame, epochs: int = 1, bs: int = 32, lr: float = 5e-3, **options: Any) -> Learner:
+    import fastai.distributed  # noqa: F401 (gives Learner distrib_ctx)
+
+    learn = learner(ratings, bs, **options)
+    with learn.distrib_ctx():
+        learn.fit_one_cycle(epochs, lr, wd=0.1)
+    return learn
+
+
+def losses(learn: Learner) -> list[float]:
+    """Train and valid loss of the last epoch."""
+    return [float(value) for value in learn.recorder.values[-1]]
+
+
+@pytest.mark.slow
+def test_a_learner_returns_ready_for_use(shared: Session, ratings: pd.DataFrame) -> None:
+    learn = shared.run(train, ratings, 2, imports=IMPORTS)
+    assert isinstance(learn, Learner) and type(learn.model).__name__ == "EmbeddingDotBias"
+    assert {p.device.type for p in learn.model.parameters()} == {"cpu"}
+    assert not any("Distributed" in type(part).__name__ for part in [learn.model, learn.dls.train, *learn.cbs])
+    assert len(learn.recorder.values) == 2 and len(learn.recorder.losses) == 2 * (12_800 // 64)
+
+    at_the_end = losses(learn)[1]
+    predictions, targets = learn.get_preds()
+    assert len(predictions) == len(targets) == 3200  # all of the validation set, not a rank's half
+    valid = float(((predictions.squeeze() - targets.squeeze()) ** 2).mean())
+    assert valid == pytest.approx(at_the_end, rel=0.01)
+    assert valid < 0.95 * float(targets.float().var()), "the model learnt something"
+    learn.recorder.plot_loss()
+    # fastai's own collaborative learners do not know predict(row), but test_dl.
+    some = learn.get_preds(dl=learn.dls.test_dl(ratings[:5]))[0]
+    assert some.shape == (5,) and 0 <= some.min() <= some.max() <= 5.5
+    before = learn.model.i_weight.weight.clone()
+    with learn.no_bar():
+        learn.fit_one_cycle(1, 5e-3)
+    assert not torch.equal(before, learn.model.i_weight.weight) and len(learn.recorder.values) == 1
+    again = shared.run(lambda learn: learn.recorder.values, learn)
+    assert again == learn.recorder.values
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.DataFrame) -> None:
+    set_seed(42, reproducible=True)
+    alone = learner(ratings, 64)
+    with alone.no_bar(), alone.no_logging():
+        alone.fit_one_cycle(3, 5e-3, wd=0.1)
+
+    def seeded(ratings: pd.DataFrame) -> tuple[list[float], float]:
+        set_seed(42, reproducible=True)
+        learn = train(ratings, 3)
+        return losses(learn), float(learn.model.i_weight.weight.sum())
+
+    first, second = shared.run_all(seeded, ratings)
+    assert first[0][1] == pytest.approx(losses(alone)[1], rel=0.01)
+    assert first[0][1] == second[0][1] and first[1] == second[1], "the ranks hold one model"
+
+
+def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None:
+    def fn(frame: pd.DataFrame) -> list[float]:
+        from fastai.collab import CollabDataLoaders, collab_learner
+        from fastai.distributed import DistributedDL  # noqa: F401
+
+        dls = CollabDataLoaders.from_df(frame, item_name="title", bs=32)
+        learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5))
+        with learn.distrib_ctx():
+            learn.fit_one_cycle(1, 5e-3)
+        return losses(learn)
+
+    assert np.isfinite(in_ddp(2, fn, ratings[:2000])).all()
+
+
+def test_batch_norm_trains_on_cpu_ranks(shared: Session, ratings: pd.DataFrame) -> None:
+    learn = shared.run(train, ratings[:4000], 2, use_nn=True, layers=[20, 10], imports=IMPORTS)
+    assert any(isinstance(module, torch.nn.BatchNorm1d) for module in learn.model.modules())
+    first, last = (values[0] for values in learn.recorder.values)
+    assert last < first and np.isfinite(losses(learn)).all()
+
+
+def test_a_learner_of_the_caller_is_trained(shared: Session, ratings: pd.DataFrame) -> None:
+    def more(learn: Learner) -> tuple[Learner, float]:
+        with learn.distrib_ctx():
+            learn.fit_one_cycle(1, 5e-3)
+        return learn, float(learn.model.u_bias.weight.detach().abs().sum())
+
+    mine = learner(ratings[:4000], 32, n_factors=5)
+    before = mine.model.u_bias.weight.detach().clone()
+    learn, total = shared.run(more, mine, imports=IMPORTS)
+    assert torch.equal(mine.model.u_bias.weight, before), "the caller's own is left as it was"
+    assert float(learn.model.u_bias.weight.detach().abs().sum()) == pytest.approx(total)
+    assert total != pytest.approx(float(before.abs().sum()))
+    assert learn.opt is not None and len(learn.recorder.values) == 1
+
+
+class Seen(Callback):
+    """Notes the rows that the model is trained on, and their number step by step."""
+
+    def before_fit(self) -> None:
+        self.rows: list[float] = []
+        self.sizes: list[int] = []
+
+    def before_batch(self) -> None:
+        if self.training:
+            self.rows += self.x.flatten().tolist()
+            self.sizes.append(len(self.x))
+
+
+@pytest.mark.parametrize("rows", [640, 650])
+def test_ranks_share_the_rows_of_an_epoch(shared: Session, rows: int) -> None:
+    def fn() -> tuple[list[float], list[int]]:
+        data = TensorDataset(torch.arange(rows).float()[:, None], torch.zeros(rows, 1))
+        dls = DataLoaders.from_dsets(data, data, bs=32, device="cpu", drop_last=False)
+        learn, seen = Learner(dls, torch.nn.Linear(1, 1), loss_func=torch.nn.MSELoss()), Seen()
+        with learn.distrib_ctx():
+            learn.fit(1, 1e-9, cbs=seen)
+        return seen.rows, seen.sizes
+
+    (first, sizes), (second, also) = shared.run_all(fn, imports=IMPORTS)
+    assert sizes == also and sum(sizes) == len(first) == len(second)
+    assert sorted({*first, *second}) == list(range(rows)) and len(set(first) & set(second)) <= 1
+    assert first != sorted(first), "the order is random"
+
+
+def test_in_the_kernel_itself_fastai_is_as_before_afterwards(ratings: pd.DataFrame) -> None:
+    from fastai.distributed import DistributedDL, DistributedTrainer
+
+    patched = DistributedDL._broadcast, DistributedTrainer.before_fit, Learner.detach_distributed
+    environ = dict(os.environ)
+    learn = in_ddp(0, train, ratings[:2000], n_factors=5)
+    assert np.isfinite(losses(learn)).all() and isinstance(learn, Learner)
+    assert (DistributedDL._broadcast, DistributedTrainer.before_fit, Learner.detach_distributed) == patched
+    assert not dist.is_initialized() and dict(os.environ) == environ
+    with learn.no_bar():
+        learn.fit(1)  # needs no group
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(0, lambda: 1 / 0)
+    assert DistributedDL._broadcast is patched[0]
