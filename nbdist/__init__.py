@@ -2,7 +2,17 @@
 
 from .errors import CaptureError, NbdistError, RankDied, RankTimeout
 from .launch import in_ddp, warm
+from .magic import load_ipython_extension
 from .session import Session
 
-__all__ = ["CaptureError", "NbdistError", "RankDied", "RankTimeout", "Session", "in_ddp", "warm"]
+__all__ = [
+    "CaptureError",
+    "NbdistError",
+    "RankDied",
+    "RankTimeout",
+    "Session",
+    "in_ddp",
+    "load_ipython_extension",
+    "warm",
+]
 __version__ = "0.1.0"

@@ -13,7 +13,6 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
 import textwrap
 import types
 import warnings
@@ -44,11 +43,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, ready to be sent: the parcel, what goes before it, and what comes back by number."""
+    """A call, ready to be sent: the parcel, what goes before it, what comes back by number, what ranks will import."""
 
     header: Header
     parcel: transport.Parcel
     originals: list[Any]
+    modules: set[str]
 
 
 def capture_call(
@@ -97,7 +97,8 @@ def capture_call(
         need=frozenset(need),
         places=_places(pickler.modules),
     )
-    return Call(header, transport.pack(file.getbuffer(), pickler.buffers, shelf), pickler.originals)
+    parcel = transport.pack(file.getbuffer(), pickler.buffers, shelf)
+    return Call(header, parcel, pickler.originals, pickler.modules)
 
 
 def main_namespace() -> dict[str, Any]:
@@ -165,23 +166,6 @@ def modules_named(block: str) -> list[str]:
         elif isinstance(statement, ast.ImportFrom) and statement.module:
             modules[statement.module] = None
     return list(modules)
-
-
-def modules_to_preload(block: str) -> list[str]:
-    """Those of the modules named that are installed, and so do not change while the notebook runs.
-
-    The user's own (in the working directory, or installed in editable mode) are left for the ranks to import.
-    """
-    installed = {sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
-    chosen = []
-    for name in modules_named(block):
-        top = importlib.machinery.PathFinder.find_spec(name.partition(".")[0])
-        if top is None:
-            continue
-        places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
-        if any(place.startswith(folder + os.sep) for place in places for folder in installed):
-            chosen.append(name)
-    return chosen
 
 
 def _public_names(module: types.ModuleType) -> list[str]:

@@ -55,15 +55,20 @@ def in_ddp(
         return session.run(fn, *args, imports=imports, need=need, **kwargs)
 
 
-def warm(imports: str | Iterable[str] = "") -> None:
+def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 
-    Modules of your own (not installed ones) are left for the ranks to import, so that they see your edits.
+    Modules of your own (not installed ones) are left for the ranks to import, so that they see your edits; and so
+    are modules that start threads or CUDA when they are imported.
+
+    Args:
+        imports: Import statements, as for `in_ddp`.
+        idle: Seconds after which the server ends when nothing uses it. Half an hour if never said; the next call
+            starts a new one.
     """
     check_platform()
-    local.LocalEngine().warm(
-        ["torch", "torch.distributed", *capture.modules_to_preload(capture.parse_imports(imports))]
-    )
+    modules = capture.modules_named(capture.parse_imports(imports))
+    local.LocalEngine().warm(["torch", "torch.distributed", *modules], idle)
 
 
 def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:

@@ -92,6 +92,8 @@ class Pickler(cloudpickle.Pickler):
             return super().reducer_override(obj)
         if isinstance(obj, BaseException) and _has_own_init(type(obj)):
             return _make_exception, (type(obj), obj.args), obj.__dict__
+        if isinstance(obj, types.ModuleType):
+            self.modules.add(obj.__name__)
         reduce = _REDUCERS.get(type(obj))
         if reduce is not None:
             return reduce(obj)

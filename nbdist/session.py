@@ -159,9 +159,10 @@ class Session:
         if self._closed:
             raise NbdistError("this session is closed; make a new one")
         block, names = check_call(fn, imports, need)
-        self._engine.warm(capture.modules_to_preload(block))
+        self._engine.warm(capture.modules_named(block))
         call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
         try:
+            self._engine.warm(sorted(call.modules))
             ranks, output = self._start()
             seeds = draw_seeds() if self._seed is None else None
             try:

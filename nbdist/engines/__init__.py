@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ..transport import Channel
@@ -51,7 +51,7 @@ class Engine(Protocol):
     def start(self, world_size: int) -> Ranks:
         """Start `world_size` ranks that wait for their first message."""
 
-    def warm(self, modules: Sequence[str]) -> None:
+    def warm(self, modules: Iterable[str]) -> None:
         """Get ready to start ranks that will import `modules`. Returns at once."""
 
 

@@ -31,6 +31,8 @@ from .. import shell, transport, worker
 REPORT = struct.Struct("<iii")
 STARTED = -(2**31)
 
+#: Seconds after which a server without ranks ends, unless the kernel says otherwise.
+IDLE = 1800.0
 #: Makes a rank write its Python stacks, also while it is in C code. Not one that people use for themselves.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
@@ -50,6 +52,7 @@ class Server:
         self.ranks: dict[int, tuple[int, int]] = {}  # pid → rank, descriptor that its end is reported on
         self.loaded: list[str] = []
         self.refused: list[str] = []  # modules that must not be imported before a fork
+        self.idle = IDLE
 
     def serve(self) -> None:
         """Do what the kernel asks until it is gone."""
@@ -66,7 +69,9 @@ class Server:
             selector.register(self.control, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             while True:
-                ready = [key.fileobj for key, _ in selector.select()]
+                ready = [key.fileobj for key, _ in selector.select(None if self.ranks else self.idle)]
+                if not ready and self._retire():
+                    return
                 if wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake_read, 4096)
@@ -78,8 +83,18 @@ class Server:
                         return
                     if request == "preload":
                         self._preload(*arguments)
+                    elif request == "idle":
+                        self.idle = arguments[0]
                     else:
                         self._fork(arguments[0], fds)
+
+    def _retire(self) -> bool:
+        """Take no more requests; whether none came in the last moment. The kernel starts another server at need."""
+        self.control.sock.shutdown(socket.SHUT_RD)
+        try:
+            return not self.control.sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _preload(self, modules: list[str], path: list[str]) -> None:
         sys.path[:] = path
@@ -109,12 +124,12 @@ class Server:
         keep = [self.control.fileno(), *(fd for _, fd in self.ranks.values())]
         for fd in keep:
             os.set_inheritable(fd, True)
-        state = json.dumps([self.ranks, modules, self.refused, sys.path])
+        state = json.dumps([self.ranks, modules, self.refused, sys.path, self.idle])
         os.execv(sys.executable, command(str(self.control.fileno()), sys.argv[2], state))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
-        ranks, modules, self.refused, path = json.loads(state)
+        ranks, modules, self.refused, path, self.idle = json.loads(state)
         self.ranks = {int(pid): (rank, fd) for pid, (rank, fd) in ranks.items()}
         for _, fd in self.ranks.values():
             os.set_inheritable(fd, False)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import importlib.machinery
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ..relay import notebook_shell
 from ..transport import Channel
@@ -27,8 +30,10 @@ class LocalEngine:
     def start(self, world_size: int) -> LocalRanks:
         return LocalRanks(world_size)
 
-    def warm(self, modules: Sequence[str]) -> None:
-        _server().preload(modules)
+    def warm(self, modules: Iterable[str], idle: float | None = None) -> None:
+        _with_server(lambda server: server.preload(modules))
+        if idle is not None:
+            _with_server(lambda server: server.ask("idle", idle))
 
 
 class LocalRanks:
@@ -62,7 +67,8 @@ class LocalRanks:
                     self._reads.append(read)
                     writes.append(write)
                 self.outputs.append((self._reads[-3], self._reads[-2]))
-                _server().fork(rank, [theirs.fileno(), *writes, report])
+                fds = [theirs.fileno(), *writes, report]
+                _with_server(lambda server: server.ask("fork", rank, fds=fds))
             finally:
                 for fd in writes:
                     os.close(fd)
@@ -136,7 +142,7 @@ class _ForkServer:
     """The kernel's end of the fork server process."""
 
     def __init__(self) -> None:
-        self._asked: list[str] = []
+        self._asked: set[str] = set()
         ours, theirs = socket.socketpair()
         self._control = Channel(ours)
         # The server finds nbdist wherever the kernel found it.
@@ -157,14 +163,15 @@ class _ForkServer:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def preload(self, modules: Sequence[str]) -> None:
-        new = [name for name in modules if name not in self._asked]
-        if new:
-            self._asked += new
-            self._control.send(("preload", new, sys.path))
+    def ask(self, *request: Any, fds: Sequence[int] = ()) -> None:
+        self._control.send(request, fds=fds)
 
-    def fork(self, rank: int, fds: list[int]) -> None:
-        self._control.send(("fork", rank), fds=fds)
+    def preload(self, modules: Iterable[str]) -> None:
+        new = [name for name in modules if name not in self._asked]
+        self._asked.update(new)
+        new = [name for name in new if installed(name)]
+        if new:
+            self.ask("preload", new, sys.path)
 
     def stop(self) -> None:
         """Hang up: the server ends its ranks and itself."""
@@ -186,11 +193,34 @@ def _server() -> _ForkServer:
         return server
 
 
+def _with_server(action: Callable[[_ForkServer], None]) -> None:
+    """Do something with the server; with a new one if it has just retired."""
+    try:
+        action(_server())
+    except BrokenPipeError:
+        with _lock:
+            _servers.clear()
+        action(_server())
+
+
 @atexit.register
 def _stop_server() -> None:
     server = _servers.pop(os.getpid(), None)
     if server is not None:
         server.stop()
+
+
+def installed(module: str) -> bool:
+    """Whether `module` is installed, and so does not change while the notebook runs.
+
+    The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import.
+    """
+    top = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
+    if top is None:
+        return False
+    folders = {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+    places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
+    return any(place.startswith(tuple(folders)) for place in places)
 
 
 def visible_gpus() -> int:
