@@ -291,9 +291,12 @@ class _Pipe:
                 text.append(payload)
         if text:
             yield from self._decode(text_kind, b"".join(text))
+        if not data:
+            for kind in self._decoders:
+                yield from self._decode(kind, b"", final=True)
 
-    def _decode(self, kind: int, data: bytes) -> Iterator[tuple[int, str]]:
-        text = self._decoders[kind].decode(data)
+    def _decode(self, kind: int, data: bytes, final: bool = False) -> Iterator[tuple[int, str]]:
+        text = self._decoders[kind].decode(data, final)
         if text:
             yield kind, text
 

@@ -132,7 +132,7 @@ class Waiting:
     def _dismiss(self, rank: int) -> None:
         """Let a rank that is done go: those that wait for it in a collective then notice, and clean up too."""
         with contextlib.suppress(OSError):
-            self._ranks.channels[rank].send(("close", False))
+            self._ranks.channels[rank].send(("close",))
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         self._failures.append(_Failure(rank, error))

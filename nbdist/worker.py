@@ -119,7 +119,6 @@ class Setting:
         os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
-        importlib.invalidate_caches()  # files made since the fork server last looked
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
@@ -149,7 +148,9 @@ def seed_everything(seeds: Sequence[int]) -> None:
     random.seed(for_random)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(for_numpy % 2**32)
-    torch.manual_seed(for_torch)
+    # torch.manual_seed takes three milliseconds to remember where it was called from, for a CUDA that is not there.
+    seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed_torch(for_torch)
 
 
 class Rank:
@@ -175,7 +176,7 @@ class Rank:
             except EOFError:
                 return
             if message[0] == "close":
-                return self._leave(orderly=message[1])
+                return
             try:
                 with self._interrupts(), fastai.device_agnostic():
                     answer = handlers[message[0]](*message[1:], parcel, fds)
@@ -211,12 +212,6 @@ class Rank:
         self.store = world.join(fds[0] if fds else None)
         if seeds is not None:
             seed_everything(seeds)
-
-    def _leave(self, orderly: bool) -> None:
-        """Leave the group together with all others; or alone, so that those who wait for this rank notice."""
-        dist = sys.modules.get("torch.distributed")
-        if orderly and dist is not None and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _call(
         self,

@@ -110,7 +110,7 @@ class LocalRanks:
     def close(self, grace: float = 0.0) -> None:
         for channel in self.channels:
             with contextlib.suppress(OSError):
-                channel.send(("close", grace > 0))
+                channel.send(("close",))
         self._wait_for_exits(grace)
         for rank in list(self._alive):
             self.signal(rank, signal.SIGKILL)
