@@ -1,6 +1,7 @@
 """Run a function of a notebook on every GPU, or on CPU ranks, with one line."""
 
 from .errors import CaptureError, NbdistError, RankDied, RankTimeout
+from .explanation import explain
 from .launch import in_ddp, warm
 from .magic import load_ipython_extension
 from .session import Session
@@ -11,6 +12,7 @@ __all__ = [
     "RankDied",
     "RankTimeout",
     "Session",
+    "explain",
     "in_ddp",
     "load_ipython_extension",
     "warm",

@@ -23,6 +23,9 @@ from typing import Any
 from . import pickling, transport
 from .errors import CaptureError, cell_numbers
 
+#: What `need=` takes.
+Names = str | Iterable[str] | Mapping[str, Any]
+
 IMPORTS_FILE = "<nbdist imports>"
 
 
@@ -59,12 +62,28 @@ def capture_call(
     need: Mapping[str, Any],
     shelf: transport.Shelf,
 ) -> Call:
-    """Pickle a call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
+    """A call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
 
-    What is on the `shelf` is not sent again.
-
-    Raises `CaptureError` for what cannot be pickled.
+    What is on the `shelf` is not sent again. Raises `CaptureError` for what cannot be pickled.
     """
+    pickler = pickle_call(fn, args, kwargs, imports, need)
+    sources = _sources(pickler.originals)
+    numbers = cell_numbers()
+    header = Header(
+        imports=imports,
+        sources=sources,
+        cells={name: numbers[name] for name in sources if name in numbers},
+        need=frozenset(need),
+        places=_places(pickler.modules),
+    )
+    parcel = transport.pack(pickler.file.getbuffer(), pickler.buffers, shelf)
+    return Call(header, parcel, pickler.originals, pickler.modules)
+
+
+def pickle_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imports: str, need: Mapping[str, Any]
+) -> pickling.Pickler:
+    """Pickle a call; the pickler holds the result, and knows what became of what. Raises `CaptureError`."""
     given = names_given(imports) - set(need)
     hidden = _hidden_by_ipython()
 
@@ -77,8 +96,7 @@ def capture_call(
             return True
         return key == "__main__" and name in hidden and hidden[name] is value
 
-    file = io.BytesIO()
-    pickler = pickling.Pickler(file, skip=skip)
+    pickler = pickling.Pickler(io.BytesIO(), skip=skip)
     needed = [pickling.Globals(key, need) for key in dict.fromkeys(("__main__", pickling.namespace_key(fn)))]
     try:
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
@@ -88,17 +106,7 @@ def capture_call(
         parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))
         parts.update((f"argument {name}", value) for name, value in kwargs.items())
         raise explain_failure(exc, parts) from None
-    sources = _sources(pickler.originals)
-    numbers = cell_numbers()
-    header = Header(
-        imports=imports,
-        sources=sources,
-        cells={name: numbers[name] for name in sources if name in numbers},
-        need=frozenset(need),
-        places=_places(pickler.modules),
-    )
-    parcel = transport.pack(file.getbuffer(), pickler.buffers, shelf)
-    return Call(header, parcel, pickler.originals, pickler.modules)
+    return pickler
 
 
 def main_namespace() -> dict[str, Any]:

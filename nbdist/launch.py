@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from . import capture, fastai, worker
+from . import affinity, capture, fastai, worker
 from .engines import local
-from .session import Names, Session, check_call, check_count, check_platform, choose_devices
+from .session import Session, check_call, check_count, check_platform, choose_devices
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def in_ddp(
     /,
     *args: Any,
     imports: str | Iterable[str] = "",
-    need: Names = "",
+    need: capture.Names = "",
     **kwargs: Any,
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
@@ -97,7 +97,7 @@ def _group_of_one() -> Iterator[None]:
             device=device,
             backend="nccl" if device.startswith("cuda") else "gloo",
             master_port=meeting_point.getsockname()[1],
-            threads=local.usable_cores(),
+            threads=len(affinity.usable_cores()),
         )
         os.environ.update(world.environ())
         try:

@@ -56,13 +56,15 @@ class Pickler(cloudpickle.Pickler):
         known: Mapping[int, int] | None = None,
         to_cpu: bool = False,
     ) -> None:
+        self.file = file
         self.buffers: list[pickle.PickleBuffer] = []
         self.originals: list[Any] = []  # functions and classes sent by value, in the order of their numbers
         self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
         self._skip = skip
         self._known = known or {}
         self._to_cpu = to_cpu
-        self._seen: set[tuple[str, str]] = set()
+        self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
+        self.captured: dict[str, Any] = {}  # those of them that travel
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, _Storage] = {}
         super().__init__(file, protocol=5, buffer_callback=self._keep_buffer)
@@ -124,10 +126,10 @@ class Pickler(cloudpickle.Pickler):
         names = {}
         for name in globals_used(fn.__code__):
             # pytest's rewritten asserts use names such as '@pytest_ar' that no import of the module gives.
-            if (captured or name.startswith("@")) and name in fn.__globals__ and (key, name) not in self._seen:
-                self._seen.add((key, name))  # the first function that uses it brings it for all
+            if (captured or name.startswith("@")) and name in fn.__globals__ and (key, name) not in self.used:
+                self.used.add((key, name))  # the first function that uses it brings it for all
                 if not self._skip(key, name):
-                    names[name] = fn.__globals__[name]
+                    names[name] = self.captured[name] = fn.__globals__[name]
         attributes = {name: getattr(fn, name) for name in _FUNCTION_ATTRIBUTES if hasattr(fn, name)}
         args = (fn.__code__, key, fn.__globals__.get("__name__"), fn.__name__, fn.__closure__)
         return (

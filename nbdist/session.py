@@ -9,14 +9,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import capture, engines, relay, stacks, supervise, transport, worker
+from . import affinity, capture, engines, relay, stacks, supervise, transport, worker
 from .engines import local
 from .errors import NbdistError
+from .explanation import Explanation, explain
 
 T = TypeVar("T")
-
-#: What `need=` takes.
-Names = str | Iterable[str] | Mapping[str, Any]
 
 _OUTPUTS = ("rank0", "all", "none")
 
@@ -33,7 +31,8 @@ class Session:
             collective that has waited for 60 seconds.
         devices: "cpu", "cuda", or one device per rank (`["cuda:0", "cuda:2"]`). None: a GPU per rank where there
             is any GPU at all, else CPUs.
-        threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks.
+        threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
+            same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
         output: Whose output the cell shows: "rank0", "all" or "none". `logs` has the rest.
         env: Environment variables for the ranks, beside those of the notebook.
@@ -52,7 +51,7 @@ class Session:
         *,
         backend: str | Mapping[str, Any] | None = None,
         devices: str | Sequence[str] | None = None,
-        threads: int | None = None,
+        threads: int | str | None = None,
         timeout: float | None = None,
         output: str = "rank0",
         env: Mapping[str, str] | None = None,
@@ -61,7 +60,7 @@ class Session:
     ) -> None:
         check_platform()
         check_count(nranks, least=1, name="nranks")
-        if threads is not None:
+        if threads not in (None, "bind"):
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
@@ -91,7 +90,7 @@ class Session:
         /,
         *args: Any,
         imports: str | Iterable[str] = "",
-        need: Names = "",
+        need: capture.Names = "",
         **kwargs: Any,
     ) -> T:
         """Run `fn(*args, **kwargs)` on every rank and return rank 0's value.
@@ -99,7 +98,7 @@ class Session:
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
-            need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
+            need: capture.Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
 
         Raises:
@@ -116,7 +115,7 @@ class Session:
         /,
         *args: Any,
         imports: str | Iterable[str] = "",
-        need: Names = "",
+        need: capture.Names = "",
         **kwargs: Any,
     ) -> list[T]:
         """Like `run`, but returns the values of all ranks, in the order of the ranks."""
@@ -125,6 +124,18 @@ class Session:
     def logs(self, rank: int) -> str:
         """What a rank has written, shown or not: the last million characters since the ranks started."""
         return self._relay.logs[rank].text() if self._relay is not None else ""
+
+    def explain(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: capture.Names = "",
+        **kwargs: Any,
+    ) -> Explanation:
+        """What a call of `run` with the same arguments would send: see `nbdist.explain`."""
+        return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
         """Where each rank is right now: a line for each, then their Python stacks. May be asked from any thread."""
@@ -186,7 +197,9 @@ class Session:
         self._finalizer = weakref.finalize(self, ranks.close)
         setting = worker.Setting.of_this_process(self._env)
         seeds = None if self._seed is None else (self._seed,) * 3
-        threads = self._threads or max(1, local.usable_cores() // self.nranks)
+        cores = affinity.usable_cores()
+        bound = affinity.shares(cores, affinity.numa_nodes(), self.nranks) if self._threads == "bind" else None
+        threads = self._threads if isinstance(self._threads, int) else max(1, len(cores) // self.nranks)
         with local.listen_on_loopback() as meeting_point:
             for rank, channel in enumerate(ranks.channels):
                 world = worker.World(
@@ -197,6 +210,7 @@ class Session:
                     options={name: value for name, value in self._group.items() if name != "backend"},
                     master_port=meeting_point.getsockname()[1],
                     threads=threads,
+                    cores=None if bound is None else bound[rank],
                 )
                 fds = [meeting_point.fileno()] if rank == 0 else []
                 with contextlib.suppress(ConnectionError):

@@ -39,6 +39,8 @@ class World:
     master_port: int
     threads: int
     """Threads for the kernels of torch and BLAS; the user's own OMP_NUM_THREADS goes before it."""
+    cores: Sequence[int] | None = None
+    """The cores that the rank is bound to; None leaves it all of them."""
     master_addr: str = LOOPBACK
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
@@ -77,6 +79,8 @@ class World:
         import torch
         import torch.distributed as dist
 
+        if self.cores is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.cores)
         if "OMP_NUM_THREADS" in os.environ:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
         options = dict(self.options)

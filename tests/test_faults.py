@@ -125,8 +125,9 @@ in_ddp(2, stubborn)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [*PHASES, GIL_HELD, WITH_CHILDREN], ids=lambda phase: phase.name)
 def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
-    before, temporary = shared_memory_names(), set(os.listdir("/tmp"))
-    kernel = Kernel(tmp_path)
+    before, temporary = shared_memory_names(), tmp_path / "temporary"
+    temporary.mkdir()
+    kernel = Kernel(tmp_path, env={"TMPDIR": str(temporary)})
     try:
         kernel.ok(PRELUDE)
         kernel.start(phase.code)
@@ -136,7 +137,7 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5), family
         assert not shared_memory_names() - before
-        assert not {name for name in set(os.listdir("/tmp")) - temporary if "nbdist" in name}
+        assert not [name for name in os.listdir(temporary) if "nbdist" in name]
     finally:
         kernel.close()
 

@@ -230,11 +230,6 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
 def listen_on_loopback() -> socket.socket:
     """A socket that listens on a free port of the loopback interface, and keeps that port until it is closed."""
     sock = socket.socket()

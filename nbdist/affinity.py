@@ -1,0 +1,45 @@
+"""Which cores a rank may use: its own share, on one NUMA node where the shares allow it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def usable_cores() -> list[int]:
+    """The cores that this process may use, by number."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def numa_nodes() -> list[list[int]]:
+    """The cores of each NUMA node; nothing where the system does not say."""
+    lists = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    return [parse_cores(path.read_text()) for path in lists]
+
+
+def parse_cores(text: str) -> list[int]:
+    """The cores in a list as Linux writes it: `0-3,8,10-11`."""
+    cores: list[int] = []
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
+        cores.extend(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) -> list[list[int]]:
+    """Cores for each of `nranks` ranks.
+
+    Every core is used by one rank where there are enough of them, every share is as large as the others or by one
+    larger, and the ranks fill one node after the other, so that few shares lie on two. With fewer cores than ranks,
+    ranks take turns on them. Memory follows: Linux takes it from the node of the core that first touches it.
+    """
+    node_of = {core: number for number, node in enumerate(nodes) for core in node}
+    ordered = sorted(cores, key=lambda core: (node_of.get(core, 0), core))
+    if len(ordered) < nranks:
+        return [[ordered[rank % len(ordered)]] for rank in range(nranks)]
+    bounds = [len(ordered) * rank // nranks for rank in range(nranks + 1)]
+    return [ordered[first:last] for first, last in itertools.pairwise(bounds)]

@@ -1,0 +1,86 @@
+"""What a session has sent is not sent again while it is the same; what changed always is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist import Session
+from nbdist.transport import KEPT, Shelf, pack, same_bytes
+
+
+def segments_of(arrays: list[np.ndarray], shelf: Shelf) -> tuple[list[int], list[np.ndarray]]:
+    """Pack arrays; the descriptors of the segments that hold them, and what a reader gets."""
+    parcel = pack(memoryview(b""), [pickle.PickleBuffer(array) for array in arrays], shelf)
+    fds = [parcel.segments[place.segment].fd for place in parcel.places]
+    wholes = [segment.private() for segment in parcel.segments]
+    read = [
+        np.frombuffer(wholes[p.segment][p.start : p.start + p.size], array.dtype)
+        for p, array in zip(parcel.places, arrays, strict=True)
+    ]
+    parcel.close()
+    return fds, read
+
+
+def test_unchanged_data_is_not_sent_again() -> None:
+    shelf = Shelf()
+    first, second = np.arange(KEPT, dtype=np.uint8), np.arange(KEPT, dtype=np.int64)
+    before, _ = segments_of([first, second], shelf)
+    again, read = segments_of([second, first], shelf)
+    assert again == before[::-1]
+    assert np.array_equal(read[0], second) and np.array_equal(read[1], first)
+    second[-1] += 1
+    changed, read = segments_of([first, second], shelf)
+    assert changed[0] == before[0] and changed[1] != before[1]
+    assert np.array_equal(read[1], second)
+    shelf.close()
+
+
+def test_what_is_not_used_any_more_is_given_up() -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    shelf = Shelf()
+    for value in range(5):
+        segments_of([np.full(KEPT, value, np.uint8)], shelf)
+    assert len(os.listdir("/proc/self/fd")) == fds + 1
+    segments_of([np.zeros(10, np.uint8)], shelf)
+    shelf.close()
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4), max_size=5))
+def test_readers_always_get_what_is_there_now(calls: list[list[tuple[int, int]]]) -> None:
+    shelf = Shelf()
+    for call in calls:
+        arrays = [np.full(KEPT + 8 * length, value, np.uint8) for length, value in call]
+        _, read = segments_of(arrays, shelf)
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, read, strict=True))
+    shelf.close()
+
+
+@given(st.binary(), st.binary())
+def test_same_bytes(a: bytes, b: bytes) -> None:
+    assert same_bytes(memoryview(a), memoryview(b)) == (a == b)
+    assert same_bytes(memoryview(a), memoryview(bytes(a)))
+
+
+def test_a_session_sees_each_change_and_hides_those_of_ranks() -> None:
+    data = np.zeros(300_000)
+
+    def first() -> float:
+        return float(data[0])
+
+    def spoil() -> float:
+        data[:] = -1
+        return float(data[0])
+
+    with Session(2, devices="cpu") as session:
+        assert session.run_all(first) == [0.0, 0.0]
+        assert session.run_all(spoil) == [-1.0, -1.0]
+        assert session.run_all(first) == [0.0, 0.0] and data[0] == 0
+        data[0] = 5
+        assert session.run_all(first) == [5.0, 5.0]
