@@ -68,7 +68,6 @@ class Session:
             raise ValueError(f"output={output!r}: one of {', '.join(map(repr, _OUTPUTS))}")
         self.nranks = nranks
         self._engine = engines.resolve(engine)
-        self._engine.warm(["torch", "torch.distributed"])
         self._devices = choose_devices(nranks, devices)
         self._group = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
         self._group.setdefault("backend", "nccl" if self._devices[0].startswith("cuda") else "gloo")
@@ -98,7 +97,7 @@ class Session:
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
-            need: capture.Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
+            need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
 
         Raises:
@@ -170,20 +169,17 @@ class Session:
         if self._closed:
             raise NbdistError("this session is closed; make a new one")
         block, names = check_call(fn, imports, need)
-        self._engine.warm(capture.modules_named(block))
         call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
         try:
-            self._engine.warm(sorted(call.modules))
-            ranks, output = self._start()
-            seeds = draw_seeds() if self._seed is None else None
-            try:
+            with contextlib.closing(call.parcel):
+                self._engine.warm(["torch", "torch.distributed", *capture.modules_named(block), *sorted(call.modules)])
+                ranks, output = self._start()
+                seeds = draw_seeds() if self._seed is None else None
                 for rank, channel in enumerate(ranks.channels):
                     answers = everyone or rank == 0
                     # A rank that died meanwhile is noticed when its answer is waited for.
                     with contextlib.suppress(ConnectionError):
                         channel.send(("call", call.header, seeds, answers), call.parcel)
-            finally:
-                call.parcel.close()
             return supervise.Waiting(ranks, output, self._timeout, call.originals).wait()
         except BaseException:
             self._end(grace=0.0)
