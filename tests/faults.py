@@ -158,7 +158,14 @@ in_ddp(2, sums, imports='import no_such')
     _dies("last words", "(print('my last words'), os.kill(os.getpid(), signal.SIGKILL))", "my last words"),
     Fault(
         "the fork server is killed",
-        "in_ddp(2, only(0, lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60)), sums))",
+        """
+def kills_server():
+    subprocess.Popen(['sleep', '300'])
+    failing()
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+in_ddp(2, only(0, kills_server, sums))
+""",
         "RankDied",
         ("fork server",),
     ),

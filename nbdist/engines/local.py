@@ -80,7 +80,12 @@ class LocalRanks:
                 data = os.read(self.exits_fd, REPORT.size)
             except BlockingIOError:
                 return exits
-            if not data:  # only the fork server writes here: it is gone, and its ranks with it
+            if not data:  # only the fork server writes here: it is gone, and cannot end what its ranks have started
+                for rank in self._alive:
+                    pid = self.pids[rank]
+                    if pid is not None:
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            os.killpg(pid, signal.SIGKILL)
                 exits += [Exit(rank, None) for rank in sorted(self._alive)]
                 self._alive.clear()
                 return exits
