@@ -116,13 +116,14 @@ def describe_status(status: int | None) -> str:
 
 
 def stand_ins(exc: BaseException) -> list[BaseException]:
-    """What an exception that cannot be pickled or rebuilt arrives as: its base types, nearest first, with its text."""
+    """What an exception that cannot be pickled or rebuilt as it is arrives as: one of its own type without what was
+    attached to it, or else of its base types, nearest first, with its name and text."""
     text = f"{type(exc).__qualname__}: {exc}"
     found: list[BaseException] = []
-    for base in type(exc).__mro__[1:]:
+    for base in type(exc).__mro__:
         if issubclass(base, BaseException) and base.__module__ != "__main__":
             try:
-                found.append(base(text))
+                found.append(base(*exc.args) if base is type(exc) else base(text))
             except Exception:  # one that takes other arguments, such as UnicodeDecodeError
                 continue
     return found

@@ -116,7 +116,7 @@ class Kernel:
                 result.error, result.message = content["ename"], content["evalue"]
                 result.traceback = "\n".join(content["traceback"])
             if kind not in ("status", "execute_input"):
-                result.outputs.append({"kind": kind, **content})
+                result.outputs.append({"kind": kind, "envelope": message["metadata"], **content})
             if until is not None and until(result):
                 return result
         raise TimeoutError(f"the cell is not done after {timeout} s; so far: {result}")

@@ -91,7 +91,7 @@ def test_modules_that_start_threads_are_left_to_the_ranks(
     with Session(2) as session:
         before = session.run_all(threads_and_modules, "noisy_module")
         pid = server().pid
-        local._server().preload(["broken_module", "noisy_module", "quiet_module"])
+        local._server().ask("preload", ["broken_module", "noisy_module", "quiet_module"], sys.path)
         # The session goes on, with the same ranks; new ranks come from a server that has the quiet module only.
         assert [rank[2] for rank in session.run_all(threads_and_modules, "")] == [rank[2] for rank in before]
         noisy, quiet = (in_ddp(1, threads_and_modules, name)[1] for name in ("noisy_module", "quiet_module"))
@@ -179,6 +179,7 @@ def test_all_ends_with_the_kernel_whatever_the_ranks_do(tmp_path: Path, signum: 
     assert not any((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "sys.exit(3)", "os._exit(3)", "raise KeyboardInterrupt"])
 def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: str) -> None:
     code = f"""
@@ -194,6 +195,7 @@ def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: s
     assert not any((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.slow
 def test_a_process_forked_from_the_kernel_has_a_server_of_its_own(tmp_path: Path) -> None:
     code = """
         import os, sys

@@ -89,8 +89,6 @@ WAYS = {
     "plain": [],
     "with two workers": ["-n", "2"],
     "import mode importlib": ["--import-mode=importlib"],
-    "importlib, with two workers": ["--import-mode=importlib", "-n", "2"],
-    "output not captured": ["-s"],
 }
 
 

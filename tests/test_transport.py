@@ -29,16 +29,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from torch import nn
 
-from nbdist.transport import INLINE, OUT_OF_BAND, Channel, Parcel, Pickler, pack, read
+from nbdist.pickling import OUT_OF_BAND, Pickler, read
+from nbdist.transport import INLINE, KEPT, Channel, Parcel, Segment, Shelf, pack
 
 BIG = 2 * INLINE  # bytes that go beside the pickle, into a segment
 
 
-def packed(obj: Any) -> tuple[Parcel, Pickler]:
+def packed(obj: Any, shelf: Shelf | None = None) -> tuple[Parcel, Pickler]:
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(obj)
-    return pack(file.getbuffer(), pickler.buffers), pickler
+    return pack(file.getbuffer(), pickler.buffers, shelf), pickler
 
 
 def opened(parcel: Parcel) -> Any:
@@ -240,7 +241,7 @@ def test_big_buffers_are_beside_the_pickle_and_once_only(arrays: tuple[Any, ...]
     parcel, pickler = packed([arrays, arrays, tensor[5:], array, {"again": frame}])
     total = array.nbytes + tensor.nbytes + sum(frame.memory_usage(index=False))
     assert sum(b.raw().nbytes for b in pickler.buffers) == total
-    assert parcel.data is None and total < parcel.size < total + 16 * 1024
+    assert len(parcel.segments) == 1 and total < parcel.size < total + 16 * 1024
     again, _ = pickled_again = opened(parcel)[:2]
     assert again is pickled_again[1]
 
@@ -248,14 +249,13 @@ def test_big_buffers_are_beside_the_pickle_and_once_only(arrays: tuple[Any, ...]
 def test_small_parcels_have_no_segment() -> None:
     before = open_fds()
     parcel, pickler = packed({"lr": 0.1, "layers": [50, 100], "x": np.arange(100)})
-    assert parcel.fd is None and not pickler.buffers and open_fds() == before
+    assert not parcel.segments and not pickler.buffers and open_fds() == before
     assert opened(parcel)["layers"] == [50, 100]
 
 
 def test_what_a_reader_writes_no_one_else_sees(arrays: tuple[Any, ...]) -> None:
     parcel, _ = packed(arrays)
-    assert parcel.fd is not None
-    other = Parcel(None, os.dup(parcel.fd), parcel.size)
+    other = Parcel(parcel.inline, parcel.places, [Segment(os.dup(s.fd), s.size) for s in parcel.segments])
     (a, t, f), (a2, t2, f2) = opened(parcel), opened(other)
     a[0], t[0] = -1, -1
     f.iloc[0, 0] = -1
@@ -312,6 +312,34 @@ def test_dates_travel_beside_the_pickle_too() -> None:
 def test_addresses_are_aligned() -> None:
     got = sent([np.zeros(OUT_OF_BAND + i, dtype=np.uint8) for i in range(5)])
     assert [a.ctypes.data % 64 for a in got] == [0] * 5
+
+
+def test_a_shelf_sends_again_only_what_has_changed() -> None:
+    gc.collect()
+    shelf, fds = Shelf(), open_fds()
+    same, other = np.zeros(KEPT // 8), np.ones(KEPT // 8)
+
+    def new_bytes() -> int:
+        parcel, _ = packed([same, other], shelf)
+        known = {id(segment) for segment in known_segments}
+        known_segments[:] = parcel.segments
+        fresh = sum(segment.size for segment in parcel.segments if id(segment) not in known)
+        copy = Parcel(parcel.inline, parcel.places, [Segment(os.dup(s.fd), s.size) for s in parcel.segments])
+        got = opened(copy)
+        parcel.close()
+        np.testing.assert_array_equal(got, [same, other])
+        got[0][:] = 9  # what a reader does to its own is not what the next one gets
+        return fresh
+
+    known_segments: list[Segment] = []
+    assert new_bytes() >= 2 * KEPT
+    assert new_bytes() == 0
+    other[-1] = 2
+    assert KEPT <= new_bytes() < 2 * KEPT
+    assert new_bytes() == 0
+    shelf.close()
+    gc.collect()
+    assert open_fds() == fds
 
 
 # ------------------------------------------------------------------------------------------------------ channels
@@ -398,7 +426,8 @@ def test_between_processes(channels: tuple[Channel, Channel]) -> None:
     a, b = channels
     code = """
 import socket, sys, numpy as np
-from nbdist.transport import Channel, read
+from nbdist.pickling import read
+from nbdist.transport import Channel
 channel = Channel(socket.socket(fileno=int(sys.argv[1])))
 message, parcel, _ = channel.receive()
 array = read(*parcel.open(), originals=[], keep=lambda key, namespace, name: True)

@@ -58,6 +58,7 @@ class Server:
     def serve(self) -> None:
         """Do what the kernel asks until it is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # or it would kill a rank that is not ready to answer it
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)

@@ -45,6 +45,7 @@ class LocalRanks:
         self.outputs: list[tuple[int, int]] = []
         self._reads: list[int] = []  # three pipes a rank: standard output, standard error, stacks
         self._alive = set(range(world_size))
+        self._asking = threading.RLock()  # another thread may ask for a stack while the ranks are given up
         self.exits_fd, report = os.pipe()
         try:
             os.set_blocking(self.exits_fd, False)
@@ -102,15 +103,18 @@ class LocalRanks:
                 os.kill(pid, signum)
 
     def stack(self, rank: int) -> str:
-        text, patience = b"", 0.5
-        self.signal(rank, STACK_SIGNAL)
-        pipe = self._reads[3 * rank + 2]
-        while select.select([pipe], [], [], patience)[0]:
-            data = os.read(pipe, 1 << 16)
-            if not data:
-                break
-            text, patience = text + data, 0.05  # faulthandler writes in small pieces, and does not say when it is done
-        return text.decode(errors="backslashreplace")
+        with self._asking:
+            if not self._reads:
+                return ""
+            text, patience = b"", 0.5
+            self.signal(rank, STACK_SIGNAL)
+            pipe = self._reads[3 * rank + 2]
+            while select.select([pipe], [], [], patience)[0]:
+                data = os.read(pipe, 1 << 16)
+                if not data:
+                    break
+                text, patience = text + data, 0.05  # faulthandler writes in pieces, and does not say when it is done
+            return text.decode(errors="backslashreplace")
 
     def close(self, grace: float = 0.0) -> None:
         for channel in self.channels:
@@ -122,9 +126,10 @@ class LocalRanks:
         for channel in self.channels:  # a rank that has not started yet ends when it finds its channel closed
             channel.close()
         self._wait_for_exits(5.0)
-        for fd in (*self._reads, self.exits_fd):
-            os.close(fd)
-        self.channels, self.outputs, self._reads = [], [], []
+        with self._asking:
+            for fd in (*self._reads, self.exits_fd):
+                os.close(fd)
+            self.channels, self.outputs, self._reads = [], [], []
 
     def _wait_for_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

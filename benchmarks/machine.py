@@ -1,0 +1,46 @@
+"""On what, with what and how a benchmark was run, to be kept beside its figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+PACKAGES = ("torch", "ipykernel", "ipython", "jupyter_client")
+
+
+def cpu() -> str:
+    """The CPU's model, and how many of its cores this process may use."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{model}, {cores} cores"
+
+
+def conditions() -> list[str]:
+    """Command, machine and versions, as a Markdown list."""
+    versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return [
+        f"- command: `{command}`",
+        f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",
+        f"- machine: {cpu()}, {platform.system()}",
+        f"- versions: {', '.join(versions)}",
+    ]
+
+
+def save(name: str, lines: list[str]) -> None:
+    """Print a table, and keep it as `results/<name>.md`."""
+    text = "\n".join(lines) + "\n"
+    print(text)
+    folder = Path(__file__).resolve().parent / "results"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.md").write_text(text)

@@ -1,0 +1,245 @@
+"""What was measured, as a table, as JSON and as a plot; and what nbdist is required to reach, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+Values = Mapping[str, Mapping[str, list[float]]]  # by row and contestant
+
+TITLES = {
+    "nbdist": "nbdist",
+    "floor": "bare forkserver (the floor)",
+    "fabric": "Fabric ddp_notebook",
+    "notebook_launcher": "accelerate notebook_launcher",
+    "spawn": "torch.multiprocessing.spawn",
+    "torchrunx": "torchrunx",
+    "ipyparallel": "ipyparallel",
+    "torchrun": "torchrun",
+}
+#: What else appears beside them in some rows.
+REFERENCES = {
+    "import": "the same imports in a fresh interpreter",
+    "after warm()": "nbdist, after `warm()` has finished",
+    "copy": "a fresh `DataFrame.copy()`",
+    "clone": "a fresh `clone()`",
+}
+WHERE = {"cells": "cells", "module": "a module file", "script": "a script file"}
+PACKAGES = "torch fastai accelerate lightning-fabric torchrunx ipyparallel ipykernel pandas numpy".split()
+
+Show = Callable[[float], str]
+
+
+def seconds(value: float) -> str:
+    if value < 0.01:
+        return f"{1000 * value:.2f} ms"
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.3g} s"
+
+
+def megabytes(value: float) -> str:
+    return f"{value / 1e6:.1f} MB" if abs(value) < 1e8 else f"{value / 1e6:.0f} MB"
+
+
+def plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+
+
+#: Every row: its title, and how its numbers are shown.
+ROWS: dict[str, tuple[str, Show]] = {
+    "first_inside": ("first launch in a fresh kernel, 2 ranks: until all are inside the function", seconds),
+    "first": ("… until the call returns", seconds),
+    **{
+        key: row
+        for n in (2, 8, 32)
+        for key, row in {
+            f"launch_{n}_inside": (f"warm launch, {n} ranks: until all are inside the function", seconds),
+            f"launch_{n}": ("… until the call returns", seconds),
+        }.items()
+    },
+    "private": ("private memory of a rank, torch and fastai imported (USS)", megabytes),
+    "shared": ("shared memory of a rank (RSS − USS)", megabytes),
+    **{
+        key: row
+        for n in (2, 8)
+        for key, row in {
+            f"frame_{n}_inside": (f"launch with a 500 MB DataFrame, {n} ranks: until all have it", seconds),
+            f"frame_{n}": ("… until the call returns", seconds),
+            f"held_{n}": ("… read by every rank: growth of all processes (PSS)", megabytes),
+            f"peak_{n}": ("… and at the peak (MemAvailable)", megabytes),
+        }.items()
+    },
+    "resend_first": ("500 MB DataFrame to 2 live ranks, first time", seconds),
+    "resend": ("… again, unchanged", seconds),
+    "seen": ("… changed elements that the ranks see", lambda share: f"{share:.0%}"),
+    "tensor": ("300 MB tensor back: from the rank's return to the notebook's value", seconds),
+    "latency": ("call of a no-op on 2 live ranks", seconds),
+    "rate": ("collab training, 2 ranks: samples per second", plain),
+    "loss": ("… its validation loss", lambda loss: f"{loss:.4f}"),
+}
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A ratio (or a quantity) of medians, and the most or least it may be."""
+
+    what: str
+    row: str
+    to: tuple[str, str] | None
+    """Row and contestant that the number is divided by."""
+    limit: float
+    who: str = "nbdist"
+    least: bool = False
+    show: Show = lambda value: f"{value:.2f} ×"
+
+    def measured(self, values: Values) -> float | None:
+        mine = values.get(self.row, {}).get(self.who)
+        other = values.get(self.to[0], {}).get(self.to[1]) if self.to else [1.0]
+        if not mine or not other:
+            return None
+        ratio = statistics.median(mine) / statistics.median(other)
+        return 1 / ratio if self.least and self.to and self.to[1] == "spawn" else ratio
+
+    def line(self, values: Values) -> dict[str, str]:
+        measured = self.measured(values)
+        sign = "≥" if self.least else "≤"
+        if measured is None:
+            return {"what": self.what, "required": f"{sign} {self.show(self.limit)}", "measured": "–", "met": "–"}
+        met = measured >= self.limit if self.least else measured <= self.limit
+        required, got = f"{sign} {self.show(self.limit)}", self.show(measured)
+        return {"what": self.what, "required": required, "measured": got, "met": "yes" if met else "**no**"}
+
+
+REQUIREMENTS = [
+    *(
+        Requirement(f"warm `in_ddp(2, f)`, {until}: beside {TITLES[peer]}", row, (row, peer), limit)
+        for row, until in (("launch_2", "until it returns"), ("launch_2_inside", "until inside"))
+        for peer, limit in (("fabric", 1.0), ("floor", 1.5))
+    ),
+    Requirement("… faster than spawn", "launch_2", ("launch_2", "spawn"), 50, least=True),
+    Requirement("8 ranks beside 2 ranks", "launch_8", ("launch_2", "nbdist"), 3),
+    Requirement("32 ranks", "launch_32", None, 0.8, show=seconds),
+    Requirement("first call after `warm()` beside a warm call", "first", ("launch_2", "nbdist"), 1.2, "after warm()"),
+    Requirement("first call without `warm()` beside the imports alone", "first", ("first", "import"), 1.2),
+    Requirement("private memory of a rank", "private", None, 10e6, show=megabytes),
+    *(
+        Requirement(f"500 MB DataFrame to {n} ranks beside a fresh copy", f"frame_{n}", (f"frame_{n}", "copy"), 2)
+        for n in (2, 8)
+    ),
+    *(
+        Requirement(f"growth of all processes, {n} ranks, {when}", f"{row}_{n}", None, 550e6, show=megabytes)
+        for n in (2, 8)
+        for row, when in (("held", "held"), ("peak", "at the peak"))
+    ),
+    Requirement("500 MB again, unchanged, beside the first time", "resend", ("resend_first", "nbdist"), 0.4),
+    Requirement("changed elements seen", "seen", None, 1.0, least=True, show=lambda share: f"{share:.0%}"),
+    Requirement("300 MB tensor back beside a fresh `clone()`", "tensor", ("tensor", "clone"), 2),
+    Requirement("no-op call in a live session", "latency", None, 0.002, show=seconds),
+    Requirement("… beside ipyparallel", "latency", ("latency", "ipyparallel"), 1.0),
+    Requirement(
+        "collab training beside torchrun", "rate", ("rate", "torchrun"), 0.98, least=True, show=lambda r: f"{r:.3f} ×"
+    ),
+]
+
+
+def cell(values: list[float] | None, reason: str | None, show: Show) -> str:
+    """A median with its quartiles; or why there is none."""
+    if not values:
+        return (reason or "–").replace("|", "\\|")[:110]
+    if len(values) < 2:
+        return show(values[0])
+    low, median, high = statistics.quantiles(values, method="inclusive")
+    return show(median) if show(low) == show(high) else f"{show(median)} ({show(low)}–{show(high)})"
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), model)
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{model}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+def markdown(
+    values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], foot: list[str]
+) -> str:
+    heads = ["", *(f"{TITLES[name]}<br>functions from {WHERE[place]}" for name, place in where.items())]
+    lines = ["# nbdist beside its peers", "", "## What is required, and what was measured", ""]
+    lines += ["| | required | measured | met |", "|---|---|---|---|"]
+    for requirement in REQUIREMENTS:
+        lines.append("| " + " | ".join(requirement.line(values).values()) + " |")
+    lines += ["", "## All rows", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row, (title, show) in ROWS.items():
+        found, why = values.get(row, {}), reasons.get(row, {})
+        if not found and not why:
+            continue
+        beside = "".join(
+            f"<br>{label}: {cell(found[name], None, show)}" for name, label in REFERENCES.items() if name in found
+        )
+        cells = [cell(found.get(name), why.get(name), show) for name in where]
+        lines.append("| " + " | ".join([title + beside, *cells]) + " |")
+    return "\n".join([*lines, "", *(f"- {line}" for line in foot), ""])
+
+
+def plot(values: Values, where: Mapping[str, str], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "Warm launch until the call returns (s)": [(f"launch_{n}", f"{n} ranks", 1.0) for n in (2, 8, 32)],
+        "Private memory of a rank (MB)": [("private", "2 ranks", 1e6)],
+        "Launch with a 500 MB DataFrame (s)": [(f"frame_{n}", f"{n} ranks", 1.0) for n in (2, 8)],
+    }
+    names = list(reversed(where))
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), sharey=True, layout="constrained")
+    for axis, (title, rows) in zip(axes, panels.items(), strict=True):
+        for row, label, unit in rows:
+            found = {n: [v / unit for v in values.get(row, {}).get(n, [])] for n in names}
+            have = [name for name in names if found[name]]
+            middle = [statistics.median(found[name]) for name in have]
+            spread = [
+                [m - min(found[name]) for m, name in zip(middle, have, strict=True)],
+                [max(found[name]) - m for m, name in zip(middle, have, strict=True)],
+            ]
+            axis.errorbar(middle, [names.index(n) for n in have], xerr=spread, fmt="o", capsize=3, label=label)
+        axis.set_xscale("log")
+        axis.set_title(title, fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+        axis.legend(fontsize=8)
+    axes[0].set_yticks(range(len(names)), [TITLES[name] for name in names])
+    figure.savefig(file, dpi=120)
+
+
+def write(
+    folder: Path, values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], quick: bool
+) -> None:
+    """`launch.md`, `launch.json` and `launch.png` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    foot = [
+        "Medians (lower–upper quartile); the contestants took turns. “–” and text: why there is no number.",
+        f"{machine()}; Python {platform.python_version()}",
+        ", ".join(f"{package} {version(package)}" for package in PACKAGES),
+        f"`python -m benchmarks.launch {' '.join(a for a in sys.argv[1:] if not os.path.isabs(a))}`".replace(" `", "`")
+        + f", {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    ]
+    if quick:
+        foot.insert(0, "**A quick run with small data: not a measurement.**")
+    text = markdown(values, reasons, where, foot)
+    (folder / "launch.md").write_text(text)
+    lines = [requirement.line(values) for requirement in REQUIREMENTS]
+    everything = {"foot": foot, "requirements": lines, "values": values, "reasons": reasons}
+    (folder / "launch.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+    plot(values, where, folder / "launch.png")
+    print(text)

@@ -1,0 +1,399 @@
+"""What a failing rank looks like in the cell: its own exception type, the lines that failed, how a process ended."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import Kernel, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, in_ddp
+from nbdist.errors import RemoteTraceback, describe_status, render, stand_ins
+
+ROOT = Path(__file__).parent.parent
+
+# ------------------------------------------------------------------------------------------------ what each one says
+
+
+def test_the_tree() -> None:
+    for error in (CaptureError, RankDied, RankTimeout):
+        assert issubclass(error, NbdistError)
+    assert issubclass(RankTimeout, TimeoutError)
+    assert not issubclass(RemoteTraceback, NbdistError)
+
+
+@pytest.mark.parametrize("signum", list(signal.Signals), ids=lambda signum: signum.name)
+def test_a_signal_has_its_name(signum: signal.Signals) -> None:
+    text = describe_status(-signum)
+    assert f"killed by {signum.name}" in text
+    hints = {signal.SIGKILL: "out of memory?", signal.SIGBUS: "/dev/shm full?", signal.SIGSEGV: "compiled code"}
+    for number, hint in hints.items():
+        assert (hint in text) is (number == signum)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (0, "left with exit code 0 before its function returned"),
+        (7, "exit code 7"),
+        (255, "exit code 255"),
+        (None, "fork server killed?"),
+        (-120, "killed by signal 120"),
+    ],
+)
+def test_other_ways_to_end(status: int | None, text: str) -> None:
+    assert text in describe_status(status)
+
+
+@given(
+    st.integers(0, 99),
+    st.none() | st.integers(1),
+    st.none() | st.integers(-64, 255),
+    st.text(alphabet="ab \n€", max_size=99),
+)
+def test_rank_died_travels_whole(rank: int, pid: int | None, status: int | None, output: str) -> None:
+    error = RankDied(rank, pid, status, output)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.rank, copy.pid, copy.status, copy.output) == (rank, pid, status, output)
+    assert str(copy) == str(error) and f"rank {rank} (pid {pid})" in str(error)
+    assert output.rstrip() in str(error)
+
+
+class Strict(UnicodeDecodeError):
+    pass
+
+
+class Special(KeyError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "nearest"),
+    [
+        (Special("a"), KeyError),
+        (FileNotFoundError(2, "gone"), OSError),
+        (Strict("utf-8", b"", 0, 1, "odd"), UnicodeError),  # UnicodeDecodeError itself takes five arguments
+        (SystemExit(3), BaseException),
+        (KeyboardInterrupt(), BaseException),
+    ],
+)
+def test_stand_ins_are_the_bases_nearest_first(error: BaseException, nearest: type) -> None:
+    found = stand_ins(error)
+    assert type(found[0]) is nearest
+    assert all(type(stand_in) in type(error).__mro__[1:] for stand_in in found)
+    assert all(f"{type(error).__name__}: " in str(stand_in) for stand_in in found)
+    assert pickle.loads(pickle.dumps(found[0])).args == found[0].args
+
+
+def test_every_builtin_exception_has_a_stand_in() -> None:
+    for kind in vars(builtins).values():
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind is not BaseException:
+            error = kind("many", [ValueError()]) if "Group" in kind.__name__ else kind.__new__(kind)
+            assert stand_ins(error), kind
+
+
+def test_rendered_without_a_notebook() -> None:
+    error = ValueError("boom")
+    remote = RemoteTraceback(3, 42, "Traceback\n  in f\nValueError: boom\n")
+    remote.others = ["also failed: rank 1: KeyError: 'a'"]
+    error.__cause__ = remote
+    assert render(error) == [
+        "rank 3 (pid 42) raised ValueError",
+        "Traceback\n  in f\nValueError: boom",
+        "also failed: rank 1: KeyError: 'a'",
+    ]
+    assert str(remote).startswith("on rank 3 (pid 42)\n\nTraceback\n") and str(remote).endswith(remote.others[0])
+    assert render(NbdistError("alone")) == ["nbdist.errors.NbdistError: alone"]
+
+
+# ------------------------------------------------------------------------------------------------ from ranks to here
+
+
+def fails_as(error: BaseException) -> None:
+    raise error
+
+
+class NeedsTwo(Exception):
+    def __init__(self, one: int, *, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+        self.two = two
+
+
+class NoRebuild(ConnectionError):
+    def __reduce__(self) -> Any:
+        return fails_as, (TypeError("not again"),)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("boom", 3),
+        KeyError("k"),
+        OSError(28, "No space left", "file"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd"),
+        StopIteration(5),
+        SystemExit(7),
+        KeyboardInterrupt("mine"),
+        RankTimeout("one inside a rank"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_type_and_arguments_are_kept(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught:
+        in_ddp(1, fails_as, error)
+    assert type(caught.value) is type(error) and caught.value.args == error.args
+    assert str(caught.value) == str(error)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback) and cause.rank == 0 and cause.pid != os.getpid()
+    assert "raise error" in cause.text and "worker.py" not in cause.text
+
+
+def test_attributes_and_notes_are_kept() -> None:
+    error = NeedsTwo(1, two="two")
+    if sys.version_info >= (3, 11):
+        error.add_note("a note")
+    with pytest.raises(NeedsTwo, match="1 and two") as caught:
+        in_ddp(1, fails_as, error)
+    assert caught.value.two == "two"
+    assert getattr(caught.value, "__notes__", ["a note"]) == ["a note"]
+
+
+def test_one_that_cannot_be_rebuilt() -> None:
+    with pytest.raises(ConnectionError, match="NoRebuild: lost") as caught:
+        in_ddp(1, lambda: fails_as(NoRebuild("lost")))
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "NoRebuild: lost" in caught.value.__cause__.text
+
+
+def test_a_class_that_only_the_rank_has() -> None:
+    def f() -> None:
+        class Local(ZeroDivisionError):
+            pass
+
+        raise Local("inside")
+
+    with pytest.raises(ZeroDivisionError, match="inside") as caught:
+        in_ddp(1, f)
+    assert type(caught.value).__name__ == "Local"
+
+
+def chained() -> None:
+    try:
+        {}["missing"]
+    except KeyError:
+        try:
+            int("no number")
+        except ValueError as exc:
+            raise RuntimeError("outer") from exc
+
+
+def test_the_chain_is_in_the_text() -> None:
+    with pytest.raises(RuntimeError, match="outer") as caught:
+        in_ddp(1, chained)
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    text = caught.value.__cause__.text
+    places = [
+        text.index(part)
+        for part in ("KeyError: 'missing'", "ValueError: invalid literal", "direct cause", "RuntimeError: outer")
+    ]
+    assert places == sorted(places)
+    assert 'int("no number")' in text and "nbdist" not in text.replace(str(Path(__file__)), "")
+
+
+def test_the_first_failure_and_the_others() -> None:
+    def f() -> None:
+        try:
+            dist.barrier()
+            if dist.get_rank() == 1:
+                raise LookupError("boom\nmore")
+            if dist.get_rank() == 2:
+                dist.barrier()
+            time.sleep(60)
+        except KeyboardInterrupt:
+            if dist.get_rank() == 0:
+                raise OSError("while leaving\nmore") from None
+
+    with pytest.raises(LookupError, match="boom\nmore") as caught:
+        in_ddp(3, f)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert cause.rank == 1
+    assert cause.others == ["also failed: rank 0: OSError: while leaving"]
+
+
+def test_rank_died_carries_the_last_50_lines() -> None:
+    def f() -> None:
+        if dist.get_rank() == 1:
+            for i in range(120):
+                print("line", i)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankDied, match="SIGKILL: out of memory") as caught:
+        in_ddp(2, f)
+    error = caught.value
+    assert (error.rank, error.status) == (1, -signal.SIGKILL)
+    assert error.output.splitlines() == [f"line {i}" for i in range(70, 120)]
+    assert "line 119" in str(error) and "line 69" not in str(error)
+
+
+# ---------------------------------------------------------------------------------------------------- in a notebook
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("errors"))
+    try:
+        kernel.ok("import os, sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp, RankDied")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def fails(kernel: Kernel, code: str, error: str) -> Result:
+    result = kernel.run(textwrap.dedent(code).strip())
+    assert result.error == error, result
+    return result
+
+
+def number(kernel: Kernel) -> int:
+    """Of the cell that ran last."""
+    return int(kernel.ok("print(len(In) - 2)").text)
+
+
+def test_the_failing_lines_of_all_cells(notebook: Kernel) -> None:
+    notebook.ok("def inner(x):\n    y = x + 1\n    return y / 0  # here it breaks")
+    first = number(notebook)
+    result = fails(
+        notebook,
+        """
+        def outer(x):
+            return inner(x)
+
+        in_ddp(2, outer, 41)
+        """,
+        "ZeroDivisionError",
+    )
+    second = number(notebook)
+    seen = result.plain_traceback
+    assert re.search(r"rank [01] \(pid \d+\) raised ZeroDivisionError", seen)
+    assert f"Cell In[{first}], line 3, in inner(x)" in seen
+    assert "----> 3     return y / 0  # here it breaks" in seen
+    assert f"Cell In[{second}], line 2, in outer(x)" in seen
+    assert "----> 2     return inner(x)" in seen
+    assert f"Cell In[{second}], line 4\n----> 4 in_ddp(2, outer, 41)" in seen
+    assert seen.rstrip().splitlines()[-1].startswith("also failed") or "division by zero" in seen.splitlines()[-1]
+    # The launcher's own frames are left out, and what only IPython knows: the made-up names of cells' files.
+    assert f"{ROOT.name}/nbdist" not in seen and "ipykernel_" not in seen
+    assert result.message == "division by zero"
+
+
+def test_a_cell_that_was_edited_and_run_again(notebook: Kernel) -> None:
+    for line in ("x = 1", "raise ValueError('old')", "pass\n    raise ValueError('new')"):
+        notebook.ok(f"def f():\n    {line}")
+    seen = fails(notebook, "in_ddp(1, f)", "ValueError").plain_traceback
+    assert "----> 3     raise ValueError('new')" in seen and "old" not in seen
+
+
+def test_frames_of_a_module_file(notebook: Kernel) -> None:
+    (notebook.cwd / "mine.py").write_text("def broken():\n    return [][1]\n")
+    seen = fails(notebook, "import mine\ndef f(): return mine.broken()\nin_ddp(1, f)", "IndexError").plain_traceback
+    assert "mine.py:2, in broken()" in seen and "----> 2     return [][1]" in seen
+
+
+def test_syntax_error_in_a_rank(notebook: Kernel) -> None:
+    seen = fails(notebook, "def f(): exec('a b')\nin_ddp(1, f)", "SyntaxError").plain_traceback
+    assert "a b" in seen and "rank 0" in seen
+
+
+def test_except_clauses_work(notebook: Kernel) -> None:
+    result = notebook.ok(
+        """
+class Mine(ValueError):
+    pass
+
+def f():
+    raise Mine("boom")
+
+try:
+    in_ddp(2, f)
+except ValueError as error:
+    assert type(error) is Mine
+    print(type(error.__cause__).__name__, "raise Mine" in error.__cause__.text)
+    import traceback
+    traceback.print_exc(file=sys.stdout)
+"""
+    )
+    assert result.text.startswith("RemoteTraceback True\n")
+    assert re.search(r"RemoteTraceback: on rank [01] \(pid \d+\)", result.text)
+    assert result.text.rstrip().endswith("Mine: boom")
+
+
+def test_raised_anew_by_the_notebook(notebook: Kernel) -> None:
+    code = """
+    def f():
+        raise ValueError("boom")
+    try:
+        in_ddp(1, f)
+    except ValueError as error:
+        raise RuntimeError("while training") from error
+    """
+    seen = fails(notebook, code, "RuntimeError").plain_traceback
+    assert 'raise ValueError("boom")' in seen and "while training" in seen and "rank 0" in seen
+
+
+def test_the_last_error_is_there_for_debugging(notebook: Kernel) -> None:
+    fails(notebook, "def f(): raise ValueError('boom')\nin_ddp(1, f)", "ValueError")
+    assert notebook.ok("print(type(sys.last_value).__name__, sys.last_value.__cause__.rank)").text == "ValueError 0\n"
+
+
+def test_a_death_in_the_notebook(notebook: Kernel) -> None:
+    code = "def f():\n    print('my last words')\n    os._exit(3)\nin_ddp(1, f)"
+    result = fails(notebook, code, "RankDied")
+    assert "exit code 3" in result.message and "my last words" in result.message
+    assert "----> 4 in_ddp(1, f)" in result.plain_traceback and f"{ROOT.name}/nbdist" not in result.plain_traceback
+
+
+# ------------------------------------------------------------------------------------------------------ in a script
+
+
+def test_in_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch.distributed as dist
+            from nbdist import in_ddp
+
+            def f():
+                if dist.get_rank() == 1:
+                    return {}["missing key"]
+                dist.barrier()
+
+            if __name__ == "__main__":
+                in_ddp(2, f)
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=60
+    )
+    assert done.returncode == 1
+    assert re.search(r"RemoteTraceback: on rank 1 \(pid \d+\)", done.stderr)
+    assert f'File "{script}", line 7, in f\n    return {{}}["missing key"]' in done.stderr
+    assert f'File "{script}", line 11, in <module>\n    in_ddp(2, f)' in done.stderr
+    assert done.stderr.rstrip().endswith("KeyError: 'missing key'")
