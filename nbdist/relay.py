@@ -42,18 +42,15 @@ class FrameWriter:
         self._lock = threading.Lock()
         self._streams: list[io.TextIOWrapper] = []
 
-    def _write(self, kind: int, data: bytes | memoryview) -> None:
-        view = memoryview(data).cast("B")
+    def _write(self, kind: int, data: bytes) -> None:
         with self._lock:
-            start = 0
-            while start < len(view):
-                end = min(start + _CHUNK, len(view))
-                # Not inside a character: another process's frame may come to lie between the two halves.
-                while end < len(view) and end > start + _CHUNK - 4 and view[end] & 0xC0 == 0x80:
-                    end -= 1
-                header = _HEADER.pack(_MAGIC, kind, end < len(view), end - start, os.getpid())
-                os.write(1, header + view[start:end])
-                start = end
+            if len(data) <= _CHUNK:  # nearly always, so without detours: a loop may print once a batch
+                os.write(1, _HEADER.pack(_MAGIC, kind, False, len(data), os.getpid()) + data)
+                return
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                more = start + _CHUNK < len(data)
+                os.write(1, _HEADER.pack(_MAGIC, kind, more, len(chunk), os.getpid()) + chunk)
 
     def attach(self) -> None:
         """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
@@ -88,8 +85,9 @@ class _FrameStream(io.RawIOBase):
         return self._fd
 
     def write(self, data: Any) -> int:
-        self._writer._write(self._kind, data)
-        return len(data)
+        written = bytes(data)
+        self._writer._write(self._kind, written)
+        return len(written)
 
 
 # -------------------------------------------------------------------------------------------------- in the kernel

@@ -24,6 +24,13 @@ GRACE_AFTER_FAILURE = 0.3
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
 
+#: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch are spared
+#: a kernel that wakes up each time, on a core that they need. The first line after a pause is seen at once.
+OUTPUT_INTERVAL = 0.1
+
+#: Seconds between two looks at what ranks have written. Woken for every line, the kernel would take the ranks' time.
+REST = 0.05
+
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
 _LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I)
 
@@ -46,7 +53,10 @@ class Waiting:
         self._ranks, self._relay, self._timeout, self._originals = ranks, relay, timeout, originals
         self._pending = set(range(len(ranks.channels)))
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._rest_until: float | None = None  # until then, nobody looks at what the ranks write
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
+        self._paused: list[int] = []  # outputs that were just read
+        self._resume_at = 0.0
         self._silent: set[int] = set()  # ranks whose channel is closed
         self._answers: dict[int, transport.Parcel | None] = {}
         self._failures: list[_Failure] = []
@@ -59,7 +69,7 @@ class Waiting:
         """
         interrupted = False
         try:
-            with selectors.DefaultSelector() as self._selector:
+            with selectors.DefaultSelector() as self._selector, selectors.DefaultSelector() as self._outputs:
                 self._register()
                 while self._pending:
                     try:
@@ -101,8 +111,8 @@ class Waiting:
         return first.error
 
     def _register(self) -> None:
-        for fd in self._relay.descriptors():
-            self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._on_output, fd))
+        self._paused = list(self._relay.descriptors())
+        self._resume()
         for rank, channel in enumerate(self._ranks.channels):
             self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._on_message, rank))
         self._selector.register(self._ranks.exits_fd, selectors.EVENT_READ, self._on_exits)
@@ -110,8 +120,13 @@ class Waiting:
     def _step(self) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
+            if self._paused:
+                wait = max(0.0, self._resume_at - time.monotonic())
+                left = wait if left is None else min(left, wait)
             for key, _ in self._selector.select(left):
                 key.data()
+            if self._paused and time.monotonic() >= self._resume_at:
+                self._resume()
         elif self._leaving:  # they had their chance
             self._pending.clear()
         else:
@@ -142,8 +157,16 @@ class Waiting:
             self._ask_to_leave(GRACE_AFTER_FAILURE)
 
     def _on_output(self, fd: int) -> None:
-        if not self._relay.read(fd):
-            self._selector.unregister(fd)
+        self._selector.unregister(fd)
+        if self._relay.read(fd):
+            if not self._paused:
+                self._resume_at = time.monotonic() + OUTPUT_INTERVAL
+            self._paused.append(fd)
+
+    def _resume(self) -> None:
+        for fd in self._paused:
+            self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._on_output, fd))
+        self._paused.clear()
 
     def _on_message(self, rank: int) -> None:
         channel = self._ranks.channels[rank]

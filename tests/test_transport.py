@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from torch import nn
 
-from nbdist.pickling import OUT_OF_BAND, Pickler, read
+from nbdist.pickling import Pickler, read
+from nbdist.reducers import OUT_OF_BAND
 from nbdist.transport import INLINE, KEPT, Channel, Parcel, Segment, Shelf, pack
 
 BIG = 2 * INLINE  # bytes that go beside the pickle, into a segment
