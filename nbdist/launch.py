@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from . import affinity, capture, fastai, worker
+from . import capture, fastai, worker
 from .engines import local
 from .session import Session, check_call, check_count, check_platform, choose_devices
 
@@ -83,6 +83,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
 @contextmanager
 def _group_of_one() -> Iterator[None]:
     """A process group of this process alone, with the environment of a rank; both as before afterwards."""
+    import torch
     import torch.distributed as dist
 
     if dist.is_initialized():  # the user's own: it is as good
@@ -97,7 +98,7 @@ def _group_of_one() -> Iterator[None]:
             device=device,
             backend="nccl" if device.startswith("cuda") else "gloo",
             master_port=meeting_point.getsockname()[1],
-            threads=len(affinity.usable_cores()),
+            threads=torch.get_num_threads(),
         )
         os.environ.update(world.environ())
         try:

@@ -47,10 +47,15 @@ class FrameWriter:
             if len(data) <= _CHUNK:  # nearly always, so without detours: a loop may print once a batch
                 os.write(1, _HEADER.pack(_MAGIC, kind, False, len(data), os.getpid()) + data)
                 return
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
-                more = start + _CHUNK < len(data)
-                os.write(1, _HEADER.pack(_MAGIC, kind, more, len(chunk), os.getpid()) + chunk)
+            start = 0
+            while start < len(data):
+                end = min(start + _CHUNK, len(data))
+                # Not inside a character: another process's frame may come to lie between the two halves.
+                while end < len(data) and end > start + _CHUNK - 4 and data[end] & 0xC0 == 0x80:
+                    end -= 1
+                header = _HEADER.pack(_MAGIC, kind, end < len(data), end - start, os.getpid())
+                os.write(1, header + data[start:end])
+                start = end
 
     def attach(self) -> None:
         """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
@@ -269,36 +274,35 @@ class _Pipe:
 
     def __init__(self, rank: int, kind: int) -> None:
         self.rank = rank
-        self._kind = kind  # of what is between frames
+        self._raw = kind, 0  # what is between frames: its kind, and no process
         self._rest = b""
-        self._unfinished: dict[int, bytearray] = {}  # long messages, by the process that sends them
-        decoder = codecs.getincrementaldecoder("utf-8")
-        self._decoders = {kind: decoder("backslashreplace") for kind in (_STDOUT, _STDERR)}
+        # By kind and process, since a process may write between two frames of another's character or message.
+        self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
+        self._unfinished: dict[int, bytearray] = {}
 
     def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
         text: list[bytes] = []
-        text_kind = self._kind
-        for kind, payload in self._split(self._rest + data, last=not data):
-            if text and kind != text_kind:
-                yield from self._decode(text_kind, b"".join(text))
+        source = self._raw
+        for part_source, payload in self._split(self._rest + data, last=not data):
+            if text and part_source != source:
+                yield from self._decode(source, b"".join(text))
                 text = []
-            if kind == _MESSAGE:
-                yield kind, json.loads(payload)
+            if part_source[0] == _MESSAGE:
+                yield _MESSAGE, json.loads(payload)
             else:
-                text_kind = kind
+                source = part_source
                 text.append(payload)
         if text:
-            yield from self._decode(text_kind, b"".join(text))
-        if not data:
-            for kind in self._decoders:
-                yield from self._decode(kind, b"", final=True)
+            yield from self._decode(source, b"".join(text))
 
-    def _decode(self, kind: int, data: bytes, final: bool = False) -> Iterator[tuple[int, str]]:
-        text = self._decoders[kind].decode(data, final)
+    def _decode(self, source: tuple[int, int], data: bytes) -> Iterator[tuple[int, str]]:
+        if source not in self._decoders:
+            self._decoders[source] = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        text = self._decoders[source].decode(data)
         if text:
-            yield kind, text
+            yield source[0], text
 
-    def _split(self, data: bytes, last: bool) -> Iterator[tuple[int, bytes]]:
+    def _split(self, data: bytes, last: bool) -> Iterator[tuple[tuple[int, int], bytes]]:
         position = 0
         while True:
             start = data.find(_MAGIC, position)
@@ -307,11 +311,11 @@ class _Pipe:
                 keep = 0 if last else _overlap(data, position)
                 end = len(data) - keep
                 if end > position:
-                    yield self._kind, data[position:end]
+                    yield self._raw, data[position:end]
                 self._rest = data[end:]
                 return
             if start > position:
-                yield self._kind, data[position:start]
+                yield self._raw, data[position:start]
             begin = start + _HEADER.size
             if len(data) >= begin:
                 _, kind, more, size, process = _HEADER.unpack_from(data, start)
@@ -319,16 +323,14 @@ class _Pipe:
                 self._rest = b"" if last else data[start:]
                 return
             position = begin + size
-            yield from self._frame(kind, more, process, data[begin:position])
-
-    def _frame(self, kind: int, more: bool, process: int, payload: bytes) -> Iterator[tuple[int, bytes]]:
-        if kind != _MESSAGE:
-            yield kind, payload
-            return
-        whole = self._unfinished.setdefault(process, bytearray())
-        whole += payload
-        if not more:
-            yield kind, bytes(self._unfinished.pop(process))
+            payload = data[begin:position]
+            if kind == _MESSAGE:
+                whole = self._unfinished.setdefault(process, bytearray())
+                whole += payload
+                if more:
+                    continue
+                payload = bytes(self._unfinished.pop(process))
+            yield (kind, process), payload
 
 
 def _overlap(data: bytes, position: int) -> int:

@@ -195,7 +195,12 @@ class Session:
         seeds = None if self._seed is None else (self._seed,) * 3
         cores = affinity.usable_cores()
         bound = affinity.shares(cores, affinity.numa_nodes(), self.nranks) if self._threads == "bind" else None
-        threads = self._threads if isinstance(self._threads, int) else max(1, len(cores) // self.nranks)
+        asked = setting.environ.get("OMP_NUM_THREADS", "").partition(",")[
+            0
+        ]  # a list has a number for each nesting level
+        threads = int(asked) if asked.isdigit() else max(1, len(cores) // self.nranks)
+        if isinstance(self._threads, int):
+            threads = self._threads
         with local.listen_on_loopback() as meeting_point:
             for rank, channel in enumerate(ranks.channels):
                 world = worker.World(

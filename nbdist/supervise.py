@@ -28,9 +28,6 @@ GRACE_AFTER_INTERRUPT = 5.0
 #: a kernel that wakes up each time, on a core that they need. The first line after a pause is seen at once.
 OUTPUT_INTERVAL = 0.1
 
-#: Seconds between two looks at what ranks have written. Woken for every line, the kernel would take the ranks' time.
-REST = 0.05
-
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
 _LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I)
 
@@ -53,7 +50,6 @@ class Waiting:
         self._ranks, self._relay, self._timeout, self._originals = ranks, relay, timeout, originals
         self._pending = set(range(len(ranks.channels)))
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._rest_until: float | None = None  # until then, nobody looks at what the ranks write
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
         self._paused: list[int] = []  # outputs that were just read
         self._resume_at = 0.0
@@ -69,7 +65,7 @@ class Waiting:
         """
         interrupted = False
         try:
-            with selectors.DefaultSelector() as self._selector, selectors.DefaultSelector() as self._outputs:
+            with selectors.DefaultSelector() as self._selector:
                 self._register()
                 while self._pending:
                     try:

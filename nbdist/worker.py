@@ -38,7 +38,7 @@ class World:
     backend: str
     master_port: int
     threads: int
-    """Threads for the kernels of torch and BLAS; the user's own OMP_NUM_THREADS goes before it."""
+    """Threads for the kernels of torch and BLAS."""
     cores: Sequence[int] | None = None
     """The cores that the rank is bound to; None leaves it all of them."""
     master_addr: str = LOOPBACK
@@ -62,7 +62,7 @@ class World:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
+            "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", str(self.threads)),
         } | (self._cpu_only() if self.device == "cpu" else {})
 
@@ -81,8 +81,7 @@ class World:
 
         if self.cores is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, self.cores)
-        if "OMP_NUM_THREADS" in os.environ:
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
+        torch.set_num_threads(self.threads)
         options = dict(self.options)
         if "timeout" in options:
             options["timeout"] = timedelta(seconds=options["timeout"])

@@ -81,19 +81,26 @@ class Special(KeyError):
     pass
 
 
+class OfTheNotebook(KeyError):
+    __module__ = "__main__"
+
+
 @pytest.mark.parametrize(
     ("error", "nearest"),
     [
-        (Special("a"), KeyError),
-        (FileNotFoundError(2, "gone"), OSError),
-        (Strict("utf-8", b"", 0, 1, "odd"), UnicodeError),  # UnicodeDecodeError itself takes five arguments
-        (SystemExit(3), BaseException),
-        (KeyboardInterrupt(), BaseException),
+        (Special("a"), Special),
+        (OfTheNotebook("a"), KeyError),
+        (FileNotFoundError(2, "gone"), FileNotFoundError),
+        (Strict("utf-8", b"", 0, 1, "odd"), Strict),
+        (SystemExit(3), SystemExit),
+        (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_stand_ins_are_the_bases_nearest_first(error: BaseException, nearest: type) -> None:
+def test_stand_ins_are_its_own_type_then_the_bases_nearest_first(error: BaseException, nearest: type) -> None:
     found = stand_ins(error)
     assert type(found[0]) is nearest
+    if nearest is type(error):
+        assert found.pop(0).args == error.args
     assert all(type(stand_in) in type(error).__mro__[1:] for stand_in in found)
     assert all(f"{type(error).__name__}: " in str(stand_in) for stand_in in found)
     assert pickle.loads(pickle.dumps(found[0])).args == found[0].args

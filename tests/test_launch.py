@@ -21,6 +21,7 @@ import torch.distributed as dist
 from conftest import open_fds, poll, ranks_of, shared_memory_names
 
 from nbdist import CaptureError, NbdistError, RankDied, Session, in_ddp, warm
+from nbdist.affinity import usable_cores
 from nbdist.engines import local
 
 
@@ -170,12 +171,14 @@ def threads() -> tuple[int, str]:
 
 def test_threads_are_cores_over_ranks_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    share = max(1, local.usable_cores() // 2)
+    share = max(1, len(usable_cores()) // 2)
     assert in_ddp(2, threads) == (share, str(share))
     with Session(1, threads=3) as own:
         assert own.run(threads) == (3, "3")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert in_ddp(2, threads) == (5, "5")
+    with Session(1, threads=3) as own:
+        assert own.run(threads) == (3, "3")
 
 
 def listening() -> list[str]:
