@@ -1,8 +1,9 @@
 # make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/
 # make test    format, lint, type checks, then every test
 # make quick   what to run between edits: the same without the slow tests
+# make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
 # make format  put the code into shape
-# make clean   remove all that these commands made, .venv included
+# make clean   remove all that these commands made, .venv included (not benchmarks/results/)
 #
 # Each does its own set-up: it needs Python >= 3.10 and nothing else. Another interpreter:
 # make test PYTHON=/path/to/python3 (after `make clean`, if there is a .venv already).
@@ -13,18 +14,25 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Holds the folder the environment was made in: an environment cannot be moved.
 STAMP := $(VENV)/.complete
+WANTED := -e ".[test]"
+BENCH := .venv-bench
+BENCH_STAMP := $(BENCH)/.complete
 LOG := build/setup.log
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick checks format setup clean
+.PHONY: demo test quick bench checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
-ifneq ($(wildcard $(STAMP)),)
-  ifneq ($(shell $(PY) -c 'import sys; print(sys.prefix == open("$(STAMP)").read().strip())' 2>&1),True)
-    $(shell rm -f $(STAMP))
+define check_stamp
+ifneq ($$(wildcard $(1)/.complete),)
+  ifneq ($$(shell $(1)/bin/python -c 'import sys; print(sys.prefix == open("$(1)/.complete").read().strip())' 2>&1),True)
+    $$(shell rm -f $(1)/.complete)
   endif
 endif
+endef
+$(foreach venv,$(VENV) $(BENCH),$(eval $(call check_stamp,$(venv))))
 
 demo: setup
 	@$(PY) notebooks/execute.py notebooks/01_fastai_collab.ipynb
@@ -34,6 +42,9 @@ test: checks
 
 quick: checks
 	@$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+bench: $(BENCH_STAMP)
+	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)
 
 checks: setup
 	@$(PY) -m ruff format --check .
@@ -45,27 +56,30 @@ format: setup
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(STAMP)
 
 # torch, torchvision and what depends on them go through one resolution, with pinned versions. The whole
 # of pip's output is in the log; what takes time is shown.
-$(STAMP): pyproject.toml constraints.txt
+$(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
+$(BENCH_STAMP): benchmarks/requirements.txt
+
+$(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, but $(PYTHON) is %d.%d: say make PYTHON=/path/to/python3" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "Setting up $(VENV) with $$($(PYTHON) --version); this takes some minutes, once. Log: $(LOG)"
+	@echo "Setting up $(@D) with $$($(PYTHON) --version); this takes some minutes, once. Log: $(LOG)"
 	@mkdir -p build
-	@rm -f $@ && $(PYTHON) -m venv --clear $(VENV)
-	@set -o pipefail; $(PY) -m pip install --disable-pip-version-check --no-input --progress-bar off \
-	    -c constraints.txt -e ".[test]" 2>&1 | tee $(LOG) | awk ' \
+	@rm -f $@ && $(PYTHON) -m venv --clear $(@D)
+	@set -o pipefail; $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
+	    -c constraints.txt $(WANTED) 2>&1 | tee $(LOG) | awk ' \
 	        /^ *(Downloading|Using cached|Processing) / && (/[0-9][0-9][.][0-9] MB|GB/ || /[/]torch/) \
 	            { match($$0, /[^ \/]*[.]whl/); print "  " substr($$0, RSTART, RLENGTH); fflush() } \
 	        /^ *Building wheel/ { print "  " $$0; fflush() } \
 	        /^Installing collected/ { print "  installing ..."; fflush() }' \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
-	@$(PY) -c 'import sys; open("$@", "w").write(sys.prefix)'
+	@$(@D)/bin/python -c 'import sys; open("$@", "w").write(sys.prefix)'

@@ -1,4 +1,4 @@
-"""The contestants, each as a function `launch(ranks, fn, *args)` that runs `fn` on all ranks and returns rank 0's value.
+"""The contestants: functions `launch(ranks, fn, *args)` that run `fn` on all ranks and return rank 0's value.
 
 Like that of `tasks.py`, this text is run as a cell where the contestant can send functions of cells.
 """

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +20,8 @@ from jupyter_client.manager import KernelManager
 ROOT = Path(__file__).resolve().parent.parent
 #: Every process that descends from a kernel has this in its environment, also when it has left the kernel's tree.
 MARK = "NBDIST_BENCHMARK_KERNEL"
+#: Seconds that a cell may take: a contestant that hangs is ended then, its kernel with it.
+LIMIT = 120.0
 
 
 class CellError(RuntimeError):
@@ -50,16 +53,16 @@ class Kernel:
             "TOKENIZERS_PARALLELISM": "false",
             MARK: self.mark,
         }
-        self.manager.start_kernel(cwd=self.folder.name, env=env)
+        self.manager.start_kernel(cwd=self.folder.name, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
 
-    def run(self, code: str, limit: float = 120.0) -> None:
+    def run(self, code: str, limit: float = LIMIT) -> None:
         """Run a cell. Raises `CellError` for what the cell raises, `TimeoutError` after `limit` seconds."""
         self._execute(code, limit, {})
 
-    def value(self, expression: str, limit: float = 120.0) -> Any:
+    def value(self, expression: str, limit: float = LIMIT) -> Any:
         """The value of an expression in the kernel, as far as JSON carries it. Raises as `run` does."""
         reply = self._execute(f"_value = {expression}", limit, {"value": "__import__('json').dumps(_value)"})
         found = reply["user_expressions"]["value"]

@@ -32,7 +32,7 @@ def conditions() -> list[str]:
     return [
         f"- command: `{command}`",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",
-        f"- machine: {cpu()}, {platform.system()}",
+        f"- machine: {cpu()}, {platform.system()}; load average {os.getloadavg()[1]:.1f} in the last five minutes",
         f"- versions: {', '.join(versions)}",
     ]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -14,6 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+
+from .machine import cpu
 
 Values = Mapping[str, Mapping[str, list[float]]]  # by row and contestant
 
@@ -106,8 +106,7 @@ class Requirement:
         other = values.get(self.to[0], {}).get(self.to[1]) if self.to else [1.0]
         if not mine or not other:
             return None
-        ratio = statistics.median(mine) / statistics.median(other)
-        return 1 / ratio if self.least and self.to and self.to[1] == "spawn" else ratio
+        return statistics.median(mine) / statistics.median(other)
 
     def line(self, values: Values) -> dict[str, str]:
         measured = self.measured(values)
@@ -125,7 +124,7 @@ REQUIREMENTS = [
         for row, until in (("launch_2", "until it returns"), ("launch_2_inside", "until inside"))
         for peer, limit in (("fabric", 1.0), ("floor", 1.5))
     ),
-    Requirement("… faster than spawn", "launch_2", ("launch_2", "spawn"), 50, least=True),
+    Requirement("spawn beside warm `in_ddp(2, f)`", "launch_2", ("launch_2", "nbdist"), 50, who="spawn", least=True),
     Requirement("8 ranks beside 2 ranks", "launch_8", ("launch_2", "nbdist"), 3),
     Requirement("32 ranks", "launch_32", None, 0.8, show=seconds),
     Requirement("first call after `warm()` beside a warm call", "first", ("launch_2", "nbdist"), 1.2, "after warm()"),
@@ -152,22 +151,13 @@ REQUIREMENTS = [
 
 
 def cell(values: list[float] | None, reason: str | None, show: Show) -> str:
-    """A median with its quartiles; or why there is none."""
+    """A median with its quartiles; or why there is none, or no more."""
+    reason = (reason or "–").replace("|", "\\|")[:120]
     if not values:
-        return (reason or "–").replace("|", "\\|")[:110]
-    if len(values) < 2:
-        return show(values[0])
-    low, median, high = statistics.quantiles(values, method="inclusive")
-    return show(median) if show(low) == show(high) else f"{show(median)} ({show(low)}–{show(high)})"
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), model)
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{model}, {psutil.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+        return reason
+    low, median, high = statistics.quantiles(values * 2 if len(values) == 1 else values, method="inclusive")
+    text = show(median) if show(low) == show(high) else f"{show(median)} ({show(low)}–{show(high)})"
+    return text if reason == "–" else f"{text}; then {reason}"
 
 
 def markdown(
@@ -223,16 +213,22 @@ def plot(values: Values, where: Mapping[str, str], file: Path) -> None:
 
 
 def write(
-    folder: Path, values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], quick: bool
+    folder: Path,
+    values: Values,
+    reasons: Mapping[str, Mapping[str, str]],
+    where: Mapping[str, str],
+    quick: bool,
+    command: str,
+    load: float,
 ) -> None:
     """`launch.md`, `launch.json` and `launch.png` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     foot = [
         "Medians (lower–upper quartile); the contestants took turns. “–” and text: why there is no number.",
-        f"{machine()}; Python {platform.python_version()}",
+        f"{cpu()}, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.system()} {platform.release()}; "
+        f"Python {platform.python_version()}",
         ", ".join(f"{package} {version(package)}" for package in PACKAGES),
-        f"`python -m benchmarks.launch {' '.join(a for a in sys.argv[1:] if not os.path.isabs(a))}`".replace(" `", "`")
-        + f", {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        f"`{command}`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; load average before it: {load:.1f}",
     ]
     if quick:
         foot.insert(0, "**A quick run with small data: not a measurement.**")

@@ -49,9 +49,6 @@ def report(folder: str, rank: int, **numbers: float) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(numbers))
 
 
-# ------------------------------------------------------------------------------------------------- what ranks do
-
-
 def ready(folder: str) -> None:
     report(folder, join())
 
@@ -127,18 +124,23 @@ def train(folder: str, users: int, items: int, ratings: int, epochs: int) -> Non
     from nbdist.fastai import device_agnostic
     from nbdist.recsys.datasets import synthetic_ratings
 
-    torch.manual_seed(42)
+    # fastai and accelerate look for torchrun's variables, which not every launcher sets.
+    for name, number in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}.items():
+        os.environ.setdefault(name, str(number))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     with device_agnostic():  # without it fastai's distrib_ctx wants CUDA
-        loaders = CollabDataLoaders.from_df(synthetic_ratings(users, items, ratings), bs=64, seed=42)
-        learner = collab_learner(loaders, n_factors=50, y_range=(0, 5.5))
-        with learner.distrib_ctx():
-            dist.barrier()
-            begin = time.monotonic()
-            learner.fit_one_cycle(epochs, 5e-3, wd=0.1)
-            dist.barrier()
-            seconds = time.monotonic() - begin
-    samples = epochs * len(loaders.train_ds)
-    report(folder, rank, rate=samples / seconds, loss=float(learner.recorder.values[-1][1]))
+        for size in ((50, 50, 1000), (users, items, ratings)):  # a small one first: what is imported late is there
+            torch.manual_seed(42)
+            loaders = CollabDataLoaders.from_df(synthetic_ratings(*size), bs=64, seed=42)
+            learner = collab_learner(loaders, n_factors=50, y_range=(0, 5.5))
+            with learner.distrib_ctx():
+                assert hasattr(learner, "distributed_trainer"), "fastai trains each rank alone"
+                dist.barrier()
+                begin = time.monotonic()
+                learner.fit_one_cycle(epochs, 5e-3, wd=0.1)
+                dist.barrier()
+                seconds = time.monotonic() - begin
+    report(folder, rank, rate=epochs * len(loaders.train_ds) / seconds, loss=float(learner.recorder.values[-1][1]))
 
 
 # ------------------------------------------------------------------------------------------- how they are measured
@@ -174,7 +176,7 @@ def make_frame(megabytes: float) -> Any:
     import numpy as np
     import pandas as pd
 
-    rng, rows = np.random.default_rng(0), int(megabytes * 1_000_000 / 64)
+    rng, rows = np.random.default_rng(), int(megabytes * 1_000_000 / 64)
     integers = pd.DataFrame(rng.integers(0, 1 << 40, (rows, 4)), columns=list("abcd"))
     return pd.concat([integers, pd.DataFrame(rng.random((rows, 4)), columns=list("efgh"))], axis=1)
 
@@ -205,25 +207,13 @@ def measure_training(launch: Launch, *size: int) -> dict[str, float]:
     return {"rate": report["rate"], "loss": report["loss"]}
 
 
-def measure_copy(megabytes: int) -> dict[str, float]:
-    """A fresh copy of the frame, as pandas makes it."""
-    frame = make_frame(megabytes)
+def measure_fresh(original: Any, copy: Callable[[Any], Any]) -> dict[str, float]:
+    """The notebook's own way to have it twice."""
     begin = time.monotonic()
-    copy = frame.copy()
+    made = copy(original)
     seconds = time.monotonic() - begin
-    assert len(copy) == len(frame)
+    assert len(made) == len(original)
     return {"inside": seconds, "returned": seconds}
-
-
-def measure_clone(megabytes: int) -> dict[str, float]:
-    import torch
-
-    tensor = torch.full((megabytes * 1_000_000 // 4,), 1.5)
-    begin = time.monotonic()
-    clone = tensor.clone()
-    seconds = time.monotonic() - begin
-    assert len(clone) == len(tensor)
-    return {"returned": seconds}
 
 
 def element(frame: Any, row: int, column: int) -> float:
@@ -237,7 +227,7 @@ def frame_size(frame: Any) -> int:
 def measure_again(call: Callable[..., Any], megabytes: int) -> dict[str, float]:
     """The same frame twice to ranks that stay, then with elements changed. `call` runs a function on them."""
     frame, seconds = make_frame(megabytes), []
-    call(noop)
+    call(frame_size, make_frame(0.001))  # pandas is imported
     for _ in range(2):
         begin = time.monotonic()
         size = call(frame_size, frame)

@@ -294,11 +294,14 @@ class _Pipe:
                 text.append(payload)
         if text:
             yield from self._decode(source, b"".join(text))
+        if not data:
+            for source in self._decoders:
+                yield from self._decode(source, b"", final=True)
 
-    def _decode(self, source: tuple[int, int], data: bytes) -> Iterator[tuple[int, str]]:
+    def _decode(self, source: tuple[int, int], data: bytes, final: bool = False) -> Iterator[tuple[int, str]]:
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        text = self._decoders[source].decode(data)
+        text = self._decoders[source].decode(data, final)
         if text:
             yield source[0], text
 
