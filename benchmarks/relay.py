@@ -24,6 +24,7 @@ from nbdist import Session
 def loop(batches, width, prints):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+    model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x, y = torch.randn(64, width), torch.randn(64, 1)
     begin, begin_cpu = time.perf_counter(), time.process_time()

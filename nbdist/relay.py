@@ -20,6 +20,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from . import transport
+
 _MAGIC = b"\x00\x1bnbdist\x1b\x01"  # its end is not its beginning: raw bytes before it cannot make another of it
 _HEADER = struct.Struct("<10sB?HI")  # magic, kind, whether more of it follows, size, process
 _STDOUT, _STDERR, _MESSAGE = range(3)
@@ -233,7 +235,7 @@ class Relay:
         """Pass on all that a rank, or every rank, has written so far."""
         for fd, pipe in self._pipes.items():
             if rank in (pipe.rank, None):
-                while select.select([fd], [], [], 0)[0] and self.read(fd):
+                while transport.readable(fd) and self.read(fd):
                     pass
 
     def _pass_on(self, rank: int, kind: int, what: Any) -> None:

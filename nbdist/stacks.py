@@ -60,7 +60,7 @@ def describe(frames: list[Frame] | None) -> str:
     if frames is None:
         return "has returned"
     if not frames:
-        return "does not say where it is"
+        return "has not started yet, or does not answer"
     *inner, own = frames
     if own.name == "serve":
         return "waits for a call"

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import pickle
 import re
-import select
 import selectors
 import signal
 import time
@@ -153,15 +152,17 @@ class Waiting:
             self._ask_to_leave(GRACE_AFTER_FAILURE)
 
     def _on_output(self, fd: int) -> None:
+        if not self._paused:
+            self._resume_at = time.monotonic() + OUTPUT_INTERVAL
+        self._paused.append(fd)  # first of all: an interrupt may come between any two of these lines
         self._selector.unregister(fd)
-        if self._relay.read(fd):
-            if not self._paused:
-                self._resume_at = time.monotonic() + OUTPUT_INTERVAL
-            self._paused.append(fd)
+        if not self._relay.read(fd):
+            self._paused.remove(fd)
 
     def _resume(self) -> None:
         for fd in self._paused:
-            self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._on_output, fd))
+            with contextlib.suppress(KeyError):  # it never was taken out
+                self._selector.register(fd, selectors.EVENT_READ, functools.partial(self._on_output, fd))
         self._paused.clear()
 
     def _on_message(self, rank: int) -> None:
@@ -199,16 +200,12 @@ class Waiting:
     def _on_exits(self) -> None:
         for rank, status in self._ranks.exits():
             # It may have answered before it ended.
-            while rank in self._pending - self._silent and _readable(self._ranks.channels[rank]):
+            while rank in self._pending - self._silent and transport.readable(self._ranks.channels[rank]):
                 self._on_message(rank)
             if rank in self._pending:
                 self._relay.drain(rank)
                 tail = self._relay.logs[rank].tail()
                 self._fail(rank, RankDied(rank, self._ranks.pids[rank], status, tail))
-
-
-def _readable(channel: transport.Channel) -> bool:
-    return bool(select.select([channel], [], [], 0)[0])
 
 
 def load(parcel: transport.Parcel, originals: Sequence[Any]) -> Any:

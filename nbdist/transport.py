@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 import pickle
+import select
 import socket
 import struct
 import tempfile
@@ -23,6 +24,13 @@ KEPT = 1 << 20
 
 _ALIGNMENT = 64  # what numpy and torch want of a buffer's address
 _MOST_SEGMENTS = 64  # of one parcel: each is a descriptor, and a message takes some two hundred
+
+
+def readable(fd: Any, seconds: float = 0.0) -> bool:
+    """Whether there is something to read, or the end, at `fd` within so many seconds."""
+    poll = select.poll()  # select.select knows only the first 1024 descriptors
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 class Segment:

@@ -172,6 +172,7 @@ class Rank:
         signal.signal(signal.SIGINT, self._on_interrupt)
         shell.enter()
         sys.meta_path.append(self.finder)
+        joined = False
         handlers: dict[str, Callable[..., Any]] = {"join": self._join, "call": self._call}
         while True:
             try:
@@ -195,6 +196,9 @@ class Rank:
                 if parcel is not None:
                     parcel.close()
                 del answer, parcel
+                if message[0] == "error" and not joined:
+                    return
+            joined = True
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if self._interruptible:

@@ -98,7 +98,7 @@ WRAPPER = Frame(torch.distributed.__file__, "83", "wrapper")
     ("frames", "words"),
     [
         (None, "has returned"),
-        ([], "does not say where it is"),
+        ([], "has not started yet, or does not answer"),
         ([Frame(stacks._WORKER, "150", "serve")], "waits for a call"),
         ([LIBRARY, Frame(stacks._WORKER, "90", "_join")], "is joining the process group"),
         ([OWN], "is in the function"),

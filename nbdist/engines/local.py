@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import importlib.machinery
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..relay import notebook_shell
-from ..transport import Channel
+from ..transport import Channel, readable
 from . import Exit
 from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
 
@@ -109,7 +108,7 @@ class LocalRanks:
             text, patience = b"", 0.5
             self.signal(rank, STACK_SIGNAL)
             pipe = self._reads[3 * rank + 2]
-            while select.select([pipe], [], [], patience)[0]:
+            while readable(pipe, patience):
                 data = os.read(pipe, 1 << 16)
                 if not data:
                     break
@@ -135,7 +134,7 @@ class LocalRanks:
         deadline = time.monotonic() + seconds
         self.exits()
         while any(self.pids[rank] is not None for rank in self._alive):
-            if not select.select([self.exits_fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not readable(self.exits_fd, max(0.0, deadline - time.monotonic())):
                 return
             self.exits()
 
