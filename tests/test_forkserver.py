@@ -108,7 +108,6 @@ def test_modules_that_start_threads_are_left_to_the_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["fastai.collab", "pandas", "pyarrow", "sklearn.linear_model", "matplotlib.pyplot"])
 def test_what_notebooks_import_is_fit_to_be_preloaded(module: str, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(module)
     local._stop_server()
     local._server().preload([module])
     assert in_ddp(1, threads_and_modules, module)[1], capfd.readouterr().err
