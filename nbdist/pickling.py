@@ -62,13 +62,8 @@ class Pickler(cloudpickle.Pickler):
         self.captured: dict[str, Any] = {}  # those of them that travel
         self._numbers: dict[int, int] = {}
         self._storages: dict[int, reducers.Storage] = {}
-        super().__init__(file, protocol=5, buffer_callback=self._keep_buffer)
-
-    def _keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < OUT_OF_BAND:
-            return True
-        self.buffers.append(buffer)
-        return False
+        # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
+        super().__init__(file, protocol=5, buffer_callback=functools.partial(_keep_buffer, self.buffers))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
         number = self._known.get(id(obj))
@@ -137,6 +132,14 @@ class Pickler(cloudpickle.Pickler):
         untyped = storage._untyped_storage
         held = self._storages.setdefault(untyped._cdata, reducers.Storage(untyped, self._to_cpu))
         return reducers.typed_storage, (held, storage.dtype)
+
+
+def _keep_buffer(kept: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Whether `buffer` belongs into the pickle; it is kept beside it otherwise."""
+    if buffer.raw().nbytes < OUT_OF_BAND:
+        return True
+    kept.append(buffer)
+    return False
 
 
 class Globals:

@@ -79,8 +79,10 @@ class Storage:
 
         on_cuda = self.untyped.device.type == "cuda"
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
-        data = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
-        return _untyped_storage, (pickle.PickleBuffer(data.data), on_cuda and not self.to_cpu)
+        # Of the array itself, never of a memoryview: one that is freed in a cycle of garbage while it has a
+        # PickleBuffer crashes CPython 3.11.
+        data: Any = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
+        return _untyped_storage, (pickle.PickleBuffer(data), on_cuda and not self.to_cpu)
 
 
 def _untyped_storage(data: Any, cuda: bool) -> Any:

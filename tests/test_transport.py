@@ -444,3 +444,19 @@ channel.send(('sum', int(array.sum())))
         assert a.receive()[0] == ("sum", int(array.sum()) + BIG)
         reader.wait(10)
     assert array[0] == 0
+
+
+def test_garbage_with_buffers_is_collected_safely() -> None:
+    """A memoryview freed in a cycle of garbage while it has a PickleBuffer crashed the interpreter."""
+    code = """
+import gc, io, torch
+from nbdist.pickling import Pickler
+for _ in range(50):
+    pickler = Pickler(io.BytesIO())
+    pickler.dump([torch.nn.Linear(3, 3), torch.zeros(100_000)])
+    pickler.itself = pickler
+    del pickler
+gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
