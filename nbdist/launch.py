@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from . import capture, fastai, worker
+from . import capture, fastai, meeting, worker
 from .engines import local
 from .session import Session, check_call, check_count, check_platform, choose_devices
 
@@ -80,7 +80,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
         return fn(*args, **kwargs)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _group_of_one() -> Iterator[None]:
     """A process group of this process alone, with the environment of a rank; both as before afterwards."""
     import torch
@@ -91,18 +91,18 @@ def _group_of_one() -> Iterator[None]:
         return
     device = choose_devices(1, None)[0]
     environ = dict(os.environ)
-    with local.listen_on_loopback() as meeting_point:
+    with contextlib.closing(meeting.MeetingPoint()) as meeting_point:
         world = worker.World(
             rank=0,
             world_size=1,
             device=device,
             backend="nccl" if device.startswith("cuda") else "gloo",
-            master_port=meeting_point.getsockname()[1],
+            master_port=meeting_point.port,
             threads=torch.get_num_threads(),
         )
         os.environ.update(world.environ())
         try:
-            store = world.join(os.dup(meeting_point.fileno()))
+            store = world.join(meeting_point.fds(0))
             yield
         finally:
             if dist.is_initialized():

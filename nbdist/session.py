@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from . import affinity, capture, engines, relay, stacks, supervise, transport, worker
+from . import affinity, capture, engines, meeting, relay, stacks, supervise, transport, worker
 from .engines import local
 from .errors import NbdistError
 from .explanation import Explanation, explain
@@ -201,7 +201,7 @@ class Session:
         threads = int(asked) if asked.isdigit() else max(1, len(cores) // self.nranks)
         if isinstance(self._threads, int):
             threads = self._threads
-        with local.listen_on_loopback() as meeting_point:
+        with contextlib.closing(meeting.MeetingPoint()) as meeting_point:
             for rank, channel in enumerate(ranks.channels):
                 world = worker.World(
                     rank=rank,
@@ -209,13 +209,12 @@ class Session:
                     device=self._devices[rank],
                     backend=self._group["backend"],
                     options={name: value for name, value in self._group.items() if name != "backend"},
-                    master_port=meeting_point.getsockname()[1],
+                    master_port=meeting_point.port,
                     threads=threads,
                     cores=None if bound is None else bound[rank],
                 )
-                fds = [meeting_point.fileno()] if rank == 0 else []
                 with contextlib.suppress(ConnectionError):
-                    channel.send(("join", world, setting, seeds), fds=fds)
+                    channel.send(("join", world, setting, seeds), fds=meeting_point.fds(rank))
         return ranks, output
 
     def _end(self, grace: float) -> None:

@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from . import capture, fastai, pickling, shell, transport
+from . import capture, fastai, meeting, pickling, shell, transport
 from .errors import stand_ins
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class World:
     """Threads for the kernels of torch and BLAS."""
     cores: Sequence[int] | None = None
     """The cores that the rank is bound to; None leaves it all of them."""
-    master_addr: str = LOOPBACK
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
 
@@ -55,11 +52,9 @@ class World:
             "NODE_RANK": "0",
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": self.master_addr,
+            "MASTER_ADDR": meeting.LOOPBACK,
             "MASTER_PORT": str(self.master_port),
-            # A group that `fn` makes itself (init_method="env://") meets at the store that is already there.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
+            **meeting.environ(),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback),
             "OMP_NUM_THREADS": str(self.threads),
@@ -71,10 +66,10 @@ class World:
         # that they see.
         return {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
 
-    def join(self, listen_fd: int | None) -> Any:
-        """Choose the device and the threads, and enter the process group. Returns the store: it lives as long.
+    def join(self, fds: Sequence[int]) -> Any:
+        """Choose the device and the threads, and enter the process group, with the descriptors of its `MeetingPoint`.
 
-        Rank 0 gets `listen_fd`, a socket that already listens at `master_port`.
+        Returns the store, which lives as long as the group.
         """
         import torch
         import torch.distributed as dist
@@ -90,14 +85,7 @@ class World:
             torch.cuda.set_device(device)
             if "nccl" in self.backend:
                 options.setdefault("device_id", device)
-        store = dist.TCPStore(
-            self.master_addr,
-            self.master_port,
-            self.world_size,
-            is_master=listen_fd is not None,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        store = meeting.open_store(self.rank, self.world_size, self.master_port, fds)
         group_store = dist.PrefixStore("nbdist", store)
         dist.init_process_group(self.backend, store=group_store, rank=self.rank, world_size=self.world_size, **options)
         return store
@@ -216,7 +204,7 @@ class Rank:
     def _join(self, world: World, setting: Setting, seeds: Sequence[int] | None, _parcel: None, fds: list[int]) -> None:
         setting.enter()
         os.environ.update(world.environ())
-        self.store = world.join(fds[0] if fds else None)
+        self.store, self.store_fds = world.join(fds), fds
         if seeds is not None:
             seed_everything(seeds)
 

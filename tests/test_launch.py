@@ -188,8 +188,20 @@ def listening() -> list[str]:
 def test_everything_listens_on_loopback_only(session: Session) -> None:
     session.run(all_reduce_of_ones)
     found = session.run_all(listening)
-    assert found[0], "rank 0 has the store, so it listens"
+    assert all(found), "gloo listens"
     assert {address for rank in found for address in rank} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def at_the_store() -> int:
+    """Sockets of this rank at the port where a store over TCP would be."""
+    dist.barrier()
+    ports = [(c.laddr, c.raddr) for c in psutil.Process().net_connections("inet")]
+    return sum(int(os.environ["MASTER_PORT"]) in [place.port for place in pair if place] for pair in ports)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a file can be opened by its descriptor on Linux only")
+def test_ranks_meet_without_tcp_and_so_without_looking_up_names(session: Session) -> None:
+    assert session.run_all(at_the_store) == [0, 0]
 
 
 def test_a_busy_default_port_does_not_matter() -> None:

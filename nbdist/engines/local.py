@@ -237,15 +237,3 @@ def visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def listen_on_loopback() -> socket.socket:
-    """A socket that listens on a free port of the loopback interface, and keeps that port until it is closed."""
-    sock = socket.socket()
-    try:
-        sock.bind(("127.0.0.1", 0))
-        sock.listen(1024)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
