@@ -6,6 +6,7 @@ descriptor and mapping, whatever kills its users. Readers map it copy-on-write: 
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
 import mmap
 import os
@@ -17,11 +18,14 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from .affinity import usable_cores
+
 #: Pickles up to this many bytes go through the socket itself.
 INLINE = 64 * 1024
 #: Buffers of at least this many bytes are not sent again in a session while their content is the same.
 KEPT = 1 << 20
 
+_ONE_CORE = 8 << 20  # bytes that one core compares as fast as several
 _ALIGNMENT = 64  # what numpy and torch want of a buffer's address
 _MOST_SEGMENTS = 64  # of one parcel: each is a descriptor, and a message takes some two hundred
 
@@ -66,6 +70,10 @@ class Segment:
             self._view = memoryview(mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ))
         return same_bytes(self._view[position : position + view.nbytes], view)
 
+    def duplicate(self) -> Segment:
+        """The same memory, with a descriptor of its own."""
+        return Segment(os.dup(self.fd), self.size)
+
     def close(self) -> None:
         """Give up this process's descriptor; mappings live on."""
         fd, self.fd = self.fd, -1
@@ -86,19 +94,12 @@ class Place(NamedTuple):
 class Parcel:
     """A pickle and its buffers.
 
-    `inline` is the pickle if it is small; else it is in the first of the `places`. These are in the `segments`, of
-    which those that no `Shelf` keeps are the parcel's `own`.
+    `inline` is the pickle if it is small; else it is in the first of the `places`. These are in the `segments`, whose
+    descriptors are the parcel's own.
     """
 
-    def __init__(
-        self,
-        inline: bytes | None,
-        places: Sequence[Place],
-        segments: Sequence[Segment],
-        own: Sequence[Segment] | None = None,
-    ) -> None:
+    def __init__(self, inline: bytes | None, places: Sequence[Place], segments: Sequence[Segment]) -> None:
         self.inline, self.places, self.segments = inline, places, segments
-        self._own = segments if own is None else own
 
     @property
     def size(self) -> int:
@@ -116,8 +117,8 @@ class Parcel:
         return (memoryview(self.inline), views) if self.inline is not None else (views[0], views[1:])
 
     def close(self) -> None:
-        """Give up the descriptors of the parcel's own segments; mappings of them live on."""
-        for segment in self._own:
+        """Give up the descriptors; mappings live on."""
+        for segment in self.segments:
             segment.close()
 
 
@@ -134,9 +135,9 @@ class Shelf:
                 return segment, position
         return None
 
-    def keep(self, segments: Sequence[Segment], places: Iterable[Place]) -> list[Segment]:
-        """Remember where these buffers lie and forget all others; returns the segments that hold none to remember."""
-        before = self._segments()
+    def keep(self, segments: Sequence[Segment], places: Iterable[Place]) -> None:
+        """Remember where these buffers lie and forget all others; closes the segments with nothing to remember."""
+        before = self._segments() | {id(segment): segment for segment in segments}
         self._places = {}
         for place in places:
             if place.size >= KEPT:
@@ -145,7 +146,6 @@ class Shelf:
         for number, segment in before.items():
             if number not in now:
                 segment.close()
-        return [segment for segment in segments if id(segment) not in now]
 
     def _segments(self) -> dict[int, Segment]:
         return {id(segment): segment for found in self._places.values() for segment, _ in found}
@@ -186,19 +186,33 @@ def pack(pickled: memoryview, buffers: Iterable[pickle.PickleBuffer], shelf: She
         except BaseException:
             new.close()
             raise
-    return Parcel(inline, places, segments, own=None if shelf is None else shelf.keep(segments, places))
+    # A parcel may wait while later ones change what is on the shelf, so its descriptors are its own.
+    lent = segments if shelf is None else [segment.duplicate() for segment in segments]
+    if shelf is not None:
+        shelf.keep(segments, places)
+    return Parcel(inline, places, lent)
 
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Whether two buffers hold the same bytes: memcmp, at the speed of the memory."""
+    """Whether two buffers hold the same bytes: memcmp, at the speed of the memory, on several cores if it is much."""
     if a.nbytes != b.nbytes:
         return False
     import numpy as np
 
-    left, right = np.frombuffer(a, dtype=np.uint8), np.frombuffer(b, dtype=np.uint8)
+    left, right = np.frombuffer(a, dtype=np.uint8).ctypes.data, np.frombuffer(b, dtype=np.uint8).ctypes.data
     memcmp = ctypes.CDLL(None).memcmp
     memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    return bool(memcmp(left.ctypes.data, right.ctypes.data, a.nbytes) == 0)
+
+    def same(part: range) -> bool:
+        return bool(memcmp(left + part.start, right + part.start, len(part)) == 0)
+
+    whole = range(a.nbytes)
+    if len(whole) < _ONE_CORE:
+        return same(whole)
+    count = min(len(usable_cores()), 4)
+    step = -(-len(whole) // count)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return all(pool.map(same, [whole[start : start + step] for start in range(0, len(whole), step)]))
 
 
 # ----------------------------------------------------------------------------------------------------- channels

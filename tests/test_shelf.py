@@ -14,16 +14,16 @@ from nbdist.transport import KEPT, Shelf, pack, same_bytes
 
 
 def segments_of(arrays: list[np.ndarray], shelf: Shelf) -> tuple[list[int], list[np.ndarray]]:
-    """Pack arrays; the descriptors of the segments that hold them, and what a reader gets."""
+    """Pack arrays; the inodes of the segments that hold them, and what a reader gets."""
     parcel = pack(memoryview(b""), [pickle.PickleBuffer(array) for array in arrays], shelf)
-    fds = [parcel.segments[place.segment].fd for place in parcel.places]
+    inodes = [os.fstat(parcel.segments[place.segment].fd).st_ino for place in parcel.places]
     wholes = [segment.private() for segment in parcel.segments]
     read = [
         np.frombuffer(wholes[p.segment][p.start : p.start + p.size], array.dtype)
         for p, array in zip(parcel.places, arrays, strict=True)
     ]
     parcel.close()
-    return fds, read
+    return inodes, read
 
 
 def test_unchanged_data_is_not_sent_again() -> None:
@@ -66,6 +66,24 @@ def test_readers_always_get_what_is_there_now(calls: list[list[tuple[int, int]]]
 def test_same_bytes(a: bytes, b: bytes) -> None:
     assert same_bytes(memoryview(a), memoryview(b)) == (a == b)
     assert same_bytes(memoryview(a), memoryview(bytes(a)))
+
+
+def test_same_bytes_on_several_cores() -> None:
+    a = np.zeros((32 << 20) + 5, np.uint8)
+    for changed in (0, len(a) // 2, len(a) - 1):
+        b = a.copy()
+        assert same_bytes(memoryview(a), memoryview(b))
+        b[changed] = 1
+        assert not same_bytes(memoryview(a), memoryview(b))
+
+
+def test_a_parcel_that_waits_keeps_what_it_has() -> None:
+    shelf = Shelf()
+    waiting = [pack(memoryview(b""), [pickle.PickleBuffer(np.full(KEPT, v, np.uint8))], shelf) for v in range(3)]
+    shelf.close()
+    for value, parcel in enumerate(waiting):
+        _, (buffer,) = parcel.open()
+        assert set(np.frombuffer(buffer, np.uint8)) == {value}
 
 
 def test_a_session_sees_each_change_and_hides_those_of_ranks() -> None:
