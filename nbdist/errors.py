@@ -13,13 +13,15 @@ An exception raised by the user's function in a rank is none of these: it arrive
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
 import types
 from collections.abc import Mapping, Sequence
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+#: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics.
+_BETWEEN = re.compile(rf"{re.escape(os.path.dirname(__file__))}/|/concurrent/futures/|/IPython/")
 
 
 class NbdistError(Exception):
@@ -81,9 +83,9 @@ def render(exc: BaseException) -> list[str]:
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:
-    """The innermost frame that is not nbdist's own, as a traceback shows it."""
-    frames = [f for f in traceback.extract_tb(tb) if not f.filename.startswith(_PACKAGE)]
-    if not frames:
+    """The innermost frame that is not nbdist's own, nor of what it is called through, as a traceback shows it."""
+    frames = [f for f in traceback.extract_tb(tb) if not _BETWEEN.search(f.filename)]
+    if not frames or (frames[-1].line or "").startswith("get_ipython().run_cell_magic("):  # the rank's traceback has it
         return []
     frame, numbers = frames[-1], cell_numbers()
     number = numbers.get(frame.filename)

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 from . import capture, fastai, meeting, worker
 from .engines import local
-from .session import Session, check_call, check_count, check_platform, choose_devices
+from .errors import NbdistError
+from .group import choose_devices
+from .session import Session, check_call, check_count, check_platform
 
 T = TypeVar("T")
+
+_held: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
 def in_ddp(
@@ -21,6 +25,7 @@ def in_ddp(
     *args: Any,
     imports: str | Iterable[str] = "",
     need: capture.Names = "",
+    hold_on_error: bool = False,
     **kwargs: Any,
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
@@ -36,6 +41,8 @@ def in_ddp(
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
+        hold_on_error: After an exception, keep the ranks with its frames for `post_mortem`, until that or the next
+            such call.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -51,8 +58,42 @@ def in_ddp(
     check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
         return _in_kernel(fn, args, kwargs, imports, need)
-    with Session(ngpus) as session:
-        return session.run(fn, *args, imports=imports, need=need, **kwargs)
+    _let_go()
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(Session(ngpus, hold_on_error=hold_on_error))
+        try:
+            return session.run(fn, *args, imports=imports, need=need, **kwargs)
+        except BaseException:
+            if session.held():
+                _held.append(session)
+                stack.pop_all()  # it stays open
+            raise
+
+
+def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
+    """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
+
+    Args:
+        rank: Which one. None: the rank whose exception the call raised.
+        commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
+
+    Raises:
+        NbdistError: Where no rank is held.
+    """
+    if not _held:
+        raise NbdistError(
+            "no rank is held: post_mortem() follows an in_ddp(..., hold_on_error=True) that raised in a rank. A "
+            "session has a post_mortem() of its own."
+        )
+    try:
+        _held[-1].post_mortem(rank, commands)
+    finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    while _held:
+        _held.pop().close()
 
 
 def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:

@@ -121,13 +121,21 @@ class Log:
 
 
 class Cell:
-    """The cell (or terminal) that output goes to, from the thread that runs it."""
+    """The cell (or terminal) that output goes to.
 
-    def __init__(self) -> None:
+    That is the one that runs, from the thread that runs it. For a call in the `background` it is the cell in which
+    this object was made, from any thread, whichever cell runs then.
+    """
+
+    def __init__(self, background: bool = False) -> None:
         self._shell = notebook_shell()
+        self._parent = self._shell.kernel.get_parent() if background and self._shell is not None else None
         self._comms: list[str] = []
 
     def text(self, text: str, kind: int) -> None:
+        if self._parent is not None:
+            self._send("stream", {"name": "stderr" if kind == _STDERR else "stdout", "text": text})
+            return
         stream = sys.stderr if kind == _STDERR else sys.stdout
         stream.write(text)
         if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
@@ -137,6 +145,10 @@ class Cell:
         if self._shell is None:
             if kind == "display" and not content["update"]:
                 self.text(content["data"].get("text/plain", "") + "\n", _STDOUT)
+        elif self._parent is not None and kind == "display":
+            self._send("update_display_data" if content.pop("update") else "display_data", content)
+        elif self._parent is not None and kind == "clear_output":
+            self._send(kind, content)
         elif kind == "display":
             self._shell.display_pub.publish(**content)
         elif kind == "clear_output":
@@ -146,7 +158,6 @@ class Cell:
 
     def _comm(self, kind: str, content: dict[str, Any]) -> None:
         """Pass on what a rank's widget says to its view. What the view says ends here: a progress bar only shows."""
-        kernel = self._shell.kernel
         buffers = [bytes.fromhex(data) for data in content.pop("buffers")]
         metadata = content.pop("metadata")
         state = content["data"].get("state") or {}
@@ -154,21 +165,22 @@ class Cell:
             sys.stdout.flush()
             sys.stderr.flush()
             if state["msg_id"] == CELL:
-                state["msg_id"] = kernel.get_parent()["header"]["msg_id"]
+                state["msg_id"] = self._message["header"]["msg_id"]
         if kind == "comm_open":
             import comm
 
             self._comms.append(content["comm_id"])
             comm.get_comm_manager().register_comm(_Deaf(content["comm_id"]))  # type: ignore[arg-type]
-        kernel.session.send(
-            kernel.iopub_socket,
-            kind,
-            content,
-            metadata=metadata,
-            parent=kernel.get_parent(),
-            ident=f"comm-{content['comm_id']}".encode(),
-            buffers=buffers,
-        )
+        self._send(kind, content, metadata=metadata, ident=f"comm-{content['comm_id']}".encode(), buffers=buffers)
+
+    @property
+    def _message(self) -> Any:
+        """The message of the front end that had the cell run."""
+        return self._parent or self._shell.kernel.get_parent()
+
+    def _send(self, kind: str, content: dict[str, Any], **parts: Any) -> None:
+        kernel = self._shell.kernel
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._message, **parts)
 
     def close(self) -> None:
         """Forget the widgets of this call; their views stay as they are."""
@@ -198,19 +210,23 @@ def notebook_shell() -> Any:
 
 
 class Relay:
-    """Reads the output descriptors of all ranks and passes on what belongs in the cell.
+    """Reads the output descriptors of all ranks and passes on what belongs in the cell."""
 
-    `show` says whose output that is: "rank0", "all" (each line with its rank before it) or "none".
-    """
-
-    def __init__(self, outputs: Sequence[tuple[int, int]], show: str) -> None:
+    def __init__(self, outputs: Sequence[tuple[int, int]]) -> None:
         self.logs = [Log() for _ in outputs]
-        self.cell = Cell()
-        self._show = show
+        self.begin(Cell(), "none", 0)
         self._pipes: dict[int, _Pipe] = {}
         for rank, (out, err) in enumerate(outputs):
             self._pipes[out], self._pipes[err] = _Pipe(rank, _STDOUT), _Pipe(rank, _STDERR)
         self._partial: dict[tuple[int, int], str] = {}
+
+    def begin(self, cell: Cell, show: str, first: int) -> None:
+        """From now on, output goes to `cell`.
+
+        `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
+        before it) or "none".
+        """
+        self.cell, self._show, self._first = cell, show, first
 
     def descriptors(self) -> Iterator[int]:
         """The descriptors to wait for."""
@@ -246,11 +262,11 @@ class Relay:
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
                 self.cell.text(f"[rank {rank}]\n", _STDOUT)
-            if self._show == "all" or (self._show == "rank0" and rank == 0):
+            if self._show == "all" or (self._show == "rank0" and rank == self._first):
                 self.cell.message(name, content)
             return
         self.logs[rank].write(what)
-        if self._show == "rank0" and rank == 0:
+        if self._show == "rank0" and rank == self._first:
             self.cell.text(what, kind)
         elif self._show == "all":
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
@@ -264,6 +280,10 @@ class Relay:
             rest = self._partial.pop((rank, kind), "")
             if rest:
                 self.cell.text(f"[rank {rank}] {rest}\n", kind)
+
+    def notice(self, text: str) -> None:
+        """Say something to the user, on the cell's standard error."""
+        self.cell.text(f"nbdist: {text}\n", _STDERR)
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""

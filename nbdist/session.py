@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from . import affinity, capture, engines, meeting, relay, stacks, supervise, transport, worker
-from .engines import local
+from . import capture, debugger, engines, futures, relay, stacks, supervise, transport
 from .errors import NbdistError
 from .explanation import Explanation, explain
+from .group import Group, Layout, choose_devices
+from .status import Snapshot, Status, look
 
 T = TypeVar("T")
 
 _OUTPUTS = ("rank0", "all", "none")
 
 
+@dataclass(frozen=True)
+class _Request:
+    """A call that has been captured, and how it is to be carried out."""
+
+    call: capture.Call
+    seeds: tuple[int, int, int] | None
+    targets: Sequence[int]
+    everyone: bool
+    """Whether all ranks are to answer with their values, or only the first of the targets."""
+    output: str
+    what: str
+
+
 class Session:
     """`nranks` ranks in one process group, started with the first call and kept until `close`.
 
-    A call that fails, is interrupted or takes too long ends the ranks; the next call starts fresh ones.
+    What `fn` leaves in the `__main__` of a rank stays there for later calls. A call that raises leaves the session
+    usable: where ranks waited for one another, a new process group is made of the same processes (whatever holds the
+    old one, such as a `DistributedDataParallel`, has to be made anew). Where that cannot be, fresh ranks are started
+    with the next call, which says so. After a rank has died, `restart` starts fresh ranks.
+
+    Calls take turns, in the order in which they were made. A session that is no longer referred to closes itself.
 
     Args:
         nranks: How many ranks, at least one.
@@ -39,6 +61,7 @@ class Session:
         seed: Seeds the ranks once, when they start. None: every call seeds them anew from the notebook's own
             random state (`random`, NumPy and torch, each from its own).
         engine: Where the ranks run; "local" is this machine.
+        hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
 
     Raises:
         TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
@@ -57,6 +80,7 @@ class Session:
         env: Mapping[str, str] | None = None,
         seed: int | None = None,
         engine: str = "local",
+        hold_on_error: bool = False,
     ) -> None:
         check_platform()
         check_count(nranks, least=1, name="nranks")
@@ -64,23 +88,24 @@ class Session:
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
-        if output not in _OUTPUTS:
-            raise ValueError(f"output={output!r}: one of {', '.join(map(repr, _OUTPUTS))}")
         self.nranks = nranks
         self._engine = engines.resolve(engine)
-        self._devices = choose_devices(nranks, devices)
-        self._group = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
-        self._group.setdefault("backend", "nccl" if self._devices[0].startswith("cuda") else "gloo")
-        self._threads = threads
+        chosen = choose_devices(nranks, devices)
+        options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
+        name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
+        self._layout = Layout(chosen, name, options, threads, dict(env or {}), seed)
         self._timeout = timeout
-        self._output = output
-        self._env = dict(env or {})
-        self._seed = seed
-        self._ranks: engines.Ranks | None = None
-        self._relay: relay.Relay | None = None
-        self._finalizer: weakref.finalize[..., Session] | None = None
+        self._output = check_output(output)
+        self._hold = hold_on_error
+        self._group: Group | None = None
+        self._logs: list[relay.Log] = []  # of the ranks that there are, or were last
+        self._dead = ""  # why calls are refused until `restart`
+        self._lost = ""  # why the next call has fresh ranks
         self._closed = False
+        self._turns = futures.Turns()
+        self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._shelf = transport.Shelf()
+        self._capturing = threading.Lock()
         weakref.finalize(self, self._shelf.close)
 
     def run(
@@ -104,9 +129,10 @@ class Session:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
             RankDied: When a rank's process ends.
             RankTimeout: When the session's timeout is over.
+            NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
         """
-        return self._call(fn, args, kwargs, imports, need, everyone=False)[0]  # type: ignore[no-any-return]
+        return self.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
 
     def run_all(
         self,
@@ -118,11 +144,69 @@ class Session:
         **kwargs: Any,
     ) -> list[T]:
         """Like `run`, but returns the values of all ranks, in the order of the ranks."""
-        return self._call(fn, args, kwargs, imports, need, everyone=True)
+        return self.call(fn, args, kwargs, imports, need, everyone=True)
+
+    def submit(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: capture.Names = "",
+        **kwargs: Any,
+    ) -> futures.CallFuture[T]:
+        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value.
+
+        The function, its arguments and the names it needs are taken as they are now. Output goes to the cell that
+        called this, live, whatever the notebook does meanwhile. `cancel()` stops the call as an interrupt does.
+
+        Raises:
+            ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
+        """
+        request = self._capture(fn, args, kwargs, imports, need)
+        cell = relay.Cell(background=True)
+        call = functools.partial(self._carry_out_first, request, cell)
+        future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._turns, request.what)
+        self._background.add(future)
+        return future
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        imports: str | Iterable[str] = "",
+        need: capture.Names = "",
+        *,
+        ranks: Iterable[int] | None = None,
+        everyone: bool = False,
+        output: str | None = None,
+    ) -> list[Any]:
+        """What `run` and `run_all` are made of: with the function's arguments apart, and more to choose from.
+
+        Args:
+            ranks: Who runs `fn`. None: all ranks.
+            everyone: Whether every rank's value is wanted.
+            output: Like that of the session, for this call.
+
+        Returns:
+            The values of the `ranks` in their order, or that of the first of them alone.
+        """
+        request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+        with contextlib.closing(request.call.parcel), self._turns.taken(self._turns.draw()):
+            return self._carry_out(request, relay.Cell())
 
     def logs(self, rank: int) -> str:
         """What a rank has written, shown or not: the last million characters since the ranks started."""
-        return self._relay.logs[rank].text() if self._relay is not None else ""
+        self._check_rank(rank)
+        return self._logs[rank].text() if self._logs else ""
+
+    def status(self) -> Status:
+        """A table of the ranks: process, device, state, what each runs, memory, and its last line of output.
+
+        In a notebook the table follows a running call until that is over.
+        """
+        return Status(self._look)
 
     def explain(
         self,
@@ -138,12 +222,53 @@ class Session:
 
     def stacks(self) -> str:
         """Where each rank is right now: a line for each, then their Python stacks. May be asked from any thread."""
-        return "" if self._ranks is None else stacks.report(stacks.take(self._ranks))
+        group = self._group
+        return "" if group is None else stacks.report(stacks.take(group.ranks))
+
+    def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
+        """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
+
+        Args:
+            rank: Which one. None: the rank whose exception the call raised.
+            commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
+
+        Raises:
+            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
+        """
+        with self._turns.taken(self._turns.draw()):
+            group, held = self._group, self.held()
+            if group is None or not held:
+                raise NbdistError(
+                    "no rank is held: post_mortem() follows a call that raised in a rank, in a session with "
+                    "hold_on_error=True, before any other call"
+                )
+            rank = held[0] if rank is None else rank
+            if rank not in held:
+                raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
+            group.relay.begin(relay.Cell(), "rank0", rank)
+            group.send(rank, "debug")
+            prompt = debugger.Prompt(rank, commands)
+            self._wait_for(group, supervise.Waiting(group, [rank], "post_mortem", prompt=prompt))
+
+    def held(self) -> list[int]:
+        """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
+        return list(self._group.raised) if self._hold and self._group is not None else []
+
+    def restart(self) -> None:
+        """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""
+        self._check_open()
+        self._cancel_background()
+        with self._turns.taken(self._turns.draw()):
+            self._end(grace=0.0)
+            self._dead = self._lost = ""
+            self._ready().join()
 
     def close(self) -> None:
-        """End the ranks. A closed session takes no more calls."""
+        """Stop what runs in the background and end the ranks. A closed session takes no more calls."""
         self._closed = True
-        self._end(grace=2.0)
+        self._cancel_background()
+        with self._turns.taken(self._turns.draw()):
+            self._end(grace=2.0)
         self._shelf.close()
 
     def __enter__(self) -> Session:
@@ -153,76 +278,126 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "running" if self._ranks is not None else "not started"
-        devices = ", ".join(sorted(set(self._devices)))
-        return f"<nbdist.Session: {self.nranks} ranks on {devices}, {self._group['backend']}, {state}>"
+        devices = ", ".join(sorted(set(self._layout.devices)))
+        return f"<nbdist.Session: {self.nranks} ranks on {devices}, {self._layout.backend}, {self._state()}>"
 
-    def _call(
+    def _state(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._dead:
+            return f"{self._dead}; restart() starts fresh ranks"
+        return "not started" if self._group is None else "running"
+
+    def _look(self) -> Snapshot:
+        return look(self._state(), self._layout.devices, self._group, self._turns.busy())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NbdistError("this session is closed; make a new one")
+
+    def _check_rank(self, rank: Any) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"a rank is a whole number, not {rank!r}")
+        if not 0 <= rank < self.nranks:
+            raise ValueError(f"there is no rank {rank}: this session has ranks 0 to {self.nranks - 1}")
+
+    def _cancel_background(self) -> None:
+        for future in list(self._background):
+            future.cancel()
+
+    def _capture(
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         imports: Any,
         need: Any,
-        everyone: bool,
-    ) -> list[Any]:
-        if self._closed:
-            raise NbdistError("this session is closed; make a new one")
+        ranks: Iterable[int] | None = None,
+        everyone: bool = False,
+        output: str | None = None,
+    ) -> _Request:
+        self._check_open()
         block, names = check_call(fn, imports, need)
-        call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
+        targets = list(range(self.nranks) if ranks is None else ranks)
+        for rank in targets:
+            self._check_rank(rank)
+        if not targets:
+            raise ValueError("ranks= names no rank")
+        output = self._output if output is None else check_output(output)
+        with self._capturing:
+            call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
+        self._engine.warm(["torch", "torch.distributed", *capture.modules_named(block), *sorted(call.modules)])
+        seeds = draw_seeds() if self._layout.seed is None else None
+        return _Request(call, seeds, sorted(set(targets)), everyone, output, getattr(fn, "__name__", type(fn).__name__))
+
+    def _carry_out_first(self, request: _Request, cell: relay.Cell, stop: futures.Stop) -> Any:
+        return self._carry_out(request, cell, stop)[0]
+
+    def _carry_out(self, request: _Request, cell: relay.Cell, stop: futures.Stop | None = None) -> list[Any]:
+        """Send a call to its ranks and wait for their answers, in the turn of that call."""
+        self._check_open()
+        call = request.call
         try:
-            with contextlib.closing(call.parcel):
-                self._engine.warm(["torch", "torch.distributed", *capture.modules_named(block), *sorted(call.modules)])
-                ranks, output = self._start()
-                seeds = draw_seeds() if self._seed is None else None
-                for rank, channel in enumerate(ranks.channels):
-                    answers = everyone or rank == 0
-                    # A rank that died meanwhile is noticed when its answer is waited for.
-                    with contextlib.suppress(ConnectionError):
-                        channel.send(("call", call.header, seeds, answers), call.parcel)
-            return supervise.Waiting(ranks, output, self._timeout, call.originals).wait()
-        except BaseException:
+            group = self._ready()
+            first = request.targets[0]
+            group.relay.begin(cell, request.output, first)
+            if self._lost:
+                group.relay.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
+                self._lost = ""
+            group.join()
+            group.raised.clear()
+            for rank in request.targets:
+                answers = request.everyone or rank == first
+                group.send(rank, "call", call.header, request.seeds, answers, self._hold, parcel=call.parcel)
+            waiting = supervise.Waiting(
+                group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
+            )
+        except BaseException:  # they may have got half of it
+            if self._group is not None:
+                self._lost = "the last call was broken off while it was sent to the ranks"
             self._end(grace=0.0)
             raise
+        values = self._wait_for(group, waiting)
+        return values if request.everyone else values[:1]
 
-    def _start(self) -> tuple[engines.Ranks, relay.Relay]:
-        if self._ranks is not None and self._relay is not None:
-            return self._ranks, self._relay
-        ranks = self._ranks = self._engine.start(self.nranks)
-        output = self._relay = relay.Relay(ranks.outputs, self._output)
-        self._finalizer = weakref.finalize(self, ranks.close)
-        setting = worker.Setting.of_this_process(self._env)
-        seeds = None if self._seed is None else (self._seed,) * 3
-        cores = affinity.usable_cores()
-        bound = affinity.shares(cores, affinity.numa_nodes(), self.nranks) if self._threads == "bind" else None
-        asked = setting.environ.get("OMP_NUM_THREADS", "").partition(",")[
-            0
-        ]  # a list has a number for each nesting level
-        threads = int(asked) if asked.isdigit() else max(1, len(cores) // self.nranks)
-        if isinstance(self._threads, int):
-            threads = self._threads
-        with contextlib.closing(meeting.MeetingPoint()) as meeting_point:
-            for rank, channel in enumerate(ranks.channels):
-                world = worker.World(
-                    rank=rank,
-                    world_size=self.nranks,
-                    device=self._devices[rank],
-                    backend=self._group["backend"],
-                    options={name: value for name, value in self._group.items() if name != "backend"},
-                    master_port=meeting_point.port,
-                    threads=threads,
-                    cores=None if bound is None else bound[rank],
-                )
-                with contextlib.suppress(ConnectionError):
-                    channel.send(("join", world, setting, seeds), fds=meeting_point.fds(rank))
-        return ranks, output
+    def _wait_for(self, group: Group, waiting: supervise.Waiting) -> list[Any]:
+        try:
+            return waiting.wait()
+        except BaseException:
+            if waiting.pending:
+                who = " and ".join(f"rank {rank}" for rank in sorted(waiting.pending))
+                self._lost = f"{who} did not leave the last call"
+                self._end(grace=0.0)
+            raise
+        finally:
+            if group.dead:
+                self._dead = group.dead
+                self._end(grace=0.0)
+
+    def _ready(self) -> Group:
+        """The running ranks, started if there are none.
+
+        Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
+        """
+        if self._dead:
+            raise NbdistError(
+                f"the session has lost its ranks: {self._dead}. restart() starts fresh ones; what earlier calls left "
+                f"in them is lost"
+            )
+        deaths = [] if self._group is None else [self._group.bury(exit) for exit in self._group.ranks.exits()]
+        if self._group is not None and deaths:
+            self._dead = self._group.dead
+            self._end(grace=0.0)
+            raise deaths[0]
+        if self._group is None:
+            self._group = Group(self._engine, self._layout)
+            self._logs = self._group.relay.logs
+        return self._group
 
     def _end(self, grace: float) -> None:
-        if self._ranks is not None:
-            ranks, self._ranks = self._ranks, None
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            ranks.close(grace)
+        if self._group is not None:
+            group, self._group = self._group, None
+            group.end(grace)
 
 
 def check_platform() -> None:
@@ -249,25 +424,11 @@ def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
     return block, capture.resolve_need(need, fn)
 
 
-def choose_devices(nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-    """A device for each rank. Raises `ValueError` where there are not enough."""
-    if devices == "cpu":
-        return ["cpu"] * nranks
-    if devices is not None and not isinstance(devices, str):
-        if len(devices) != nranks:
-            raise ValueError(f"devices={list(devices)!r} names {len(devices)} devices for {nranks} ranks")
-        return [str(device) for device in devices]
-    if devices not in (None, "cuda"):
-        raise ValueError(f"devices={devices!r}: 'cpu', 'cuda', or a list with one device for each rank")
-    gpus = local.visible_gpus()
-    if gpus == 0 and devices is None:
-        return ["cpu"] * nranks
-    if nranks > gpus:
-        raise ValueError(
-            f"{nranks} ranks want a GPU each, but {gpus} GPU{'s are' if gpus != 1 else ' is'} visible. Ask for "
-            f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...)'
-        )
-    return [f"cuda:{rank}" for rank in range(nranks)]
+def check_output(output: Any) -> str:
+    """Raise `ValueError` for what `output=` does not take."""
+    if output not in _OUTPUTS:
+        raise ValueError(f"output={output!r}: one of {', '.join(map(repr, _OUTPUTS))}")
+    return str(output)
 
 
 def draw_seeds() -> tuple[int, int, int]:

@@ -48,6 +48,7 @@ def make() -> None:
         "displayhook_class": Type(DisplayHook),
         # The rest of the notebook's shell talks to a front end that a rank does not have.
         "_showtraceback": InteractiveShell._showtraceback,
+        "enable_gui": lambda self, gui=None: None,
         "get_parent": lambda self: _PARENT,
         "set_parent": lambda self, parent: None,
     }
@@ -78,6 +79,17 @@ def after_call() -> None:
         _shell.events.trigger("post_execute")
 
 
+def transform(cell: str) -> str:
+    """The text of a cell as Python: with what a notebook makes of `%magic` and `!command`."""
+    return cell if _shell is None else str(_shell.transform_cell(cell))
+
+
+def show(value: Any) -> None:
+    """Display a value as a notebook displays that of a cell's last expression."""
+    if value is not None:
+        builtins.display(value) if _shell is not None else print(repr(value))  # type: ignore[attr-defined]
+
+
 def label_cells(numbers: Mapping[str, int]) -> None:
     """Let tracebacks say `Cell In[3]` instead of the name of the file that IPython makes up for a cell."""
     if _shell is not None and hasattr(_shell.compile, "_filename_map"):
@@ -89,7 +101,10 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
     # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
     if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
         return []
-    return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb))
+    try:
+        return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb))
+    finally:
+        _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
 
 
 def _display_publisher() -> type:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import pickle
 import re
 import selectors
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import pickling, stacks, transport
-from .engines import Ranks
-from .errors import CaptureError, NbdistError, RankDied, RankTimeout, RemoteTraceback, render
-from .relay import Relay
+from .errors import CaptureError, NbdistError, RankTimeout, RemoteTraceback, render
+from .futures import Stop
+from .group import Group
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
-GRACE_AFTER_FAILURE = 0.3
+GRACE_AFTER_FAILURE = 0.8
+#: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render.
+GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
 
@@ -43,30 +46,57 @@ class _Failure:
 
 
 class Waiting:
-    """One call being waited for, until each rank has answered, failed, died or been given up."""
+    """One call being waited for, until each of its ranks has answered, failed, died or been given up.
 
-    def __init__(self, ranks: Ranks, relay: Relay, timeout: float | None, originals: Sequence[Any]) -> None:
-        self._ranks, self._relay, self._timeout, self._originals = ranks, relay, timeout, originals
-        self._pending = set(range(len(ranks.channels)))
+    Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        targets: Iterable[int],
+        what: str,
+        *,
+        timeout: float | None = None,
+        originals: Sequence[Any] = (),
+        stop: Stop | None = None,
+        prompt: Callable[[], str] | None = None,
+    ) -> None:
+        """
+        Args:
+            group: Whose ranks have got the call.
+            targets: The ranks that have.
+            what: The name of what they run.
+            timeout: Seconds that they may take.
+            originals: What was sent by number, as `capture.Call.originals` has it.
+            stop: Lets another thread interrupt the call.
+            prompt: Gives the line that a rank's debugger asks for.
+        """
+        self._group, self._ranks, self._relay = group, group.ranks, group.relay
+        self._timeout, self._originals, self._stop, self._prompt = timeout, originals, stop, prompt
+        self.pending = set(targets)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
+        self._given_up = False
         self._paused: list[int] = []  # outputs that were just read
         self._resume_at = 0.0
         self._silent: set[int] = set()  # ranks whose channel is closed
         self._answers: dict[int, transport.Parcel | None] = {}
         self._failures: list[_Failure] = []
+        for rank in self.pending:
+            group.note(rank, "running", what)
 
     def wait(self) -> list[Any]:
         """The answers by rank, None where no value was asked for.
 
-        Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, ranks may still
-        run or be dead: end the session.
+        Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, and no rank is
+        `pending` or dead, the ranks can take calls again, in a new process group.
         """
         interrupted = False
         try:
             with selectors.DefaultSelector() as self._selector:
                 self._register()
-                while self._pending:
+                while self.pending and not self._given_up:
                     try:
                         self._step()
                     except KeyboardInterrupt:
@@ -97,6 +127,8 @@ class Waiting:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors else KeyboardInterrupt()
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
+        if first.rank in self._group.raised:
+            self._group.raised.sort(key=lambda rank: rank != first.rank)
         if isinstance(first.error.__cause__, RemoteTraceback):
             first.error.__cause__.others = [
                 f"also failed: rank {other.rank}: {type(other.error).__name__}: {other.error}".splitlines()[0]
@@ -111,6 +143,13 @@ class Waiting:
         for rank, channel in enumerate(self._ranks.channels):
             self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._on_message, rank))
         self._selector.register(self._ranks.exits_fd, selectors.EVENT_READ, self._on_exits)
+        if self._stop is not None:
+            self._selector.register(self._stop.fd, selectors.EVENT_READ, self._on_stop)
+
+    def _on_stop(self) -> None:
+        assert self._stop is not None
+        os.read(self._stop.fd, 1)
+        raise KeyboardInterrupt
 
     def _step(self) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -123,31 +162,31 @@ class Waiting:
             if self._paused and time.monotonic() >= self._resume_at:
                 self._resume()
         elif self._leaving:  # they had their chance
-            self._pending.clear()
+            self._given_up = True
         else:
-            where = stacks.take(self._ranks, self._pending)
+            where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
 
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
+        self._group.leave()
         self._deadline = time.monotonic() + grace
         for rank in range(len(self._ranks.channels)):
-            if rank not in self._pending:
+            if rank not in self.pending:
                 self._dismiss(rank)
             elif self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
-                self._pending.discard(rank)
+                self.pending.discard(rank)
             else:
                 self._ranks.signal(rank, signal.SIGINT)
 
     def _dismiss(self, rank: int) -> None:
-        """Let a rank that is done go: those that wait for it in a collective then notice, and clean up too."""
-        with contextlib.suppress(OSError):
-            self._ranks.channels[rank].send(("close",))
+        """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
+        self._group.send(rank, "leave", [pid for pid in self._ranks.pids if pid is not None])
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         self._failures.append(_Failure(rank, error))
         if rank is not None:
-            self._pending.discard(rank)
+            self.pending.discard(rank)
         if not self._leaving:
             self._ask_to_leave(GRACE_AFTER_FAILURE)
 
@@ -176,15 +215,25 @@ class Waiting:
             self._silent.add(rank)
             return
         self._relay.drain(rank)  # what it wrote before it answered comes before what the cell does next
-        if rank not in self._pending:  # given up already
+        if message[0] == "raised":
+            if self._leaving and self._deadline is not None:
+                self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+            return
+        if message[0] == "prompt" and self._prompt is not None:
+            self._group.send(rank, "line", "quit" if self._leaving else self._prompt())
+            return
+        if rank not in self.pending:  # given up already
             if parcel is not None:
                 parcel.close()
         elif message[0] == "error":
             _, text, rendered, spare = message
+            self._group.note(rank, "raised")
+            self._group.raised.append(rank)
             self._fail(rank, self._rebuild(rank, text, rendered, spare, parcel))
         else:
-            self._pending.discard(rank)
+            self.pending.discard(rank)
             self._answers[rank] = parcel
+            self._group.note(rank, "idle")
         if self._leaving:
             self._dismiss(rank)
 
@@ -198,14 +247,13 @@ class Waiting:
         return error
 
     def _on_exits(self) -> None:
-        for rank, status in self._ranks.exits():
+        for exit in self._ranks.exits():
             # It may have answered before it ended.
-            while rank in self._pending - self._silent and transport.readable(self._ranks.channels[rank]):
-                self._on_message(rank)
-            if rank in self._pending:
-                self._relay.drain(rank)
-                tail = self._relay.logs[rank].tail()
-                self._fail(rank, RankDied(rank, self._ranks.pids[rank], status, tail))
+            while exit.rank in self.pending - self._silent and transport.readable(self._ranks.channels[exit.rank]):
+                self._on_message(exit.rank)
+            died = self._group.bury(exit)
+            if exit.rank in self.pending:
+                self._fail(exit.rank, died)
 
 
 def load(parcel: transport.Parcel, originals: Sequence[Any]) -> Any:

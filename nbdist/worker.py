@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -13,6 +14,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import traceback
 import types
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from . import capture, fastai, meeting, pickling, shell, transport
+from . import capture, cells, debugger, fastai, meeting, pickling, shell, transport
 from .errors import stand_ins
 
 
@@ -153,6 +155,10 @@ class Rank:
         self.sent: set[tuple[str, str]] = set()  # globals that the notebook has: they need not go back with a value
         self.originals: list[Any] = []  # the notebook's functions and classes, by the numbers they have there
         self._interruptible = False
+        self._meeting: list[int] = []  # the descriptors of the process group's store
+        self._store: Any = None
+        self._hold = False  # whether to keep the frames of a call that raises
+        self._held: types.TracebackType | None = None
 
     def serve(self) -> None:
         """Answer the kernel until it says goodbye or is gone."""
@@ -160,19 +166,23 @@ class Rank:
         signal.signal(signal.SIGINT, self._on_interrupt)
         shell.enter()
         sys.meta_path.append(self.finder)
-        joined = False
-        handlers: dict[str, Callable[..., Any]] = {"join": self._join, "call": self._call}
+        handlers: dict[str, Callable[..., Any]] = {"join": self._join, "call": self._call, "debug": self._debug}
         while True:
             try:
-                message, parcel, fds = self.channel.receive()
+                (request, *arguments), parcel, fds = self.channel.receive()
             except EOFError:
                 return
-            if message[0] == "close":
+            if request == "close":
                 return
+            if request == "leave":
+                self._leave(*arguments)
+                continue
             try:
                 with self._interrupts(), fastai.device_agnostic():
-                    answer = handlers[message[0]](*message[1:], parcel, fds)
+                    answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:
+                if os.getpid() == pid:
+                    self.channel.send(("raised",))  # it may take a while to tell what
                 answer = self._error(exc)
             if os.getpid() != pid:  # a process that the function forked must not answer in its place
                 return
@@ -183,10 +193,9 @@ class Rank:
                 self.channel.send(message, parcel)
                 if parcel is not None:
                     parcel.close()
-                del answer, parcel
-                if message[0] == "error" and not joined:
+                if request == "join":  # it has failed
                     return
-            joined = True
+            del answer, parcel
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if self._interruptible:
@@ -201,21 +210,51 @@ class Rank:
         finally:
             self._interruptible = False
 
-    def _join(self, world: World, setting: Setting, seeds: Sequence[int] | None, _parcel: None, fds: list[int]) -> None:
-        setting.enter()
+    def _join(
+        self, world: World, setting: Setting | None, seeds: Sequence[int] | None, _parcel: None, fds: list[int]
+    ) -> None:
+        """Enter a process group. The `setting` comes with the first one only: what calls have changed of it stays."""
+        if setting is not None:
+            setting.enter()
+        self._leave()
+        for old, new in zip(self._meeting, fds, strict=False):
+            # In the place of the old ones: a store that somebody still holds must not write to some other file.
+            os.dup2(new, old, inheritable=False)
+            os.close(new)
+        self._meeting = self._meeting or fds
         os.environ.update(world.environ())
-        self.store, self.store_fds = world.join(fds), fds
+        self._store = world.join(self._meeting)
         if seeds is not None:
             seed_everything(seeds)
+
+    def _leave(self, pids: Sequence[int] = ()) -> None:
+        """Leave the process group, so that ranks which wait for this one there fail now. `pids` are those of all."""
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_initialized():
+            return
+        cut_off(pids)
+        group = dist.group.WORLD
+        if "nccl" in dist.get_backend() and hasattr(group, "abort"):
+            group.abort()  # what is still queued on the GPU will never be done
+        dist.destroy_process_group()
+        del group, self._store
+        gc.collect()
+
+    def _debug(self, _parcel: None, _fds: list[int]) -> tuple[tuple[Any, ...], None]:
+        assert self._held is not None
+        debugger.interact(self.channel, self._held)
+        return ("done",), None
 
     def _call(
         self,
         header: capture.Header,
         seeds: Sequence[int] | None,
         answers: bool,
+        hold: bool,
         parcel: transport.Parcel,
         fds: list[int],
     ) -> tuple[tuple[Any, ...], transport.Parcel | None]:
+        self._hold, self._held = hold, None
         if seeds is not None:
             seed_everything(seeds)
         self.finder.places.update(header.places)
@@ -264,6 +303,8 @@ class Rank:
         for stand_in in stand_ins(exc):
             with contextlib.suppress(Exception):
                 spare.append(pickle.dumps(stand_in))
+        if self._hold:
+            self._held = tb
         exc.__traceback__ = None
         try:
             parcel = self._pack(exc, self.originals)
@@ -272,10 +313,28 @@ class Rank:
         return ("error", text, rendered, spare), parcel
 
 
+def cut_off(pids: Sequence[int]) -> None:
+    """Shut this process's connections to the other processes among `pids`.
+
+    A collective waits until its peer's connection ends, and torch closes those of gloo only when nothing refers to
+    the process group any more; a `DistributedDataParallel` does.
+    """
+    import psutil
+
+    theirs = set()
+    for pid in set(pids) - {os.getpid()}:
+        with contextlib.suppress(psutil.Error):
+            theirs |= {connection.laddr for connection in psutil.Process(pid).net_connections("tcp")}
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr in theirs and connection.fd >= 0:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
     """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__ and tb.tb_next is not None:
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, cells.__file__) and tb.tb_next is not None:
         tb = tb.tb_next
     frame = tb
     while frame is not None and frame.tb_next is not None:

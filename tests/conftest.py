@@ -67,6 +67,8 @@ class Result:
     message: str = ""
     traceback: str = ""
     seconds: float = 0.0
+    number: int = 0
+    """The cell's, as in `In [3]`."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -110,7 +112,9 @@ class Kernel:
             if kind == "status" and content["execution_state"] == "idle":
                 result.seconds = time.monotonic() - begin
                 return result
-            if kind == "stream":
+            if kind == "execute_input":
+                result.number = content["execution_count"]
+            elif kind == "stream":
                 result.text += content["text"]
             elif kind in ("display_data", "execute_result", "update_display_data"):
                 result.text += content["data"].get("text/plain", "") + "\n"

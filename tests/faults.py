@@ -77,6 +77,20 @@ class Fault:
     shows: tuple[str, ...] = ()
     waits: float = 0.0
     """Seconds that this failure takes by its nature, before its exception can be there."""
+    only_fresh: bool = False
+    """Whether this can only befall ranks that are being started: running ones do not notice."""
+    ruins: bool = False
+    """Whether it leaves a rank in a state in which it can take no more calls, although it lives."""
+
+    @property
+    def live(self) -> str | None:
+        """The exception in a session whose ranks run already."""
+        return None if self.only_fresh else self.error
+
+    @property
+    def survives(self) -> bool:
+        """Whether the ranks of a session are the same afterwards."""
+        return self.error not in ("RankDied", None) and not self.ruins and "Session(" not in self.code
 
 
 def _dies(name: str, action: str, *shows: str) -> Fault:
@@ -113,6 +127,7 @@ in_ddp(2, both)
 """,
         "ValueError",
         ("boom", "also failed: rank"),
+        ruins=True,
     ),
     Fault(
         "raise in the import block",
@@ -275,6 +290,7 @@ finally:
 """,
         "OSError",
         ("Too many open files",),
+        only_fresh=True,
     ),
     Fault(
         "a rank is out of descriptors",
@@ -306,6 +322,7 @@ in_ddp(2, exhausts)
 """,
         "OSError",
         ("Too many open files",),
+        ruins=True,
     ),
     Fault(
         "recursion",
@@ -332,6 +349,7 @@ def greedy():
 in_ddp(2, greedy)
 """,
         "MemoryError",
+        ruins=True,
     ),
     Fault(
         "others ignore SIGTERM and SIGINT",
@@ -344,6 +362,7 @@ in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError('boom'))
 """,
         "ValueError",
         ("boom",),
+        ruins=True,
     ),
     Fault(
         "timeout in a collective",

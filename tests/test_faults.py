@@ -62,6 +62,53 @@ def test_fault(fault: Fault, shared: Kernel) -> None:
     assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
 
 
+#: Lets the rows' calls run in a session that stays, with a fixed number of ranks.
+LIVE = """
+import nbdist
+staying = nbdist.Session(2)
+def in_ddp(nranks, fn, *args, **kwargs):
+    assert nranks == staying.nranks
+    return staying.run(fn, *args, **kwargs)
+"""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel with a session that goes through the whole table."""
+    kernel = Kernel(tmp_path_factory.mktemp("live"))
+    try:
+        kernel.ok(PRELUDE + LIVE)
+        kernel.ok("assert staying.run(sums) == 2.0")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
+    """The same is seen, and `restart` gives a session like the one before."""
+    fds = psutil.Process(live.pid).num_fds()
+    result = live.run(fault.code)
+    assert result.error == fault.live, result.traceback or result.text
+    seen = result.plain_traceback + result.message
+    for part in fault.shows if fault.live == fault.error else ():
+        assert part in seen, seen
+    again = live.ok("staying.restart()\nprint(staying.run(sums))")
+    assert again.text == "2.0\n" and again.seconds < PATIENCE
+    assert poll(lambda: len(ranks_of(live.pid)) == 2), ranks_of(live.pid)
+    assert poll(lambda: psutil.Process(live.pid).num_fds() <= fds), "descriptors are left"
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.survives], ids=lambda fault: fault.name)
+def test_a_live_session_survives(fault: Fault, live: Kernel) -> None:
+    """What an exception leaves behind does not keep the same ranks from the next call."""
+    pids = live.ok("print(staying.run_all(os.getpid))").text
+    live.run(fault.code)
+    assert live.ok("print(staying.run(sums))").text == "2.0\n"
+    assert live.ok("print(staying.run_all(os.getpid))").text == pids
+
+
 def began(kernel: Kernel) -> bool:
     return (kernel.cwd / "began").exists()
 

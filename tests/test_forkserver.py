@@ -44,8 +44,9 @@ def test_a_server_that_was_killed_is_replaced() -> None:
         killed = server()
         killed.kill()
         assert poll(lambda: all(gone(pid) for pid in (killed.pid, *pids)), 5), "ranks do not outlive their server"
-        with pytest.raises(RankDied):
+        with pytest.raises(RankDied, match="was the fork server killed"):
             session.run(all_reduce_of_ones)
+        session.restart()
         assert session.run(all_reduce_of_ones) == 2.0
     assert in_ddp(2, all_reduce_of_ones) == 2.0
     assert server().pid != killed.pid

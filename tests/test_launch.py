@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import open_fds, poll, ranks_of, shared_memory_names
 
-from nbdist import CaptureError, NbdistError, RankDied, Session, in_ddp, warm
+from nbdist import CaptureError, RankDied, Session, in_ddp, warm
 from nbdist.affinity import usable_cores
 from nbdist.engines import local
 
@@ -279,35 +279,6 @@ def test_a_session_with_a_seed_is_seeded_once() -> None:
     assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1] and drawn[0][0] == drawn[0][1]
 
 
-# ------------------------------------------------------------------------------------------------------- sessions
-
-
-def remember(value: int) -> list[int]:
-    import __main__
-
-    __main__.kept = [*getattr(__main__, "kept", []), value]
-    return [os.getpid(), *__main__.kept]
-
-
-def test_a_session_keeps_its_ranks_and_their_state() -> None:
-    with Session(2) as own:
-        assert "not started" in repr(own)
-        (a, _), (b, _) = own.run_all(remember, 1)
-        assert own.run_all(remember, 2) == [[a, 1, 2], [b, 1, 2]] and "running" in repr(own)
-        assert psutil.pid_exists(a) and a != b
-    assert not psutil.pid_exists(a) and not psutil.pid_exists(b) and "closed" in repr(own)
-    with pytest.raises(NbdistError, match="closed"):
-        own.run(remember, 3)
-    own.close()
-
-
-def test_a_session_that_is_dropped_ends_its_ranks() -> None:
-    dropped = Session(1)
-    pid = dropped.run(os.getpid)
-    del dropped
-    assert poll(lambda: not psutil.pid_exists(pid), 5)
-
-
 def test_big_arguments_and_values_are_private_to_each_rank(session: Session) -> None:
     array, tensor = np.zeros(1 << 20), torch.zeros(1 << 20)
 
@@ -412,23 +383,12 @@ def test_a_rank_that_is_killed() -> None:
         died = caught.value
         assert (died.rank, died.pid, died.status) == (1, pid, -signal.SIGKILL)
         assert "last words" in died.output and "last words" in str(died)
-        assert own.run(all_reduce_of_ones) == 2.0
 
 
 def test_a_rank_that_leaves() -> None:
     with pytest.raises(RankDied, match="exit code 4") as caught:
         in_ddp(2, fail_on_rank_1, lambda: os._exit(4))
     assert (caught.value.rank, caught.value.status) == (1, 4)
-
-
-def test_a_rank_that_died_between_two_calls() -> None:
-    with Session(2) as own:
-        pid = own.run_all(os.getpid)[1]
-        os.kill(pid, signal.SIGKILL)
-        assert poll(lambda: not psutil.pid_exists(pid))
-        with pytest.raises(RankDied, match="rank 1"):
-            own.run(all_reduce_of_ones)
-        assert own.run(all_reduce_of_ones) == 2.0
 
 
 def test_a_value_that_cannot_come_back_names_the_path_to_the_culprit() -> None:

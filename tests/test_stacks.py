@@ -170,10 +170,10 @@ def running(fn: Callable[[], Any], **kwargs: Any) -> Iterator[Session]:
         try:
             yield session
         finally:
-            ranks = session._ranks
-            if ranks is not None:
+            group = session._group
+            if group is not None:
                 for rank in range(2):
-                    ranks.signal(rank, 9)
+                    group.ranks.signal(rank, 9)
             caller.join(20)
             assert not caller.is_alive()
 

@@ -40,6 +40,9 @@ class Ranks(Protocol):
     def stack(self, rank: int) -> str:
         """The Python stacks of all threads of a rank, as `faulthandler` writes them, wherever the rank is."""
 
+    def memory(self, rank: int) -> int | None:
+        """Bytes of memory that only this rank has; None where that is not known."""
+
     def close(self, grace: float = 0.0) -> None:
         """Let the ranks leave, kill after `grace` seconds those that have not, with everything that they started,
         and give up all descriptors."""

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import psutil
+
 from ..relay import notebook_shell
 from ..transport import Channel, readable
 from . import Exit
@@ -114,6 +116,13 @@ class LocalRanks:
                     break
                 text, patience = text + data, 0.05  # faulthandler writes in pieces, and does not say when it is done
             return text.decode(errors="backslashreplace")
+
+    def memory(self, rank: int) -> int | None:
+        pid = self.pids[rank]
+        try:
+            return None if pid is None else int(psutil.Process(pid).memory_full_info().uss)
+        except psutil.Error:
+            return None
 
     def close(self, grace: float = 0.0) -> None:
         for channel in self.channels:

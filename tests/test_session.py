@@ -1,0 +1,434 @@
+"""Ranks that stay: their state, failures that they survive and that they do not, calls in the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import open_fds, poll
+
+from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, Session, in_ddp, post_mortem
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session(2) as session:
+        yield session
+
+
+def sums() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def remember(value: int) -> list[int]:
+    import __main__
+
+    __main__.kept = [*getattr(__main__, "kept", []), value]
+    return [os.getpid(), *__main__.kept]
+
+
+def test_a_session_keeps_its_ranks_and_their_state() -> None:
+    with Session(2) as own:
+        assert "not started" in repr(own)
+        (a, _), (b, _) = own.run_all(remember, 1)
+        assert own.run_all(remember, 2) == [[a, 1, 2], [b, 1, 2]] and "running" in repr(own)
+        assert psutil.pid_exists(a) and a != b
+    assert not psutil.pid_exists(a) and not psutil.pid_exists(b) and "closed" in repr(own)
+    for use in (lambda: own.run(remember, 3), lambda: own.submit(remember, 3), own.restart):
+        with pytest.raises(NbdistError, match="closed"):
+            use()
+    own.close()
+
+
+def test_a_session_that_is_dropped_ends_its_ranks() -> None:
+    dropped = Session(1)
+    pid = dropped.run(os.getpid)
+    del dropped
+    gc.collect()
+    assert poll(lambda: not psutil.pid_exists(pid), 5)
+
+
+def test_a_session_dropped_after_a_call_in_the_background() -> None:
+    dropped = Session(1)
+    pid = dropped.submit(os.getpid).result()
+    del dropped
+    assert poll(lambda: gc.collect() is not None and not psutil.pid_exists(pid), 5)
+
+
+# ---------------------------------------------------------------------------------------- failures that are survived
+
+
+def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums) -> Any:
+    return action() if dist.get_rank() == rank else otherwise()
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def computes() -> None:
+    while True:
+        pass
+
+
+def held_by_ddp() -> None:
+    """The process group stays in use by what the function leaves behind."""
+    import __main__
+
+    __main__.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    on(1, boom)
+
+
+def in_a_subgroup() -> None:
+    pair = dist.new_group([0, 1])
+    on(1, boom, lambda: dist.all_reduce(torch.ones(1), group=pair))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda: on(1, boom),
+        lambda: on(0, boom),
+        lambda: on(1, boom, computes),
+        lambda: on(1, boom, lambda: time.sleep(60)),
+        lambda: on(1, boom, lambda: None),
+        boom,
+        held_by_ddp,
+        in_a_subgroup,
+    ],
+    ids=["rank 1", "rank 0", "others compute", "others sleep", "others are done", "all", "held", "subgroup"],
+)
+def test_an_exception_leaves_ranks_and_state(session: Session, fn: Callable[[], Any]) -> None:
+    before = session.run_all(remember, 1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"):
+            session.run(fn)
+        assert session.run(sums) == 2.0
+    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
+
+
+def test_three_ranks_that_wait_for_one_another() -> None:
+    """Rank 2 waits for rank 1, which waits for rank 0: only rank 0's leaving lets them go."""
+
+    def chain() -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            boom()
+        dist.recv(torch.zeros(1), src=rank - 1)
+
+    with Session(3) as own:
+        before = own.run_all(remember, 1)
+        with pytest.raises(ValueError, match="boom"):
+            own.run(chain)
+        assert own.run(sums) == 3.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
+
+
+def test_what_cannot_be_sent_costs_nothing(session: Session) -> None:
+    before = session.run_all(remember, 1)
+    with pytest.raises(CaptureError):
+        session.run(print, threading.Lock(), (i for i in ()))
+    with pytest.raises(CaptureError, match="value"):
+        session.run(lambda: (i for i in ()))
+    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
+
+
+def test_a_timeout_leaves_the_ranks_that_let_go() -> None:
+    with Session(2, timeout=1) as own:
+        before = own.run_all(remember, 1)
+        with pytest.raises(RankTimeout):
+            own.run(lambda: on(1, lambda: time.sleep(60)))
+        assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
+
+
+def deaf() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def test_ranks_that_do_not_let_go_are_replaced_and_the_user_is_told(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pids = session.run_all(os.getpid)
+    with pytest.raises(ValueError, match="boom"):
+        session.run(lambda: on(1, lambda: (time.sleep(0.3), boom()), deaf))
+    assert poll(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert session.run(sums) == 2.0
+    assert "fresh ranks: rank 0 did not leave the last call" in capsys.readouterr().err
+    session.run(sums)
+    assert "fresh ranks" not in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ deaths
+
+
+def test_a_dead_rank_is_reported_until_restart(session: Session) -> None:
+    with pytest.raises(RankDied, match="exit code 3"):
+        session.run(lambda: on(1, lambda: (print("last words", flush=True), os._exit(3))))
+    assert "last words" in session.logs(1)
+    for _ in range(2):
+        with pytest.raises(NbdistError, match=r"rank 1 \(pid \d+\) left with exit code 3.*restart\(\)"):
+            session.run(sums)
+    assert "exit code 3" in repr(session) and "restart()" in str(session.status())
+    session.restart()
+    assert session.run(sums) == 2.0 and "exit code" not in repr(session)
+
+
+def test_a_rank_that_dies_between_calls(session: Session) -> None:
+    pids = session.run_all(os.getpid)
+    os.kill(pids[1], signal.SIGKILL)
+    assert poll(lambda: not psutil.pid_exists(pids[1]))
+    with pytest.raises(RankDied, match=r"rank 1 .* SIGKILL"):
+        session.run(sums)
+    with pytest.raises(NbdistError, match=r"rank 1 .* SIGKILL.*restart\(\)"):
+        session.run(sums)
+    assert poll(lambda: not psutil.pid_exists(pids[0]))
+    session.restart()
+    assert session.run(sums) == 2.0
+
+
+def test_a_rank_that_dies_after_its_answer(session: Session) -> None:
+    def dies_later() -> None:
+        def die() -> None:
+            time.sleep(0.2)
+            os._exit(4)
+
+        on(1, threading.Thread(target=die).start, lambda: time.sleep(1))
+
+    session.run(dies_later)
+    with pytest.raises(NbdistError, match=r"rank 1 .* exit code 4"):
+        session.run(sums)
+
+
+def test_restart_gives_fresh_ranks(session: Session) -> None:
+    before = session.run_all(remember, 1)
+    session.restart()
+    after = session.run_all(remember, 2)
+    assert [kept[1:] for kept in after] == [[2], [2]] and not {k[0] for k in before} & {k[0] for k in after}
+
+
+# --------------------------------------------------------------------------------------------------- the background
+
+
+def test_submit_gives_a_future(session: Session) -> None:
+    called: list[Any] = []
+    future = session.submit(lambda x: sums() + x, 3)
+    future.add_done_callback(called.append)
+    assert future.result(30) == 5.0 and future.done() and not future.cancelled() and future.exception() is None
+    assert poll(lambda: called == [future])
+    failing = session.submit(boom)
+    assert isinstance(failing.exception(30), ValueError)
+    with pytest.raises(ValueError, match="boom") as caught:
+        failing.result()
+    assert "rank " in str(caught.value.__cause__)
+    assert session.run(sums) == 2.0
+    done, _ = concurrent.futures.wait([session.submit(sums), session.submit(sums)], timeout=30)
+    assert [f.result() for f in done] == [2.0, 2.0]
+
+
+def test_what_cannot_be_sent_fails_at_once(session: Session) -> None:
+    with pytest.raises(CaptureError):
+        session.submit(print, (i for i in ()))
+    with pytest.raises(NameError, match="no_such"):
+        session.submit(sums, need="no_such")
+
+
+def test_calls_take_turns_and_see_values_as_they_were(session: Session) -> None:
+    big = torch.zeros(1 << 20)
+
+    def slow(value: torch.Tensor) -> float:
+        time.sleep(0.05)
+        return float(value[0])
+
+    futures = []
+    for number in range(5):
+        big.fill_(number)
+        futures.append(session.submit(slow, big))
+    big.fill_(-1)
+    assert session.run(slow, big) == -1.0 and all(future.done() for future in futures)
+    assert [future.result() for future in futures] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def waits_for(folder: str) -> str:
+    """Leaves a file when it begins and one when it is told to stop."""
+    begun = os.path.join(folder, f"begun-{dist.get_rank()}")
+    try:
+        open(begun, "w").close()
+        time.sleep(60)
+    finally:
+        open(begun.replace("begun", "cleaned"), "w").close()
+    return "done"
+
+
+def names(folder: Any, start: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith(start))
+
+
+def test_cancel_lets_the_ranks_clean_up(session: Session, tmp_path: Any) -> None:
+    before = session.run_all(remember, 1)
+    future = session.submit(waits_for, str(tmp_path))
+    later = session.submit(sums)
+    never = session.submit(boom)
+    assert poll(lambda: len(names(tmp_path, "begun")) == 2)
+    assert future.running() and not later.running() and never.cancel() and never.cancelled()
+    assert future.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(30)
+    assert future.cancelled() and not future.cancel() and len(names(tmp_path, "cleaned")) == 2
+    assert later.result(30) == 2.0 and not later.cancel()
+    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
+
+
+def test_close_stops_the_background(tmp_path: Any) -> None:
+    with Session(2) as own:
+        future = own.submit(waits_for, str(tmp_path))
+        waiting = own.submit(sums)
+        assert poll(lambda: len(names(tmp_path, "begun")) == 2)
+    assert future.cancelled() and waiting.cancelled() and len(names(tmp_path, "cleaned")) == 2
+
+
+def test_restart_stops_the_background(session: Session, tmp_path: Any) -> None:
+    future = session.submit(waits_for, str(tmp_path))
+    assert poll(lambda: len(names(tmp_path, "begun")) == 2)
+    session.restart()
+    assert future.cancelled() and session.run(sums) == 2.0
+
+
+def test_two_sessions_work_at_the_same_time(session: Session) -> None:
+    with Session(3) as other:
+        slow = session.submit(lambda: (time.sleep(1), sums())[1])
+        assert other.run(sums) == 3.0 and not slow.done()
+        assert slow.result(30) == 2.0
+
+
+# ------------------------------------------------------------------------------------------------- status, some ranks
+
+
+def test_status(session: Session) -> None:
+    assert "not started" in str(session.status())
+    pids = session.run_all(os.getpid)
+    session.run(lambda: print("epoch 3\nloss 0.25"))
+    text = str(session.status())
+    head, *rows = text.splitlines()[1:]
+    assert head.split()[:4] == ["rank", "pid", "device", "state"]
+    for rank, row in enumerate(rows):
+        assert row.split()[:4] == [str(rank), str(pids[rank]), "cpu", "idle"] and row.endswith("loss 0.25")
+        assert "MB" in row
+    future = session.submit(time.sleep, 60)
+    assert poll(lambda: str(session.status()).count("running  sleep") == 2), session.status()
+    assert "<td>running</td><td>sleep</td>" in session.status()._repr_html_()
+    future.cancel()
+    assert poll(future.done) and poll(lambda: "running  sleep" not in str(session.status()))
+
+
+def test_some_ranks_only() -> None:
+    with Session(4) as own:
+        assert own.call(dist.get_rank, ranks=[3, 1], everyone=True) == [1, 3]
+        assert own.call(dist.get_rank, ranks=[2]) == [2]
+        with pytest.raises(ValueError, match="boom"):
+            own.call(boom, ranks=[2])
+        assert own.run(sums) == 4.0
+        for bad, error in ([4], ValueError), ([], ValueError), (["x"], TypeError), ([True], TypeError):
+            with pytest.raises(error, match="rank"):
+                own.call(sums, ranks=bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no rank 7"):
+            own.logs(7)
+
+
+# ------------------------------------------------------------------------------------------------------- post mortem
+
+
+def fails_with(number: int) -> None:
+    local = number * 2
+    on(1, lambda: local / (number - number))
+
+
+def test_post_mortem_looks_into_the_frames_of_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(2, hold_on_error=True) as own:
+        before = own.run_all(remember, 1)
+        with pytest.raises(ZeroDivisionError):
+            own.run(fails_with, 21)
+        capsys.readouterr()
+        own.post_mortem(commands=["up", "up", "p local, number", "print(number + 1)", "no_such", "q"])
+        out = capsys.readouterr().out
+        assert "(42, 21)" in out and "\n22\n" in out and "NameError" in out and "(rank 1) p local" in out
+        own.post_mortem(1, commands=["where"])
+        assert "fails_with(21" not in out and "in fails_with" in capsys.readouterr().out.replace(
+            "fails_with()", "in fails_with"
+        )
+        assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
+        with pytest.raises(NbdistError, match="no rank is held"):
+            own.post_mortem(commands=[])
+
+
+def test_post_mortem_of_another_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(2, hold_on_error=True) as own:
+        with pytest.raises(ZeroDivisionError):
+            own.run(lambda: 1 / (dist.get_rank() * 0))
+        own.post_mortem(0, commands=["p 'rank', dist.get_rank"])
+        assert "(rank 0) p 'rank'" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="rank 5 has not raised"):
+            own.post_mortem(5, commands=[])
+
+
+def test_post_mortem_needs_a_held_rank(session: Session) -> None:
+    with pytest.raises(ValueError):
+        session.run(boom)
+    with pytest.raises(NbdistError, match="hold_on_error=True"):
+        session.post_mortem(commands=[])
+    with pytest.raises(NbdistError, match="hold_on_error=True"):
+        post_mortem(commands=[])
+
+
+def test_post_mortem_after_in_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(2, fails_with, 4, hold_on_error=True)
+    post_mortem(commands=["up", "up", "p local"])
+    assert "\n8\n" in capsys.readouterr().out
+    with pytest.raises(NbdistError, match="no rank is held"):
+        post_mortem(commands=[])
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(2, fails_with, 4, hold_on_error=True)
+    assert in_ddp(2, sums) == 2.0, "the next call lets the held ranks go"
+
+
+# ------------------------------------------------------------------------------------------------------------- growth
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
+    def work(number: int, data: torch.Tensor) -> float:
+        if number % 50 == 0:
+            on(number // 50 % 2, boom)
+        return sums() + float(data[0])
+
+    def look() -> tuple[int, int, list[tuple[int, int, int]]]:
+        me = psutil.Process()
+        ranks = session.run_all(lambda: (psutil.Process().memory_full_info().uss, psutil.Process().num_fds(), 0))
+        return open_fds(), len(me.children(recursive=True)), ranks
+
+    data, before = torch.zeros(1 << 19), None
+    for number in range(1, 1101):
+        data[0] = number
+        try:
+            assert session.run(work, number, data) == 2.0 + number
+        except ValueError:
+            assert number % 50 == 0
+        if number == 100:  # what is imported and allocated once is there
+            before = look()
+    after = look()
+    assert before is not None
+    assert after[0] <= before[0] and after[1] == before[1]
+    for (memory, fds, _), (memory_before, fds_before, _) in zip(after[2], before[2], strict=True):
+        assert fds <= fds_before + 2 and memory < memory_before + 10e6  # gloo closes its sockets a little later
