@@ -62,7 +62,8 @@ clean:
 setup: $(STAMP)
 
 # torch, torchvision and what depends on them go through one resolution, with pinned versions. The whole
-# of pip's output is in the log; what takes time is shown.
+# of pip's output is in the log; what takes time is shown. PyPI's torchvision is built for CUDA: beside a CPU torch it
+# cannot be imported, nor can torchmetrics then, which does so if it is there. Nothing here needs it.
 $(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
 $(BENCH_STAMP): benchmarks/requirements.txt
 
@@ -82,4 +83,6 @@ $(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	        /^ *Building wheel/ { print "  " $$0; fflush() } \
 	        /^Installing collected/ { print "  installing ..."; fflush() }' \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
+	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \
+	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
 	@$(@D)/bin/python -c 'import sys; open("$@", "w").write(sys.prefix)'
