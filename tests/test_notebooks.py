@@ -78,6 +78,29 @@ def test_fastai_collab(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.
     assert "<img" in (tmp_path / "01_fastai_collab.html").read_text()
 
 
+@pytest.mark.slow
+def test_interactive(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("NBDIST_RANKS", raising=False)
+    shown: list[str] = []
+    node, status = execute.execute(NOTEBOOKS / "02_interactive.ipynb", tmp_path, shown.append)
+    assert status == 0, "\n".join(shown)
+    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
+    (error,) = [output for output in outputs if output.output_type == "error"]
+    assert error.ename == "ZeroDivisionError" and "rank 1 (pid" in "\n".join(error.traceback)
+    data = [output.data for output in outputs if "data" in output]
+    assert sum("image/png" in part for part in data) == 2
+    assert sum("<td>train_on</td>" in part.get("text/html", "") for part in data) == 1
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    first, last = map(float, re.search(r"loss ([\d.]+) → ([\d.]+)", text).groups())  # type: ignore[union-attr]
+    assert last < 0.6 * first
+    assert (
+        "[rank 1] rank 1 of 2" in text and "(0, 1)" in text and "26 epochs by now" in text and "stopped: True" in text
+    )
+    assert "'still here: 10 epochs'" in [part.get("text/plain") for part in data]
+    assert "closed" in execute.last_result(node)
+
+
 def test_a_failing_cell_is_shown_and_what_ran_is_kept(execute: ModuleType, tmp_path: Path) -> None:
     shown: list[str] = []
     path = notebook(tmp_path, "print('before')", "1 / 0", "print('after')")
