@@ -34,6 +34,21 @@ REFERENCES = {
     "copy": "a fresh `DataFrame.copy()`",
     "clone": "a fresh `clone()`",
 }
+#: The rows that the README shows, and their titles there.
+IN_README = {
+    "launch_2": "warm launch of 2 ranks, torch and fastai imported, gloo up, until the call returns",
+    "launch_8": "the same, 8 ranks",
+    "launch_32": "the same, 32 ranks",
+    "private": "private memory of a rank",
+    "frame_8": "launch of 8 ranks with a 500 MB DataFrame",
+    "held_8": "what all processes grow by then",
+    "tensor": "a 300 MB tensor back",
+    "latency": "a no-op on 2 live ranks",
+    "rate": "collab training on 2 ranks, samples per second",
+}
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
+
 WHERE = {"cells": "cells", "module": "a module file", "script": "a script file"}
 PACKAGES = "torch fastai accelerate lightning-fabric torchrunx ipyparallel ipykernel pandas numpy".split()
 
@@ -160,25 +175,43 @@ def cell(values: list[float] | None, reason: str | None, show: Show) -> str:
     return text if reason == "–" else f"{text}; then {reason}"
 
 
-def markdown(
-    values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], foot: list[str]
-) -> str:
+def rows_of(
+    rows: Mapping[str, str], values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str]
+) -> list[str]:
+    """The Markdown table of these rows and their titles, a column for each contestant."""
     heads = ["", *(f"{TITLES[name]}<br>functions from {WHERE[place]}" for name, place in where.items())]
-    lines = ["# nbdist beside its peers", "", "## What is required, and what was measured", ""]
-    lines += ["| | required | measured | met |", "|---|---|---|---|"]
-    for requirement in REQUIREMENTS:
-        lines.append("| " + " | ".join(requirement.line(values).values()) + " |")
-    lines += ["", "## All rows", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for row, (title, show) in ROWS.items():
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row, title in rows.items():
         found, why = values.get(row, {}), reasons.get(row, {})
         if not found and not why:
             continue
+        show = ROWS[row][1]
         beside = "".join(
             f"<br>{label}: {cell(found[name], None, show)}" for name, label in REFERENCES.items() if name in found
         )
         cells = [cell(found.get(name), why.get(name), show) for name in where]
         lines.append("| " + " | ".join([title + beside, *cells]) + " |")
+    return lines
+
+
+def markdown(
+    values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], foot: list[str]
+) -> str:
+    lines = ["# nbdist beside its peers", "", "## What is required, and what was measured", ""]
+    lines += ["| | required | measured | met |", "|---|---|---|---|"]
+    for requirement in REQUIREMENTS:
+        lines.append("| " + " | ".join(requirement.line(values).values()) + " |")
+    lines += ["", "## All rows", "", *rows_of({row: title for row, (title, _) in ROWS.items()}, values, reasons, where)]
     return "\n".join([*lines, "", *(f"- {line}" for line in foot), ""])
+
+
+def into_readme(readme: Path, lines: list[str]) -> None:
+    """Put lines between the two marks in the README, in the place of what is there."""
+    before, begin, rest = readme.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{readme} has no {BEGIN} … {END}")
+    readme.write_text("\n".join([before + begin, *lines, end + after]))
 
 
 def plot(values: Values, where: Mapping[str, str], file: Path) -> None:
@@ -238,4 +271,6 @@ def write(
     everything = {"foot": foot, "requirements": lines, "values": values, "reasons": reasons}
     (folder / "launch.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
     plot(values, where, folder / "launch.png")
+    if not quick and all(values.get(row) for row in IN_README):
+        into_readme(README, [*rows_of(IN_README, values, reasons, where), "", f"{foot[1]}. {foot[2]}. {foot[3]}"])
     print(text)

@@ -30,11 +30,13 @@ def join() -> int:
 
 def enter(rank: int, world_size: int, meeting_file: str, fn: Callable[..., Any], *args: Any) -> Any:
     """For peers that start processes but no process group: enter one, then run `fn`."""
+    threads = max(1, (os.cpu_count() or 1) // world_size)
+    # As the launchers that care set it: accelerate gives each rank all cores where it is not there.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS=str(threads))
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    torch.set_num_threads(threads)
     store = dist.FileStore(meeting_file, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
