@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -117,8 +118,20 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
     main = capture.main_namespace()
     capture.run_imports(block, main)
     main.update(names)
-    with _group_of_one(), fastai.device_agnostic():
+    with _group_of_one(), fastai.device_agnostic(), _breakpoints():
         return fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _breakpoints() -> Iterator[None]:
+    """Let `breakpoint()` open pdb. A kernel hands it to the front end's debugger, and does nothing if there is none."""
+    hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
+    if debugpy is not None and not debugpy.is_client_connected():
+        sys.breakpointhook = sys.__breakpointhook__
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
 
 
 @contextlib.contextmanager

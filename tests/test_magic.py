@@ -179,27 +179,41 @@ def test_restart_and_stop(kernel: Kernel) -> None:
     assert poll(lambda: not ranks_of(kernel.pid)) and kernel.run("%ddp status").text
 
 
-def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
-    kernel.ok("%load_ext nbdist\n%ddp start 2 --hold-on-error")
-    assert kernel.run("%%ddp\ndef f(x):\n    return 1 / x\nf(0)").error == "ZeroDivisionError"
-    lines, prompts, text = iter(["p x + 40", "u", "q"]), [], []
-    kernel.client.allow_stdin = True
+def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
+    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed."""
+    left, prompts, text = list(lines), [], []
 
     def answer(message: dict) -> None:
         prompts.append(message["content"]["prompt"])
-        kernel.client.input(next(lines))
+        kernel.client.input(left.pop(0))
 
     def output(message: dict) -> None:
         if message["msg_type"] == "stream":
             text.append(message["content"]["text"])
 
-    reply = kernel.client.execute_interactive(
-        "%ddp post-mortem", allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60
-    )
-    assert reply["content"]["status"] == "ok", reply
+    kernel.client.allow_stdin = True
+    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
+    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
+
+
+def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\n%ddp start 2 --hold-on-error")
+    assert kernel.run("%%ddp\ndef f(x):\n    return 1 / x\nf(0)").error == "ZeroDivisionError"
+    prompts, text = typed(kernel, "%ddp post-mortem", "p x + 40", "u", "q")
     assert len(prompts) == 3 and all(re.fullmatch(r"\(rank [01]\) ", prompt) for prompt in prompts)
-    assert "40\n" in "".join(text) and "return 1 / x" in "".join(text)
+    assert "40\n" in text and "return 1 / x" in text
     assert kernel.ok("%%ddp\n1 + 1").text == "2\n"
+
+
+def test_a_call_without_ranks_is_debugged_as_usual(kernel: Kernel) -> None:
+    kernel.ok("from nbdist import in_ddp\ndef f(x):\n    y = x + 1\n    return y / 0")
+    assert kernel.run("in_ddp(0, f, 41)").error == "ZeroDivisionError"
+    prompts, text = typed(kernel, "%debug", "p y", "q")
+    assert "42\n" in text and len(prompts) == 2
+    kernel.ok("def g(x):\n    breakpoint()\n    return x + 1")
+    prompts, text = typed(kernel, "print('returned', in_ddp(0, g, 6))", "p x * 7", "c")
+    assert "42\n" in text and "returned 7" in text
 
 
 def test_output_of_the_background_goes_to_its_own_cell(kernel: Kernel) -> None:
