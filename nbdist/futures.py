@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -98,21 +99,19 @@ def in_background(call: Callable[[Stop], T], parcel: Parcel, turns: Turns, name:
 
     def work() -> None:
         nonlocal call
+        settle: Callable[[], None]
         with contextlib.closing(stop), contextlib.closing(parcel), turns.taken(ticket):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                value = call(stop)
+                settle = functools.partial(future.set_result, call(stop))
             except KeyboardInterrupt:
-                failure: BaseException = concurrent.futures.CancelledError("the call was stopped by cancel()")
+                stopped = concurrent.futures.CancelledError("the call was stopped by cancel()")
+                settle = functools.partial(future.set_exception, stopped)
             except BaseException as exc:
-                failure = exc
-            else:
-                future.set_result(value)
-                return
-            finally:
-                del call  # with what it holds
-            future.set_exception(failure)
+                settle = functools.partial(future.set_exception, exc)
+            del call  # with what it holds
+        settle()  # not in its turn any more: what is called then may want one
 
     # Not an executor: those are waited for when the interpreter ends, and a training may take hours.
     threading.Thread(target=work, name=f"nbdist: {name}", daemon=True).start()

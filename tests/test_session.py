@@ -227,6 +227,9 @@ def test_submit_gives_a_future(session: Session) -> None:
     future.add_done_callback(called.append)
     assert future.result(30) == 5.0 and future.done() and not future.cancelled() and future.exception() is None
     assert poll(lambda: called == [future])
+    again: list[float] = []
+    session.submit(sums).add_done_callback(lambda done: again.append(done.result() + session.run(sums)))
+    assert poll(lambda: again == [4.0])
     failing = session.submit(boom)
     assert isinstance(failing.exception(30), ValueError)
     with pytest.raises(ValueError, match="boom") as caught:
