@@ -1,0 +1,208 @@
+"""Sharded tables do what the same tables do in one piece, whatever the kind and the number of ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim import RowWiseAdagrad
+
+from nbdist import Session, warm
+from nbdist.recsys.sharding import KINDS, Plan, Sharded, equal_steps, shard
+
+RANKS = (2, 4)
+ROW_KINDS = ("row_wise", "table_row_wise", "grid_shard")
+COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[int, Session]]:
+    warm("import torchrec.distributed")
+    with Session(2, timeout=60) as two, Session(4, timeout=60) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared sessions' ranks may stay."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables, and how they are trained."""
+
+    kind: str = "row_wise"
+    rows: tuple[int, ...] = (50, 23)
+    columns: int = 32
+    mean: bool = False
+    weighted: bool = False
+    optimizer: str = "adagrad"
+    batches: tuple[int, ...] = (6, 6, 6, 6)
+    """Samples of each rank; the first so many ranks count."""
+    longest: int = 4
+    """A bag has 0 to so many ids."""
+    steps: int = 10
+    seed: int = 0
+    real: bool = True
+    """Whether the tables have values before they are sharded."""
+
+    def tables(self, device: str = "cpu") -> EmbeddingBagCollection:
+        torch.manual_seed(self.seed)
+        configs = [
+            EmbeddingBagConfig(
+                name=f"table_{i}",
+                num_embeddings=rows,
+                embedding_dim=self.columns,
+                # The first table is looked up by two features.
+                feature_names=[f"feature_{i}", "again"] if i == 0 else [f"feature_{i}"],
+                pooling=PoolingType.MEAN if self.mean else PoolingType.SUM,
+            )
+            for i, rows in enumerate(self.rows)
+        ]
+        return EmbeddingBagCollection(tables=configs, is_weighted=self.weighted, device=torch.device(device))
+
+    def batch(self, rank: int, step: int) -> KeyedJaggedTensor:
+        draw = torch.Generator().manual_seed(self.seed * 10_000 + step * 10 + rank)
+        keys = [*(f"feature_{i}" for i in range(len(self.rows))), "again"]
+        lengths, values = [], []
+        for rows in (*self.rows, self.rows[0]):
+            lengths.append(torch.randint(self.longest + 1, (self.batches[rank],), generator=draw))
+            values.append(torch.randint(rows, (int(lengths[-1].sum()),), generator=draw))
+        ids = torch.cat(values)
+        weights = torch.rand(len(ids), generator=draw) + 0.5 if self.weighted else None
+        return KeyedJaggedTensor(keys=keys, values=ids, lengths=torch.cat(lengths), weights=weights)
+
+    def loss(self, pooled: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed * 10_000 + step * 10 + rank + 5)
+        # (samples, columns of all features); a batch without samples has the loss 0.
+        target = torch.randn(pooled.shape, generator=draw)
+        return ((pooled - target) ** 2).sum() / max(1, len(pooled))
+
+
+def train(case: Case) -> tuple[list[torch.Tensor], nn.Module | None, Plan]:
+    """In a rank: the pooled outputs of each step, the gathered tables, the plan."""
+    rank = dist.get_rank()
+    tables = case.tables("cpu" if case.real else "meta")
+    sharded = shard(tables, {"*": case.kind}, batch_size=8, optimizer=case.optimizer, lr=0.1)
+    outputs = []
+    for step in range(case.steps):
+        sharded.optimizer.zero_grad()
+        pooled = sharded.model(case.batch(rank, step)).values()
+        outputs.append(pooled.detach().clone())
+        case.loss(pooled, rank, step).backward()
+        sharded.optimizer.step()
+    return outputs, sharded.gather(), sharded.plan
+
+
+class BlockwiseAdagrad(torch.optim.Optimizer):
+    """Row-wise Adagrad with a state per row and block of columns, written down independently of FBGEMM's."""
+
+    def __init__(self, parameters: Any, lr: float, eps: float, parts: int) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps, "parts": parts})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                blocks = p.grad.view(len(p), group["parts"], -1)  # (rows, parts, columns of a part)
+                total = self.state[p].setdefault("total", torch.zeros(len(p), group["parts"], 1))
+                total += (blocks**2).mean(dim=2, keepdim=True)
+                p -= group["lr"] * (blocks / (total.sqrt() + group["eps"])).view_as(p)
+
+
+def unsharded(case: Case, nranks: int, parts: int = 1) -> tuple[list[list[torch.Tensor]], EmbeddingBagCollection]:
+    """The same training in this process: the outputs of each rank and step, and the tables."""
+    tables = case.tables()
+    make: Any = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8),
+        "rowwise_adagrad": lambda p: BlockwiseAdagrad(p, 0.1, 1e-8, parts),
+    }
+    optimizer = make[case.optimizer](tables.parameters())
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(nranks)]
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(nranks):
+            pooled = tables(case.batch(rank, step)).values()
+            outputs[rank].append(pooled.detach().clone())
+            total = total + case.loss(pooled, rank, step) / nranks
+        total.backward()
+        optimizer.step()
+    return outputs, tables
+
+
+def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
+    expected, tables = unsharded(case, session.nranks, parts)
+    answers = session.run_all(train, case)
+    for rank, (outputs, gathered, _) in enumerate(answers):
+        torch.testing.assert_close(outputs[0], expected[rank][0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(outputs, expected[rank], rtol=0, atol=1e-4)
+        assert (gathered is not None) == (rank == 0)
+    weights = answers[0][1].state_dict()
+    assert type(answers[0][1]) is EmbeddingBagCollection
+    torch.testing.assert_close(weights, dict(tables.state_dict()), rtol=0, atol=1e-5)
+    return answers
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_in_one_piece(sessions: dict[int, Session], kind: str, nranks: int) -> None:
+    answers = assert_same(sessions[nranks], Case(kind))
+    plan = answers[0][2]
+    assert plan == answers[-1][2] and plan.kinds == {"table_0": kind, "table_1": kind}
+    for index, rows in enumerate((50, 23)):
+        shards = [s for s in plan.shards if s.table == f"table_{index}"]
+        area = sum(s.rows * s.columns for s in shards)
+        assert area == rows * 32 * (nranks if kind == "data_parallel" else 1), "the shards make up the table"
+        assert sum(s.bytes for s in shards) == 4 * area
+    assert (len({s.column for s in plan.shards}) > 1) == (kind in COLUMN_KINDS)
+    assert (len({s.row for s in plan.shards}) > 1) == (kind in ROW_KINDS)
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_the_other_optimizers(sessions: dict[int, Session], optimizer: str, kind: str, nranks: int) -> None:
+    parts = {"column_wise": nranks, "table_column_wise": nranks, "grid_shard": 2}.get(kind, 1)
+    assert_same(sessions[nranks], Case(kind, optimizer=optimizer, mean=True, weighted=True), parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_shape(sessions: dict[int, Session], kind: str, nranks: int) -> None:
+    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(
+        rows=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+        width=st.integers(1, 4),
+        mean=st.booleans(),
+        weighted=st.booleans(),
+        optimizer=st.sampled_from(["sgd", "adagrad"]),
+        longest=st.integers(0, 5),
+        batch=st.integers(1, 9),
+        seed=st.integers(0, 1000),
+    )
+    def check(rows: list[int], width: int, batch: int, **options: Any) -> None:
+        case = Case(kind, tuple(rows), width * 4 * nranks, batches=(batch,) * 4, **options)
+        assert_same(sessions[nranks], case)
+
+    check()
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_different_sizes(sessions: dict[int, Session], kind: str, nranks: int) -> None:
+    assert_same(sessions[nranks], Case(kind, batches=(7, 3, 1, 5), mean=True))
+    assert_same(sessions[nranks], Case(kind, batches=(4, 0, 2, 3), steps=2))
