@@ -26,14 +26,16 @@ def gather(sharded: Sharded) -> nn.Module | None:
             if on_rank_0:
                 whole[key] = value.detach().cpu()
             continue
-        out = torch.empty(value.size(), dtype=value.dtype, device=_device(value)) if on_rank_0 else None
-        value.gather(dst=0, out=out)
+        with _no_warnings():
+            out = torch.empty(value.size(), dtype=value.dtype, device=_device(value)) if on_rank_0 else None
+            value.gather(dst=0, out=out)
         if out is not None:
             whole[key] = out.cpu()
     if not on_rank_0:
         return None
     plain = copy.deepcopy(sharded.template)
     trained = dict(sharded.model.module.named_buffers())
+    module: Any
     for module in plain.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
@@ -62,8 +64,8 @@ def load(sharded: Sharded, folder: str | os.PathLike[str], optimizer: bool) -> N
     if optimizer:
         _start_lazy_state(sharded)
         state["optimizer"] = _moments(sharded)
-    _check(state, folder)
     with _no_warnings():
+        _check(state, folder)
         dcp.load(state, checkpoint_id=folder)
         sharded.model.load_state_dict(state["model"])
 

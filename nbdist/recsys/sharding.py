@@ -216,19 +216,17 @@ def shard(
         _forget_old_groups()
         parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
         _fill(parallel, tables, seed)
-    if "data_parallel" in plan.kinds.values():
-        # FBGEMM's dense lookup works through its CPU and CUDA backends; torch warns of it at each first backward.
-        warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
+    _ignore_warnings_in_training()
     if dist.get_backend() == "gloo" and set(plan.kinds.values()) & set(_ROW_KINDS):
         for module in parallel.modules():
             if isinstance(module, ShardedEmbeddingBagCollection):
                 pad_to_largest(module)
     optimizers = [parallel.fused_optimizer]
-    for keep, make in (
-        (lambda key: key in dense, dense_optimizer),
-        (lambda key: key not in dense, lambda parameters: _EVERYWHERE[optimizer](parameters, lr, eps)),
+    copies = _unsharded(parallel)
+    for mine, make in (
+        ({key: p for key, p in copies.items() if key in dense}, dense_optimizer),
+        ({key: p for key, p in copies.items() if key not in dense}, lambda some: _EVERYWHERE[optimizer](some, lr, eps)),
     ):
-        mine = {key: p for key, p in _unsharded(parallel).items() if keep(key)}
         if mine:
             optimizers.append(KeyedOptimizerWrapper(mine, make))
     return Sharded(parallel, CombinedOptimizer(optimizers), plan, template)
@@ -297,11 +295,13 @@ def column_parts(kind: str, nranks: int, local: int) -> int:
     return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(kind, 1)
 
 
-def refusal(kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nranks: int, local: int) -> str:
+def refusal(kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nranks: int, local: int, device: str) -> str:
     """Why a table cannot be sharded in this way; empty if it can."""
     if not pooled and kind not in _SEQUENCE_KINDS:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_KINDS)}"
     if kind == "data_parallel":
+        if not pooled and device == "cpu":
+            return "FBGEMM's lookup for copies of a table always pools on CPUs, and an EmbeddingCollection must not be"
         if optimizer not in _EVERYWHERE:
             return f"copies of a table on every rank train with {', '.join(_EVERYWHERE)} only, not with {optimizer}"
         return ""
@@ -313,7 +313,7 @@ def refusal(kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nr
 
 
 def _sharders(fused: dict[str, Any]) -> list[Any]:
-    class Bags(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    class Bags(EmbeddingBagCollectionSharder):  
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return list(KINDS)  # TorchRec offers those with rows on GPUs only
 
@@ -335,7 +335,7 @@ def _plan(
     constraints = {}
     for table in tables.values():
         rows, columns = table.config.num_embeddings, table.config.embedding_dim
-        why = {kind: refusal(kind, rows, columns, table.pooled, optimizer, nranks, local) for kind in KINDS}
+        why = {kind: refusal(kind, rows, columns, table.pooled, optimizer, nranks, local, device.type) for kind in KINDS}
         kind = chosen.get(table.name)
         if kind and why[kind]:
             raise ValueError(f"table {table.name!r} cannot be {kind} on {nranks} ranks: {why[kind]}")
@@ -383,13 +383,18 @@ def _plan_here(
         KernelConfig(compute_device=device.type),
     )
     best: list[Any] = []
+
+    def note(options: list[Any]) -> list[Any]:
+        best.extend(options)
+        return options
+
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=[],
-        callbacks=[lambda options: best.extend(options) or options],
+        callbacks=[note],
     )
     try:
         plan = planner.plan(model, sharders)
@@ -438,16 +443,12 @@ def _dense_parameters(model: nn.Module, tables: Mapping[str, _Table]) -> dict[st
 
 def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
     """State-dict key → parameter of what every rank has a copy of and DistributedDataParallel averages."""
-    sharded = {id(p) for p in parallel.fused_optimizer.params.values()}
+    # TorchRec marks the others, whose gradients never reach us.
     return {
         key: p
         for key, p in parallel.named_parameters()
-        if p.requires_grad and id(p) not in sharded and not _is_fused(p)
+        if p.requires_grad and not hasattr(p, "_in_backward_optimizers")
     }
-
-
-def _is_fused(parameter: nn.Parameter) -> bool:
-    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def _template(model: nn.Module) -> nn.Module:
@@ -529,6 +530,14 @@ def _values(table: _Table, seed: int, start: int, stop: int) -> Iterator[tuple[i
         table.config.init_fn(block)
         low = max(start, first)
         yield low, block[low - first : stop - first]
+
+
+def _ignore_warnings_in_training() -> None:
+    """What torch tells of TorchRec's use of it, in steps that are the user's own; for the rest of this rank's life."""
+    # FBGEMM's dense lookup has its gradient in its CPU and CUDA backends, where torch does not look for it.
+    warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
+    # As of torch 2.13 and TorchRec 1.8.
+    warnings.filterwarnings("ignore", message=".torch.distributed.*_tensor. is deprecated", category=FutureWarning)
 
 
 @contextlib.contextmanager
