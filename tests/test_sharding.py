@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Case:
     """Tables, and how they are trained."""
 
     kind: str = "row_wise"
+    others: dict[str, str] = field(default_factory=dict)
+    """Tables of another kind."""
     rows: tuple[int, ...] = (50, 23)
     columns: int = 32
     mean: bool = False
@@ -92,7 +94,7 @@ def train(case: Case) -> tuple[list[torch.Tensor], nn.Module | None, Plan]:
     """In a rank: the pooled outputs of each step, the gathered tables, the plan."""
     rank = dist.get_rank()
     tables = case.tables("cpu" if case.real else "meta")
-    sharded = shard(tables, {"*": case.kind}, batch_size=8, optimizer=case.optimizer, lr=0.1)
+    sharded = shard(tables, {"*": case.kind} | case.others, batch_size=8, optimizer=case.optimizer, lr=0.1)
     outputs = []
     for step in range(case.steps):
         sharded.optimizer.zero_grad()
@@ -193,7 +195,7 @@ def test_any_shape(sessions: dict[int, Session], kind: str, nranks: int) -> None
     )
     def check(rows: list[int], width: int, batch: int, pooling: str, **options: Any) -> None:
         options |= {"mean": pooling == "mean", "weighted": pooling == "weighted"}
-        case = Case(kind, tuple(rows), width * 4 * nranks, batches=(batch,) * 4, **options)
+        case = Case(kind, {}, tuple(rows), width * 4 * nranks, batches=(batch,) * 4, **options)
         assert_same(sessions[nranks], case)
 
     check()
@@ -364,3 +366,9 @@ def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -
 
     assert sessions[4].run_all(steps) == [[0, 1, 2]] * 4
     assert sessions[2].run_all(lambda: list(equal_steps(range(5 if dist.get_rank() else 0)))) == [[], []]
+
+
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_means_in_a_collection_of_several_kinds(sessions: dict[int, Session], kind: str, other: str) -> None:
+    assert_same(sessions[2], Case(kind, {"table_1": other}, mean=True, batches=(5, 2, 5, 5)))

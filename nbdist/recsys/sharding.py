@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .plan import Plan, Shard
-from .uneven import equal_steps, pad_to_largest
+from .uneven import equal_steps
 from .versions import check_torchrec
 
 check_torchrec()
@@ -47,10 +47,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
 from torchrec.distributed import DistributedModelParallel, comm  # noqa: E402
 from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.embeddingbag import (  # noqa: E402
-    EmbeddingBagCollectionSharder,
-    ShardedEmbeddingBagCollection,
-)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
 from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
 from torchrec.distributed.planner.types import (  # noqa: E402
@@ -64,6 +61,8 @@ from torchrec.distributed.planner.types import (  # noqa: E402
 from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
+
+from .pooling import divide_means, pad_to_largest, sum_instead  # noqa: E402
 
 __all__ = ["KINDS", "OPTIMIZERS", "Plan", "Sharded", "equal_steps", "shard"]
 
@@ -214,13 +213,12 @@ def shard(
         seed = _common_seed()
         _materialise(model, device)
         _forget_old_groups()
+        hooks = [_hooks(path, module, plan) for path, module in model.named_modules()]
         parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
+        for add in hooks:
+            add(parallel.module)
         _fill(parallel, tables, seed)
     _ignore_warnings_in_training()
-    if dist.get_backend() == "gloo" and set(plan.kinds.values()) & set(_ROW_KINDS):
-        for module in parallel.modules():
-            if isinstance(module, ShardedEmbeddingBagCollection):
-                pad_to_largest(module)
     optimizers = [parallel.fused_optimizer]
     copies = _unsharded(parallel)
     for mine, make in (
@@ -310,6 +308,25 @@ def refusal(kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nr
         width = f"{columns} columns in {parts} parts" if parts > 1 else f"{columns} columns"
         return f"{width}: FBGEMM needs a multiple of 4 in each, so the table has to have a multiple of {4 * parts}"
     return ""
+
+
+def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
+    """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in."""
+    if not isinstance(module, EmbeddingBagCollection):
+        return lambda parallel: None
+    features = {config.name: config.feature_names for config in module.embedding_bag_configs()}
+    if not any(plan.kinds[name] in _ROW_KINDS for name in features):
+        return lambda parallel: None
+    means = sum_instead(module)
+
+    def add(parallel: nn.Module) -> None:
+        sharded = parallel.get_submodule(path)
+        if any(means.values()):
+            divide_means(sharded, means, features)
+        if dist.get_backend() == "gloo":
+            pad_to_largest(sharded)
+
+    return add
 
 
 def _sharders(fused: dict[str, Any]) -> list[Any]:

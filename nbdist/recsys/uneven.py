@@ -1,13 +1,12 @@
-"""Ranks whose batches differ in size or number: what keeps their collectives in step."""
+"""Ranks whose loaders differ in length: what keeps their collectives in step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 T = TypeVar("T")
 
@@ -37,41 +36,3 @@ def equal_steps(batches: Iterable[T]) -> Iterator[T]:
         if not there.item():
             return
         yield batch  # type: ignore[misc]
-
-
-def pad_to_largest(module: nn.Module) -> None:
-    """Let a sharded `EmbeddingBagCollection` take batches that differ in size over the ranks, on gloo.
-
-    Gloo's reduce-scatter, which row-wise kinds pool with, wants equal shapes. So each batch gets empty bags up to the
-    size of the largest, and the output is cut to the batch again: they add nothing, to outputs or gradients.
-    """
-    from torchrec import KeyedJaggedTensor, KeyedTensor
-
-    sizes: list[int] = []
-
-    def pad(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        features = args[0]
-        size = features.stride()
-        largest = torch.tensor(size)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        sizes.append(size)
-        if int(largest) == size:
-            return args
-        lengths = features.lengths().view(len(features.keys()), size)
-        padded = KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            weights=features.weights_or_none(),
-            lengths=nn.functional.pad(lengths, (0, int(largest) - size)).flatten(),
-        )
-        return (padded, *args[1:])
-
-    def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        size = sizes.pop()
-        if args[0].stride() == size:
-            return output
-        pooled = output.wait()
-        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:size])
-
-    module.register_forward_pre_hook(pad)
-    module.register_forward_hook(cut)

@@ -1,0 +1,93 @@
+"""Hooks around a sharded `EmbeddingBagCollection`, where TorchRec's row-wise kinds would fail or pool wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+
+def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
+    """Make the mean tables of a collection that is to be sharded sum. Returns table → whether it is a mean."""
+    means = {}
+    for config in module.embedding_bag_configs():
+        means[config.name] = config.pooling == PoolingType.MEAN
+        config.pooling = PoolingType.SUM
+    return means
+
+
+def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping[str, list[str]]) -> None:
+    """Divide what the mean tables of a sharded collection have summed by the sizes of the bags.
+
+    TorchRec 1.8 does so itself for row_wise and table_row_wise, but then divides twice for the mean tables of other
+    kinds in the same collection, and for grid_shard adds up the means of the parts.
+
+    Args:
+        module: The sharded collection, whose tables all sum.
+        means: Table → whether it is a mean.
+        features: Table → the features that it is looked up by.
+    """
+    # An output is called by its feature, or feature@table if several tables have the feature.
+    divided = {
+        name
+        for table, mean in means.items()
+        if mean
+        for feature in features[table]
+        for name in (feature, f"{feature}@{table}")
+    }
+
+    def divide(_: nn.Module, args: tuple[Any, ...], output: Any) -> KeyedTensor:
+        bags: KeyedJaggedTensor = args[0]
+        sizes = bags.lengths().view(len(bags.keys()), bags.stride())
+        pooled = output.wait()
+        columns = [
+            sizes[bags.keys().index(name.split("@")[0])] if name in divided else torch.ones_like(sizes[0])
+            for name in pooled.keys()
+        ]
+        each = torch.stack(columns, dim=1).clamp(min=1)  # (batch, outputs)
+        widths = torch.tensor(pooled.length_per_key(), device=each.device)
+        divisor = each.repeat_interleave(widths, dim=1)  # (batch, columns of all outputs)
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() / divisor)
+
+    module.register_forward_hook(divide)
+
+
+def pad_to_largest(module: nn.Module) -> None:
+    """Let a sharded `EmbeddingBagCollection` take batches that differ in size over the ranks, on gloo.
+
+    Gloo's reduce-scatter, which row-wise kinds pool with, wants equal shapes. So each batch gets empty bags up to the
+    size of the largest, and the output is cut to the batch again: they add nothing, to outputs or gradients.
+    """
+    sizes: list[int] = []
+
+    def pad(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        features = args[0]
+        size = features.stride()
+        largest = torch.tensor(size)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        sizes.append(size)
+        if int(largest) == size:
+            return args
+        lengths = features.lengths().view(len(features.keys()), size)
+        padded = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=nn.functional.pad(lengths, (0, int(largest) - size)).flatten(),
+        )
+        return (padded, *args[1:])
+
+    def cut(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        size = sizes.pop()
+        if args[0].stride() == size:
+            return output
+        pooled = output if isinstance(output, KeyedTensor) else output.wait()
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:size])
+
+    module.register_forward_pre_hook(pad)
+    module.register_forward_hook(cut)
