@@ -99,6 +99,27 @@ def test_interactive(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert "'still here: 10 epochs'" in [part.get("text/plain") for part in data]
     assert "closed" in execute.last_result(node)
+@pytest.mark.timeout(200)
+def test_torchrec_sharding(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBDIST_RANKS", "2")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shown: list[str] = []
+    node, status = execute.execute(NOTEBOOKS / "03_torchrec_sharding.ipynb", tmp_path, shown.append)
+    assert status == 0, "\n".join(shown)
+
+    # Every kind, and the planner's choice, learn the same; and more than the mean.
+    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
+    data = [output.data for output in outputs if "data" in output]
+    (base,) = [float(m[1]) for part in data if (m := re.search(r"has a loss of ([\d.]+)", part.get("text/plain", "")))]
+    table = [line.split() for line in execute.last_result(node).splitlines()[1:]]
+    assert len(table) == 8
+    assert all(float(loss) < 0.8 * base for _, loss, _ in table), table
+    assert max(float(loss) for _, loss, _ in table) - min(float(loss) for _, loss, _ in table) < 1e-3
+    assert all(float(difference) < 1e-3 for *_, difference in table)
+
+    assert sum("image/png" in part for part in data) == 2
+    assert sum(part.get("text/html", "").count("rank 1") for part in data) == 1 + 7 + 1  # the plans
+    assert not any("Warning" in output.get("text", "") for output in outputs)
 
 
 def test_a_failing_cell_is_shown_and_what_ran_is_kept(execute: ModuleType, tmp_path: Path) -> None:

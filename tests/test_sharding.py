@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +21,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session, warm
+from nbdist.recsys.plan import Shard as PlanShard
 from nbdist.recsys.sharding import KINDS, Plan, Sharded, equal_steps, shard
+from nbdist.recsys.versions import check_torchrec, matching
 
 RANKS = (2, 4)
 ROW_KINDS = ("row_wise", "table_row_wise", "grid_shard")
@@ -353,11 +359,13 @@ def test_loaded_with_other_kinds(sessions: dict[int, Session], tmp_path: Path) -
 
 
 def test_sequences_of_different_lengths(sessions: dict[int, Session]) -> None:
+    def losses(kinds: dict[str, str]) -> list[list[float]]:
+        return sessions[4].run_all(lambda: fit(build(kinds), range(4), (8, 1, 3, 5)))
+
+    first = losses(PLANS["table_wise"])
     for kinds in PLANS.values():
-        answers = sessions[4].run_all(lambda kinds: fit(build(kinds), range(4), (8, 1, 3, 5)), kinds)
-        assert all(torch.tensor(losses).isfinite().all() for losses in answers)
-        first = first if kinds is not PLANS["table_wise"] else answers
-        torch.testing.assert_close(answers[0][0], first[0][0], rtol=0, atol=1e-6)
+        # The first step has the same weights; later ones differ a little where columns are cut.
+        torch.testing.assert_close(torch.tensor(losses(kinds))[:, 0], torch.tensor(first)[:, 0], rtol=0, atol=1e-6)
 
 
 def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -> None:
@@ -372,3 +380,205 @@ def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_means_in_a_collection_of_several_kinds(sessions: dict[int, Session], kind: str, other: str) -> None:
     assert_same(sessions[2], Case(kind, {"table_1": other}, mean=True, batches=(5, 2, 5, 5)))
+
+
+def refused(**options: Any) -> str:
+    """In a rank: what `shard` says, with all ranks agreeing."""
+    case: Case = options.pop("case", Case())
+    model = options.pop("model", None) or case.tables("meta")
+    with pytest.raises(ValueError) as caught:
+        shard(model, options.pop("kinds", {}), batch_size=8, **options)
+    return str(caught.value)
+
+
+def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=columns, feature_names=[name])
+        for name, rows, columns in sizes
+    ]
+    return EmbeddingBagCollection(tables=configs, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"optimizer": "adam"}, r"no fused adam for CPU ranks; it has sgd, adagrad, rowwise_adagrad"),
+        ({"optimizer": "lamb"}, r"no fused lamb for CPU ranks; it has sgd, adagrad, rowwise_adagrad"),
+        ({"optimizer": "lars_sgd"}, r"no fused lars_sgd for CPU ranks; it has sgd"),
+        ({"optimizer": "adamw"}, r"'adamw': one of sgd, adagrad"),
+        ({"kinds": {"*": "rowwise"}}, r"'rowwise' is no kind of sharding; there are table_wise, row_wise"),
+        ({"kinds": {"users*": "row_wise"}}, r"'users\*' matches no table; there are table_0, table_1"),
+        (
+            {"kinds": {"table_1": "column_wise"}, "case": Case(columns=36)},
+            r"table 'table_1' cannot be column_wise on 4 ranks: 36 columns in 4 parts: .* multiple of 16",
+        ),
+        ({"kinds": {"*": "grid_shard"}, "case": Case(columns=4)}, r"'table_0' cannot be grid_shard .* 2 parts"),
+        ({"case": Case(columns=6), "kinds": {"*": "row_wise"}}, r"'table_0' cannot be row_wise .* 6 columns"),
+        ({"model": nn.Linear(2, 2)}, r"Linear has no EmbeddingBagCollection"),
+        (
+            {"model": bags("meta", ("small", 100, 16), ("big", 50_000, 64)), "memory": 2**20},
+            r"do not fit on 4 ranks with 1,048,576 bytes each. .* table 'big' .*bytes on one rank",
+        ),
+        (
+            {"model": bags("meta", ("big", 20_000, 64)), "memory": 2**21, "kinds": {"big": "table_wise"}},
+            r"table 'big' \(table_wise\): 5,\d\d\d,\d\d\d bytes on one rank.*a kind that splits the table",
+        ),
+        ({"model": Clicks(), "kinds": {"seen": "grid_shard"}}, r"'seen' cannot be grid_shard .* EmbeddingCollection"),
+        ({"model": Clicks()}, r"parameters beside its tables \(over.0.weight, .*dense_optimizer"),
+        (
+            {"model": Clicks(), "kinds": {"seen": "data_parallel"}, "dense_optimizer": torch.optim.SGD},
+            r"'seen' cannot be data_parallel .* always pools on CPUs",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said_before(sessions: dict[int, Session], options: dict[str, Any], pattern: str) -> None:
+    options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("kinds")) else options
+    answers = sessions[4].run_all(refused, **options)
+    assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
+
+
+def test_not_outside_a_rank() -> None:
+    with pytest.raises(RuntimeError, match="in_ddp"):
+        shard(bags("meta", ("a", 8, 8)), batch_size=8)
+
+
+def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: dict[int, Session]) -> None:
+    def plan() -> Plan:
+        model = bags("meta", *((name, 64, 16) for name in ("user_a", "user_b", "movie", "other")))
+        return shard(model, {"user_*": "row_wise", "user_b": "table_wise", "m*": "column_wise"}, batch_size=8).plan
+
+    kinds = sessions[2].run(plan).kinds
+    assert {**kinds, "other": "?"} == {
+        "user_a": "row_wise",
+        "user_b": "table_wise",
+        "movie": "column_wise",
+        "other": "?",
+    }
+    assert kinds["other"] in KINDS
+
+
+def test_works_again_after_a_rank_has_failed() -> None:
+    """The process group is made anew then; TorchRec would go on with groups inside the old one."""
+
+    def fail() -> None:
+        shard(bags("meta", ("a", 40, 16)), {"*": "table_row_wise"}, batch_size=8)
+        if dist.get_rank():
+            raise ZeroDivisionError
+        dist.barrier()
+
+    with Session(2, timeout=60) as session:
+        with pytest.raises(ZeroDivisionError):
+            session.run(fail)
+        assert_same(session, Case("table_row_wise", steps=2))
+        assert_same(session, Case("grid_shard", steps=2))
+
+
+PLAN = Plan(
+    (
+        PlanShard("a<b", "row_wise", 0, 0, 30, 0, 16, 1920, 3_000_000, 1.0),
+        PlanShard("a<b", "row_wise", 1, 30, 20, 0, 16, 1280, 1_000_000, 0.5),
+        PlanShard("c", "table_wise", 1, 0, 5, 0, 16, 320, 2_000_000, 0.5),
+    ),
+    nranks=3,
+)
+
+
+def test_a_plan_to_look_at() -> None:
+    page = PLAN._repr_html_()
+    assert "a&lt;b" in page and "rank 2" in page and "rows 30–49<br>columns 0–15<br>1.25 KiB" in page
+    assert page.count("<tr>") == 1 + 2 + 3 and "2.00 × the mean work" not in page
+    assert list(PLAN.frame.columns) == "table kind rank row rows column columns bytes memory work".split()
+    assert PLAN.ranks["memory"].tolist() == [3_000_000, 3_000_000, 0] and PLAN.ranks["shards"].tolist() == [1, 2, 0]
+    assert PLAN.imbalance("memory") == pytest.approx(1.5) and PLAN.imbalance("work") == pytest.approx(1.5)
+    assert "a<b" in repr(PLAN) and "30–49" in repr(PLAN) and "1.50 × the mean memory" in repr(PLAN)
+    axes = PLAN.plot()
+    heights = [patch.get_height() for patch in axes[0].patches]
+    assert sum(heights) == pytest.approx(6_000_000 / 2**20) and "1.50" in axes[0].get_title()
+    assert axes[0].get_figure() is not None
+    assert "None" not in page
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
+def test_memory_of_a_row_wise_table_while_it_is_built() -> None:
+    """Private memory of all ranks over that of a first, tiny shard() call: at most 1.1 × the table, at its highest."""
+    rows, columns = 1_000_000, 64
+
+    def grow() -> tuple[float, float]:
+        shard(bags("meta", ("tiny", 400, columns)), {"*": "row_wise"}, batch_size=8)  # loads what is loaded once
+        before, peak, done = private(), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.002):
+                peak = max(peak, private())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        sharded = shard(bags("meta", ("big", rows, columns)), {"*": "row_wise"}, batch_size=8)
+        done.set()
+        watcher.join()
+        held = private()
+        del sharded
+        return max(peak, held) - before, held - before
+
+    def private() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
+
+    with Session(4) as session:
+        answers = session.run_all(grow)
+    table = rows * columns * 4
+    peak, held = (sum(values) / table for values in zip(*answers, strict=True))
+    print(f"table {table:,} bytes; over 4 ranks at most {peak:.3f} x while built, {held:.3f} x afterwards")
+    assert 0.95 < held <= peak <= 1.1
+
+
+def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_torchrec()
+    assert matching("2.13.0+cpu") == "1.8.0" and matching("2.5.1") == "1.0.0"
+    with pytest.raises(ImportError, match="older than"):
+        matching("2.4.0")
+    pair = r"install the pair torchrec==1\.8\.0 and fbgemm-gpu-cpu==1\.8\.0"
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+
+    def versions(**found: str) -> None:
+        names = {"torchrec": "1.8.0"} | {name.replace("_", "-"): version for name, version in found.items()}
+        monkeypatch.setattr("nbdist.recsys.versions._version", names.get)
+
+    versions(fbgemm_gpu_cpu="1.7.0")
+    with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* another release of torch. (.|\n)*{pair}"):
+        check_torchrec()
+    versions(fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0")
+    with pytest.raises(ImportError, match="both installed"):
+        check_torchrec()
+    versions(fbgemm_gpu_cpu="1.8.0")
+    check_torchrec()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "says"),
+    [
+        ("torchrec", "TorchRec is not installed"),
+        ("fbgemm_gpu", "needs FBGEMM, which is not installed"),
+        ("tensordict", "needs the module tensordict"),
+    ],
+)
+def test_something_missing(hidden: str, says: str) -> None:
+    """In a fresh interpreter in which one package cannot be found."""
+    code = f"""
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+hide = lambda cls, name, *rest: None if name.partition(".")[0] == {hidden!r} else find(name, *rest)
+importlib.machinery.PathFinder.find_spec = classmethod(hide)
+import nbdist.recsys.sharding
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode and says in done.stderr and "ImportError" in done.stderr, done.stderr
+    assert "torchrec==" in done.stderr and "--no-deps" in done.stderr
+
+
+def test_import_nbdist_leaves_torchrec_out() -> None:
+    code = (
+        "import sys, nbdist, nbdist.recsys.datasets; assert not {'torch', 'torchrec', 'fbgemm_gpu'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

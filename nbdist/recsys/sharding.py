@@ -96,7 +96,7 @@ _EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "rowwise_adagrad": lambda params, lr, eps: RowWiseAdagrad(params, lr=lr, eps=eps),
 }
 
-_BLOCK = 2**18
+_BLOCK = 2**17
 """Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""
 
 
@@ -293,7 +293,9 @@ def column_parts(kind: str, nranks: int, local: int) -> int:
     return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(kind, 1)
 
 
-def refusal(kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nranks: int, local: int, device: str) -> str:
+def refusal(
+    kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nranks: int, local: int, device: str
+) -> str:
     """Why a table cannot be sharded in this way; empty if it can."""
     if not pooled and kind not in _SEQUENCE_KINDS:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_KINDS)}"
@@ -330,7 +332,7 @@ def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], No
 
 
 def _sharders(fused: dict[str, Any]) -> list[Any]:
-    class Bags(EmbeddingBagCollectionSharder):  
+    class Bags(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
             return list(KINDS)  # TorchRec offers those with rows on GPUs only
 
@@ -352,7 +354,9 @@ def _plan(
     constraints = {}
     for table in tables.values():
         rows, columns = table.config.num_embeddings, table.config.embedding_dim
-        why = {kind: refusal(kind, rows, columns, table.pooled, optimizer, nranks, local, device.type) for kind in KINDS}
+        why = {
+            kind: refusal(kind, rows, columns, table.pooled, optimizer, nranks, local, device.type) for kind in KINDS
+        }
         kind = chosen.get(table.name)
         if kind and why[kind]:
             raise ValueError(f"table {table.name!r} cannot be {kind} on {nranks} ranks: {why[kind]}")
@@ -555,6 +559,7 @@ def _ignore_warnings_in_training() -> None:
     warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
     # As of torch 2.13 and TorchRec 1.8.
     warnings.filterwarnings("ignore", message=".torch.distributed.*_tensor. is deprecated", category=FutureWarning)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
