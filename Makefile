@@ -67,6 +67,10 @@ setup: $(STAMP)
 $(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
 $(BENCH_STAMP): benchmarks/requirements.txt
 
+# TorchRec and fbgemm, whose metadata pip must not follow; see requirements/.
+$(STAMP): AFTER := torchrec
+$(STAMP): $(wildcard requirements/*.txt)
+
 $(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
@@ -85,4 +89,8 @@ $(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \
 	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
+	@set -o pipefail; [ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input \
+	    --progress-bar off --no-deps -r requirements/torchrec-$$($(@D)/bin/python -c \
+	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt >>$(LOG) 2>&1 \
+	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@$(@D)/bin/python -c 'import sys; open("$@", "w").write(sys.prefix)'

@@ -99,6 +99,9 @@ def test_interactive(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert "'still here: 10 epochs'" in [part.get("text/plain") for part in data]
     assert "closed" in execute.last_result(node)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_torchrec_sharding(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBDIST_RANKS", "2")

@@ -338,7 +338,7 @@ def test_saved_on_n_ranks_and_loaded_on_m(
 ) -> None:
     saved, losses = sessions[n].run(save, kinds, tmp_path)
     if "column" in str(kinds):  # the state of the default optimizer is per block of columns, and those differ
-        with pytest.raises(ValueError, match="optimizer's state .* does not fit"):
+        with pytest.raises(ValueError, match=r"optimizer's state .* does not fit"):
             sessions[m].run(load, kinds, tmp_path)
         loaded, _ = sessions[m].run(load, kinds, tmp_path, optimizer=False)
     else:
@@ -374,6 +374,12 @@ def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -
 
     assert sessions[4].run_all(steps) == [[0, 1, 2]] * 4
     assert sessions[2].run_all(lambda: list(equal_steps(range(5 if dist.get_rank() else 0)))) == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_in_the_order_of_the_features(sessions: dict[int, Session], kind: str) -> None:
+    """TorchRec's own are in the order of the ranks that hold them."""
+    assert_same(sessions[2], Case(kind, rows=(1, 30, 7, 50, 2), mean=True, steps=3))
 
 
 @pytest.mark.parametrize("other", KINDS)

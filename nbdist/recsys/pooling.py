@@ -1,4 +1,7 @@
-"""Hooks around a sharded `EmbeddingBagCollection`, where TorchRec's row-wise kinds would fail or pool wrongly."""
+"""Hooks around a sharded `EmbeddingBagCollection`, for where TorchRec's answers would not be the unsharded one's.
+
+They are forward hooks; `divide_means`, `restore_order`, `pad_to_largest` is the order to add them in.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
         pooled = output.wait()
         columns = [
             sizes[bags.keys().index(name.split("@")[0])] if name in divided else torch.ones_like(sizes[0])
-            for name in pooled.keys()
+            for name in pooled.keys()  # noqa: SIM118 (a KeyedTensor is no mapping)
         ]
         each = torch.stack(columns, dim=1).clamp(min=1)  # (batch, outputs)
         widths = torch.tensor(pooled.length_per_key(), device=each.device)
@@ -55,6 +58,27 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() / divisor)
 
     module.register_forward_hook(divide)
+
+
+def restore_order(module: nn.Module, names: list[str]) -> None:
+    """Have a sharded collection put its outputs in the order of the unsharded one.
+
+    TorchRec puts them in the order of the ranks that hold them. A model that takes `.values()` of the output would
+    then train with other columns than it is used with once it is gathered.
+
+    Args:
+        module: The sharded collection.
+        names: Of the outputs, in the unsharded collection's order.
+    """
+    if list(module._embedding_names) == names:  # type: ignore[arg-type]
+        return
+
+    def restore(_: nn.Module, args: tuple[Any, ...], output: Any) -> KeyedTensor:
+        pooled = output if isinstance(output, KeyedTensor) else output.wait()
+        parts = [pooled[name] for name in names]  # each (batch, columns of a table)
+        return KeyedTensor(names, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
+
+    module.register_forward_hook(restore)
 
 
 def pad_to_largest(module: nn.Module) -> None:

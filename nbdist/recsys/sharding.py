@@ -62,7 +62,7 @@ from torchrec.distributed.types import ShardingPlan  # noqa: E402
 from torchrec.optim import RowWiseAdagrad  # noqa: E402
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
 
-from .pooling import divide_means, pad_to_largest, sum_instead  # noqa: E402
+from .pooling import divide_means, pad_to_largest, restore_order, sum_instead  # noqa: E402
 
 __all__ = ["KINDS", "OPTIMIZERS", "Plan", "Sharded", "equal_steps", "shard"]
 
@@ -317,15 +317,16 @@ def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], No
     if not isinstance(module, EmbeddingBagCollection):
         return lambda parallel: None
     features = {config.name: config.feature_names for config in module.embedding_bag_configs()}
-    if not any(plan.kinds[name] in _ROW_KINDS for name in features):
-        return lambda parallel: None
-    means = sum_instead(module)
+    names = list(module._embedding_names)
+    by_rows = any(plan.kinds[name] in _ROW_KINDS for name in features)
+    means = sum_instead(module) if by_rows else {}
 
     def add(parallel: nn.Module) -> None:
         sharded = parallel.get_submodule(path)
         if any(means.values()):
             divide_means(sharded, means, features)
-        if dist.get_backend() == "gloo":
+        restore_order(sharded, names)
+        if by_rows and dist.get_backend() == "gloo":
             pad_to_largest(sharded)
 
     return add
