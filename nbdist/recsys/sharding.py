@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import logging
 import os
 import warnings
@@ -32,84 +31,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .plan import Plan, Shard
+from . import planning
+from .plan import Plan
+from .planning import KINDS, OPTIMIZERS, Table
 from .uneven import equal_steps
-from .versions import check_torchrec
 
-check_torchrec()
+# After planning, which makes sure that TorchRec and FBGEMM are there.
+from torchrec import EmbeddingBagCollection, EmbeddingCollection  # isort: skip
+from torchrec.distributed import DistributedModelParallel, comm  # isort: skip
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 
-from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingCollection  # noqa: E402
-from torchrec.distributed import DistributedModelParallel, comm  # noqa: E402
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # noqa: E402
-from torchrec.distributed.planner import EmbeddingShardingPlanner  # noqa: E402
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # noqa: E402
-from torchrec.distributed.planner.types import (  # noqa: E402
-    HardwareConfig,
-    KernelConfig,
-    ParameterConstraints,
-    PlannerError,
-    TopologyFactory,
-    TrainerConfig,
-)
-from torchrec.distributed.types import ShardingPlan  # noqa: E402
-from torchrec.optim import RowWiseAdagrad  # noqa: E402
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # noqa: E402
-
-from .pooling import divide_means, pad_to_largest, restore_order, sum_instead  # noqa: E402
+from .pooling import divide_means, pad_to_largest, restore_order, sum_instead  # isort: skip
 
 __all__ = ["KINDS", "OPTIMIZERS", "Plan", "Sharded", "equal_steps", "shard"]
 
-KINDS = (
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-    "data_parallel",
-)
-_SEQUENCE_KINDS = ("table_wise", "row_wise", "column_wise", "data_parallel")  # what TorchRec has without pooling
-_ROW_KINDS = ("row_wise", "table_row_wise", "grid_shard")
-
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    "lamb": EmbOptimType.LAMB,
-    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    "lars_sgd": EmbOptimType.LARS_SGD,
-}
-# The fused ones that FBGEMM has for CPUs. They leave alone the rows that a batch does not touch, and so do their dense
-# counterparts, given to the tables that every rank has a copy of; Adam and the others would move those rows.
-_EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params, lr, eps: torch.optim.SGD(params, lr=lr),
-    "adagrad": lambda params, lr, eps: torch.optim.Adagrad(params, lr=lr, eps=eps),
-    "rowwise_adagrad": lambda params, lr, eps: RowWiseAdagrad(params, lr=lr, eps=eps),
-}
-
 _BLOCK = 2**17
 """Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""
-
-
-@dataclass(frozen=True)
-class _Table:
-    """An embedding table of the model as it was before sharding."""
-
-    name: str
-    key: str
-    """Of its weights in the model's state dict."""
-    config: Any
-    weight: torch.Tensor
-    pooled: bool
 
 
 @dataclass(frozen=True)
@@ -196,20 +137,20 @@ def shard(
     if not dist.is_initialized():
         raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
     device = _device()
-    _check_optimizer(optimizer, device)
-    tables = _tables(model)
-    chosen = _choose(kinds or {}, tables)
+    planning.check_optimizer(optimizer, device)
+    tables = planning.find_tables(model)
+    chosen = planning.choose(kinds or {}, tables)
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
         raise ValueError(
             f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
-    sharders = _sharders({"optimizer": OPTIMIZERS[optimizer], "learning_rate": lr, "eps": eps})
+    sharders = planning.make_sharders({"optimizer": OPTIMIZERS[optimizer], "learning_rate": lr, "eps": eps})
     template = _template(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
-        torchrec_plan, plan = _plan(model, tables, chosen, sharders, optimizer, batch_size, memory, device)
+        torchrec_plan, plan = planning.make_plan(model, tables, chosen, sharders, optimizer, batch_size, memory, device)
         seed = _common_seed()
         _materialise(model, device)
         _forget_old_groups()
@@ -223,7 +164,10 @@ def shard(
     copies = _unsharded(parallel)
     for mine, make in (
         ({key: p for key, p in copies.items() if key in dense}, dense_optimizer),
-        ({key: p for key, p in copies.items() if key not in dense}, lambda some: _EVERYWHERE[optimizer](some, lr, eps)),
+        (
+            {key: p for key, p in copies.items() if key not in dense},
+            lambda some: planning.EVERYWHERE[optimizer](some, lr, eps),
+        ),
     ):
         if mine:
             optimizers.append(KeyedOptimizerWrapper(mine, make))
@@ -236,89 +180,13 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check_optimizer(optimizer: str, device: torch.device) -> None:
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
-    if device.type == "cpu" and optimizer not in _EVERYWHERE:
-        raise ValueError(
-            f"optimizer={optimizer!r}: FBGEMM has no fused {optimizer} for CPU ranks; it has {', '.join(_EVERYWHERE)}"
-        )
-
-
-def _tables(model: nn.Module) -> dict[str, _Table]:
-    found: dict[str, _Table] = {}
-    for path, module in model.named_modules():
-        pooled = isinstance(module, EmbeddingBagCollection)
-        if not pooled and not isinstance(module, EmbeddingCollection):
-            continue
-        attribute = "embedding_bags" if pooled else "embeddings"
-        for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
-            if config.name in found:
-                raise ValueError(f"two tables are called {config.name!r}: give each a name of its own")
-            weight = getattr(module, attribute)[config.name].weight
-            key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")
-            found[config.name] = _Table(config.name, key, config, weight, pooled)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection: nothing to shard"
-        )
-    return found
-
-
-def _choose(kinds: Mapping[str, str], tables: Mapping[str, _Table]) -> dict[str, str]:
-    """Table → kind, of the tables that `kinds` says something about."""
-    for pattern, kind in kinds.items():
-        if kind not in KINDS:
-            raise ValueError(f"{pattern!r}: {kind!r} is no kind of sharding; there are {', '.join(KINDS)}")
-        if not fnmatch.filter(tables, pattern) and pattern not in tables:
-            raise ValueError(f"{pattern!r} matches no table; there are {', '.join(tables)}")
-    chosen = {}
-    for name in tables:
-        for pattern, kind in sorted(kinds.items(), key=lambda item: item[0] != name):
-            if pattern == name or fnmatch.fnmatchcase(name, pattern):
-                chosen[name] = kind
-                break
-    return chosen
-
-
-def column_parts(kind: str, nranks: int, local: int) -> int:
-    """In how many parts of equal width a kind splits a table's columns.
-
-    Args:
-        kind: One of `KINDS`.
-        nranks: World size.
-        local: Ranks on this machine.
-    """
-    # A grid has a block of columns per machine, and is one on a single machine too.
-    return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(kind, 1)
-
-
-def refusal(
-    kind: str, rows: int, columns: int, pooled: bool, optimizer: str, nranks: int, local: int, device: str
-) -> str:
-    """Why a table cannot be sharded in this way; empty if it can."""
-    if not pooled and kind not in _SEQUENCE_KINDS:
-        return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_KINDS)}"
-    if kind == "data_parallel":
-        if not pooled and device == "cpu":
-            return "FBGEMM's lookup for copies of a table always pools on CPUs, and an EmbeddingCollection must not be"
-        if optimizer not in _EVERYWHERE:
-            return f"copies of a table on every rank train with {', '.join(_EVERYWHERE)} only, not with {optimizer}"
-        return ""
-    parts = column_parts(kind, nranks, local)
-    if columns % (4 * parts):
-        width = f"{columns} columns in {parts} parts" if parts > 1 else f"{columns} columns"
-        return f"{width}: FBGEMM needs a multiple of 4 in each, so the table has to have a multiple of {4 * parts}"
-    return ""
-
-
 def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
     """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in."""
     if not isinstance(module, EmbeddingBagCollection):
         return lambda parallel: None
     features = {config.name: config.feature_names for config in module.embedding_bag_configs()}
     names = list(module._embedding_names)
-    by_rows = any(plan.kinds[name] in _ROW_KINDS for name in features)
+    by_rows = any(plan.kinds[name] in planning.ROW_KINDS for name in features)
     means = sum_instead(module) if by_rows else {}
 
     def add(parallel: nn.Module) -> None:
@@ -332,133 +200,7 @@ def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], No
     return add
 
 
-def _sharders(fused: dict[str, Any]) -> list[Any]:
-    class Bags(EmbeddingBagCollectionSharder):
-        def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(KINDS)  # TorchRec offers those with rows on GPUs only
-
-    return [Bags(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
-
-
-def _plan(
-    model: nn.Module,
-    tables: Mapping[str, _Table],
-    chosen: Mapping[str, str],
-    sharders: list[Any],
-    optimizer: str,
-    batch_size: int,
-    memory: int | None,
-    device: torch.device,
-) -> tuple[ShardingPlan, Plan]:
-    """The plan for TorchRec and the one to look at: made on rank 0, the same, or the same exception, on all ranks."""
-    nranks, local = dist.get_world_size(), comm.get_local_size()
-    constraints = {}
-    for table in tables.values():
-        rows, columns = table.config.num_embeddings, table.config.embedding_dim
-        why = {
-            kind: refusal(kind, rows, columns, table.pooled, optimizer, nranks, local, device.type) for kind in KINDS
-        }
-        kind = chosen.get(table.name)
-        if kind and why[kind]:
-            raise ValueError(f"table {table.name!r} cannot be {kind} on {nranks} ranks: {why[kind]}")
-        # Left to itself the planner takes no grid: TorchRec's own rule.
-        possible = [kind] if kind else [kind for kind in KINDS if not why[kind] and kind != "grid_shard"]
-        if not possible:
-            raise ValueError(f"table {table.name!r} cannot be sharded: {why['table_wise']}")
-        parts = column_parts(kind or "column_wise", nranks, local)
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=possible,
-            min_partition=columns // parts if columns % (4 * parts) == 0 else columns,
-            pooling_factors=[1.0] * len(table.config.feature_names),
-            feature_names=list(table.config.feature_names),
-        )
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [_plan_here(model, tables, constraints, sharders, batch_size, memory, device, nranks, local)]
-        except ValueError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome, src=0, device=device)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    result: tuple[ShardingPlan, Plan] = outcome[0]
-    return result
-
-
-def _plan_here(
-    model: nn.Module,
-    tables: Mapping[str, _Table],
-    constraints: dict[str, Any],
-    sharders: list[Any],
-    batch_size: int,
-    memory: int | None,
-    device: torch.device,
-    nranks: int,
-    local: int,
-) -> tuple[ShardingPlan, Plan]:
-    on_gpu = device.type == "cuda"
-    if memory is None:
-        memory = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // local
-    topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=nranks, local_world_size=local, **{f"{'hbm' if on_gpu else 'ddr'}_cap_bytes": memory}),
-        HardwareConfig(),
-        KernelConfig(compute_device=device.type),
-    )
-    best: list[Any] = []
-
-    def note(options: list[Any]) -> list[Any]:
-        best.extend(options)
-        return options
-
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(0.0),
-        stats=[],
-        callbacks=[note],
-    )
-    try:
-        plan = planner.plan(model, sharders)
-    except PlannerError as error:
-        space = planner._enumerator.enumerate(model, sharders)
-        least = {  # table → bytes of its largest shard, sharded in the way that needs least on one rank
-            name: min(max(_bytes(shard.storage) for shard in o.shards) for o in space if o.name == name)
-            for name in tables
-        }
-        largest = max(least, key=lambda name: least[name])
-        ways = ", ".join(constraints[largest].sharding_types)
-        raise ValueError(
-            f"the tables do not fit on {nranks} ranks with {memory:,} bytes each. The largest need is that of table "
-            f"{largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and batches. Take "
-            f"more ranks, a kind that splits the table, or more memory=. TorchRec says: {str(error).splitlines()[0]}"
-        ) from None
-    shards = [
-        Shard(
-            table=option.name,
-            kind=option.sharding_type,
-            rank=part.rank,
-            row=part.offset[0],
-            rows=part.size[0],
-            column=part.offset[1],
-            columns=part.size[1],
-            bytes=part.size[0] * part.size[1] * tables[option.name].weight.element_size(),
-            memory=_bytes(part.storage),
-            work=part.perf.total,
-        )
-        for option in best
-        for part in option.shards
-    ]
-    order = list(tables)
-    shards.sort(key=lambda s: (order.index(s.table), s.rank, s.row, s.column))
-    return plan, Plan(tuple(shards), nranks)
-
-
-def _bytes(storage: Any) -> int:
-    return int(storage.hbm + storage.ddr)
-
-
-def _dense_parameters(model: nn.Module, tables: Mapping[str, _Table]) -> dict[str, nn.Parameter]:
+def _dense_parameters(model: nn.Module, tables: Mapping[str, Table]) -> dict[str, nn.Parameter]:
     weights = {id(table.weight) for table in tables.values()}
     return {key: p for key, p in model.named_parameters() if p.requires_grad and id(p) not in weights}
 
@@ -521,7 +263,7 @@ def _forget_old_groups() -> None:
 
 
 @torch.no_grad()
-def _fill(parallel: DistributedModelParallel, tables: Mapping[str, _Table], seed: int) -> None:
+def _fill(parallel: DistributedModelParallel, tables: Mapping[str, Table], seed: int) -> None:
     """Give the shards their table's values. TorchRec leaves out those of a table on the CPU, and on the meta device
     gives every rank's shard the same ones, as the ranks are seeded alike."""
     state = parallel.state_dict()
@@ -539,7 +281,7 @@ def _split(tensor: Any) -> bool:
     return hasattr(tensor, "local_shards")
 
 
-def _values(table: _Table, seed: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _values(table: Table, seed: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows start..stop of a table, of shape (some, columns) with the number of the first, a block at a time."""
     if table.weight.device.type != "meta":
         yield start, table.weight[start:stop]
