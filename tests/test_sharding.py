@@ -304,6 +304,16 @@ def test_tables_on_meta_start_alike_whatever_the_plan(sessions: dict[int, Sessio
     assert 0 < weight.abs().max() <= 40**-0.5, "init_fn's range"
 
 
+def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: dict[int, Session]) -> None:
+    def copies() -> dict[str, torch.Tensor]:
+        torch.manual_seed(dist.get_rank())
+        sharded = shard(bags("cpu", ("a", 20, 8)), {"a": "data_parallel"}, batch_size=8)
+        return dict(sharded.model.state_dict())
+
+    first, second = sessions[2].run_all(copies)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
 def test_the_gathered_model_predicts_in_the_notebook(sessions: dict[int, Session]) -> None:
     def predict() -> tuple[nn.Module | None, torch.Tensor]:
         sharded = build(SPLIT)

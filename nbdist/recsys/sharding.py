@@ -275,6 +275,8 @@ def _fill(parallel: DistributedModelParallel, tables: Mapping[str, Table], seed:
             for first, values in _values(table, seed, row, row + tensor.shape[0]):
                 into = tensor[first - row : first - row + len(values)]
                 into.copy_(values[:, column : column + tensor.shape[1]])
+        if not _split(held):
+            dist.broadcast(held, src=0)  # the copies have to be one, even if the ranks' own tables were not
 
 
 def _split(tensor: Any) -> bool:
