@@ -25,6 +25,7 @@ def device_agnostic() -> Iterator[None]:
       batch norm over their own part of the batch, and say so.
     - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
       gradient that `DistributedDataParallel` waits for.
+    - Every data loader is divided among the ranks, also one that has done so itself; such a one says `sharded = True`.
     - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
     """
     originals: list[tuple[type, str, Any]] = []
@@ -48,7 +49,7 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
     import torch.distributed as dist
 
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
-    prepare, detach = trainer.before_fit, learner.detach_distributed
+    prepare, detach, wrap = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
@@ -68,6 +69,9 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
                 parameter.requires_grad_(False)
         prepare(self)
 
+    def _wrap_dl(self: Any, dl: Any) -> Any:
+        return dl if getattr(dl, "sharded", False) is True else wrap(self, dl)
+
     def detach_distributed(self: Any) -> Any:
         "Remove `DistributedTrainer` from a learner"
         detach(self)
@@ -76,6 +80,7 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
     patched = [
         (loader, "_broadcast", _broadcast),
         (trainer, "before_fit", before_fit),
+        (trainer, "_wrap_dl", _wrap_dl),
         (learner, "detach_distributed", detach_distributed),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]

@@ -1,1 +1,1 @@
-"""Recommender systems at notebook scale: data sets first. Uses the launcher like any notebook would."""
+"""Recommender systems at notebook scale: data sets, loaders, metrics. Uses the launcher like any notebook would."""

@@ -1,0 +1,193 @@
+"""What loaders have in common: iterating, epochs and seeds, where they are, which rank they are on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .adapter import Adapter, known_to_accelerate
+from .blocks import Block, Source
+from .columns import Columns
+from .partition import Plan
+from .prefetch import on_device
+
+
+class Loader(Adapter):
+    """What `MemoryLoader` and `ParquetLoader` have in common.
+
+    A batch is a dict from column name to tensor, shape (batch_size, ...), or `Ragged` for a column of lists; or what
+    `transform` makes of that. Batches may be views of common memory: do not resize them.
+
+    With a process group up, make and use the loader on all ranks: the constructor compares their arguments, so that
+    they cannot end up with different numbers of steps and wait for one another for ever.
+
+    Each complete iteration is an epoch, and the next has a new order. One that is broken off begins anew, in the same
+    order, unless `load_state_dict` or `set_epoch` says otherwise.
+
+    Args:
+        batch_size: Rows per step on each rank.
+        shuffle: A new random order each epoch; otherwise the order of the input.
+        seed: What the order follows from, beside the epoch. None: drawn by rank 0 from torch's generator.
+        remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Plan`.
+        transform: Called with each batch; what it returns is given out instead.
+        device: Where batches are to be. A GPU gets them asynchronously, through pinned memory.
+        prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
+            else 0, which uses no thread.
+        pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
+        rank, world_size: Which share of the rows. None: those of the process group, at the time of use; without one,
+            all rows.
+
+    Raises:
+        ValueError: for arguments that make no sense, and where ranks do not agree.
+    """
+
+    _waits = True  # whether making a block takes waiting
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        remainder: str = "keep",
+        transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise ValueError("rank and world_size belong together: give both or neither")
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(f"prefetch={prefetch}: at least 0")
+        if pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
+        self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
+        self.transform, self.prefetch, self.pin_memory = transform, prefetch, pin_memory
+        self.to(device)
+        self._shard = None if rank is None or world_size is None else (rank, world_size)
+        self._epoch = self._step = self._start = 0
+        self.seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
+        self._agree(seed is None)
+        self.plan.span(self.rank)
+
+    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+        """The batches of `rank` in `epoch`, from batch `step` on."""
+        raise NotImplementedError
+
+    def _everything(self, table: Columns, plan: Plan, rank: int, epoch: int) -> Source:
+        """The share of `rank` of a table that holds all rows."""
+        kind = torch.int32 if plan.rows < 2**31 else torch.int64
+        start, stop = plan.span(rank)
+        if self.shuffle:
+            order = torch.randperm(plan.rows, generator=self._generator(epoch), dtype=kind)
+        else:
+            order = torch.arange(plan.rows, dtype=kind)
+        share = order[start:stop]
+        if stop > plan.rows:  # padded: a row of another rank comes again
+            share = torch.cat([share, order[:1]])
+        return Source(start, table, share)
+
+    def _fingerprint(self) -> str:
+        """Equal for inputs with equal columns in equal pieces."""
+        raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """Whose rows these are."""
+        return self._shard[0] if self._shard else dist.get_rank() if _in_group() else 0
+
+    @property
+    def world_size(self) -> int:
+        """Among how many ranks the rows are divided."""
+        return self._shard[1] if self._shard else dist.get_world_size() if _in_group() else 1
+
+    def __len__(self) -> int:
+        """Steps an epoch, the same on all ranks."""
+        return self.plan.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        plan, epoch = self.plan, self._epoch
+        start, self._start = self._start, 0
+        self._step = step = start
+        busy = self._waits or self.device.type == "cuda"
+        depth = self.prefetch if self.prefetch is not None else 2 if busy else 0
+        placed = on_device(self._blocks(plan, self.rank, epoch, start), self.device, depth, self.pin_memory)
+        with contextlib.closing(placed), known_to_accelerate() as progress:
+            for block in placed:
+                for i in range(len(block.cuts) - 1):
+                    batch: Any = self._shape(block.batch(i))
+                    step += 1
+                    self._epoch, self._step = epoch, step
+                    progress.end_of_dataloader = step == plan.steps
+                    yield batch if self.transform is None else self.transform(batch)
+        self._epoch, self._step = epoch + 1, 0
+
+    def _shape(self, batch: Columns) -> Any:
+        return batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make `epoch` (from 0) the one that the next iteration gives; for DataLoader-style loops over epochs."""
+        self._epoch, self._step, self._start = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: after the last batch it gave. Plain values, for `torch.save` or JSON; per rank alike."""
+        done = self._step == len(self)
+        epoch, step = (self._epoch + 1, 0) if done else (self._epoch, self._step)
+        return {"epoch": epoch, "step": step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where `state` was taken: with the rest of that epoch, in the same order.
+
+        Raises:
+            ValueError: where the state is of other data, another number of ranks, or another way to deal rows out.
+        """
+        identity = self._identity()
+        for name, value in identity.items():
+            if name != "seed" and state[name] != value:
+                raise ValueError(f"the state is of a loader with {name}={state[name]!r}, this one has {value!r}")
+        self.seed = state["seed"]
+        self.set_epoch(state["epoch"])
+        self._start = self._step = state["step"]
+
+    def _identity(self) -> dict[str, Any]:
+        """All that the order of the rows depends on, beside the epoch."""
+        return {
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "remainder": self.remainder,
+            "world_size": self.world_size,
+            "input": self._fingerprint(),
+        }
+
+    def _agree(self, any_seed: bool) -> None:
+        if self._shard is not None or not _in_group() or dist.get_world_size() == 1:
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._identity())
+        if any_seed:
+            self.seed = everyone[0]["seed"]
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs[name] != value and not (name == "seed" and any_seed):
+                    raise ValueError(
+                        f"ranks do not agree about this loader: {name} is {value!r} on rank 0 and {theirs[name]!r} on "
+                        f"rank {rank}. Make it alike on all ranks, or give rank= and world_size="
+                    )
+
+    def _generator(self, *key: int) -> torch.Generator:
+        """The randomness of one purpose, the same wherever seed and key are."""
+        state = np.random.SeedSequence([abs(self.seed), int(self.seed < 0), *key]).generate_state(1, np.uint64)
+        return torch.Generator().manual_seed(int(state[0]) >> 1)
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,114 @@
+"""Columns of a batch: dense tensors, and lists of different lengths as values and offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class Ragged(NamedTuple):
+    """One list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
+
+    As `torch.nn.functional.embedding_bag` takes it with ``include_last_offset=True``.
+    """
+
+    values: Tensor
+    """Shape (total,): the lists, one after the other."""
+    offsets: Tensor
+    """Shape (rows + 1,), int64, from 0 to total."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Shape (rows,), int64: how long each list is."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+
+Column: TypeAlias = Tensor | Ragged
+"""A tensor of shape (rows, ...), or one list per row."""
+Columns: TypeAlias = dict[str, Column]
+
+# torch stores unsigned integers wider than a byte but has few kernels for them; the bits can be moved as signed ones.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def rows_of(column: Column) -> int:
+    """How many rows a column has."""
+    return len(column.offsets) - 1 if isinstance(column, Ragged) else len(column)
+
+
+def bytes_of(column: Column) -> int:
+    """How many bytes of memory a column takes."""
+    parts = column if isinstance(column, Ragged) else (column,)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def take(column: Column, index: Tensor) -> Column:
+    """The rows of a column that `index` names (shape (n,), integers), in that order, in new memory."""
+    if isinstance(column, Ragged):
+        index = index.to(column.offsets.device)
+        first = column.offsets.index_select(0, index)
+        lengths = column.offsets[1:].index_select(0, index) - first
+        offsets = torch.zeros(len(index) + 1, dtype=torch.int64, device=lengths.device)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        # Value j of the result lies in list i and comes from first[i] + (j - offsets[i]).
+        positions = torch.repeat_interleave(first - offsets[:-1], lengths)
+        positions += torch.arange(len(positions), device=positions.device)
+        return Ragged(_select(column.values, positions), offsets)
+    return _select(column, index)
+
+
+def _select(tensor: Tensor, index: Tensor) -> Tensor:
+    signed = _SIGNED.get(tensor.dtype)
+    index = index.to(tensor.device)
+    if signed is None:
+        return tensor.index_select(0, index)
+    return tensor.view(signed).index_select(0, index).view(tensor.dtype)
+
+
+def join(parts: Sequence[Column]) -> Column:
+    """Columns of one kind and dtype, one after the other; a single one is not copied."""
+    if len(parts) == 1:
+        return parts[0]
+    values = torch.cat([part.values if isinstance(part, Ragged) else part for part in parts])
+    lists = [part for part in parts if isinstance(part, Ragged)]
+    if not lists:
+        return values
+    offsets = torch.zeros(sum(map(rows_of, lists)) + 1, dtype=torch.int64, device=values.device)
+    torch.cumsum(torch.cat([part.lengths for part in lists]), 0, out=offsets[1:])
+    return Ragged(values, offsets)
+
+
+def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJaggedTensor:
+    """TorchRec's `KeyedJaggedTensor` of some columns of a batch.
+
+    Args:
+        batch: As a loader gives it.
+        keys: The columns to take, all of one dtype: lists, or one id per row (shape (rows,)), which becomes a list of
+            one. A column that is not named stays out.
+
+    Raises:
+        ValueError: for a column that is not there, has another shape, or another dtype than the first.
+        ImportError: where TorchRec is not installed.
+    """
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    values, lengths = [], []
+    for key in keys:
+        if key not in batch:
+            raise ValueError(f"the batch has no column {key!r}, but {', '.join(batch)}")
+        column = batch[key]
+        if not isinstance(column, Ragged) and column.ndim != 1:
+            raise ValueError(f"column {key!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
+        values.append(column.values if isinstance(column, Ragged) else column)
+        lengths.append(column.lengths if isinstance(column, Ragged) else torch.ones_like(column, dtype=torch.int64))
+        if values[-1].dtype != values[0].dtype:
+            raise ValueError(
+                f"column {key!r} is {values[-1].dtype}, {keys[0]!r} is {values[0].dtype}: cast one of them"
+            )
+    return KeyedJaggedTensor(keys=list(keys), values=torch.cat(values), lengths=torch.cat(lengths))

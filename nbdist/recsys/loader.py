@@ -1,0 +1,165 @@
+"""Batches for every rank, from Parquet files or from memory: equal steps, one shuffle for all, resumable.
+
+A loader is made and used like a `torch.utils.data.DataLoader` and divides the rows among the ranks by itself::
+
+    loader = ParquetLoader("train/*.parquet", 4096, shuffle=True, device=device)
+    for batch in loader:
+        loss = model(batch["user"], batch["item"])
+
+Nothing else may divide it again. accelerate's `prepare` and, under nbdist, fastai's `distrib_ctx` leave it as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .base import Loader
+from .blocks import BLOCK, Block, Source, blocks
+from .columns import Columns, rows_of
+from .parquet import ParquetFiles, Paths
+from .partition import Piece, Plan, deal, windows
+from .tables import dtype_of, to_table
+
+
+class MemoryLoader(Loader):
+    """Batches from memory; shuffled, every order of all rows is as likely as any other.
+
+    Args:
+        data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are
+            tuples), all with equally many rows; or a polars or pandas frame, or an Arrow table. Tensors and arrays are
+            not copied, and may be on a GPU.
+        batch_size: Rows per step on each rank.
+        **options: Those of `Loader`.
+
+    Raises:
+        TypeError, ValueError: naming the column: nothing that batches can be made of, nulls, differing row counts.
+    """
+
+    _waits = False
+
+    def __init__(self, data: Any, batch_size: int, **options: Any) -> None:
+        self._tuples = isinstance(data, (tuple, list))
+        self._table = to_table(data)
+        first = next(iter(self._table))
+        for name, column in self._table.items():
+            if rows_of(column) != self.rows:
+                raise ValueError(f"column {name!r} has {rows_of(column)} rows, {first!r} has {self.rows}")
+        super().__init__(batch_size, **options)
+
+    @property
+    def rows(self) -> int:
+        return rows_of(next(iter(self._table.values())))
+
+    def _shape(self, batch: Columns) -> Any:
+        return tuple(batch.values()) if self._tuples else batch
+
+    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+        yield from blocks([self._everything(self._table, plan, rank, epoch)], plan, rank, step)
+
+    def _fingerprint(self) -> str:
+        return _digest([(name, dtype_of(column)) for name, column in self._table.items()])
+
+
+class ParquetLoader(Loader):
+    """Batches from Parquet files, which may be larger than memory.
+
+    If the rows take less than half of `memory`, each rank reads all of them once and the shuffle is as that of
+    `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, deals their
+    rows out to the ranks, and each rank shuffles its rows in windows as large as `memory` allows. Files that were
+    written shuffled, with row groups that are small beside the budget, make that as good as a full shuffle.
+
+    Args:
+        files: A file, a folder, a glob pattern, or several; all with the same schema.
+        batch_size: Rows per step on each rank.
+        columns: Which columns to read. None: all. Numbers, booleans, lists of them; no nulls.
+        memory: Bytes that a rank may use for rows.
+        **options: Those of `Loader`.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory` is too little
+            for the largest row group.
+    """
+
+    def __init__(
+        self,
+        files: Paths,
+        batch_size: int,
+        *,
+        columns: Sequence[str] | None = None,
+        memory: int = 1 << 29,
+        **options: Any,
+    ) -> None:
+        self._files = ParquetFiles(files, columns)
+        self._table: Columns | None = None
+        size, rows = self._files.size, self.rows
+        self._whole = size + 8 * rows <= memory // 2
+        largest = max(self._files.groups, key=lambda group: group.size)
+        # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
+        batch = -(-size // rows) * batch_size
+        ahead = 2 if options.get("prefetch") is None else options["prefetch"]
+        self._window = memory - 2 * largest.size - (ahead + 3) * max(BLOCK, batch)
+        if not self._whole and self._window < largest.size + 8 * largest.rows:
+            need = 3 * largest.size + 8 * largest.rows + (ahead + 3) * max(BLOCK, batch)
+            raise ValueError(
+                f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
+                f"{largest.size} bytes; with memory={memory} it cannot be read. Say memory={need} or more, or write "
+                "the file with smaller row groups"
+            )
+        super().__init__(batch_size, **options)
+
+    @property
+    def rows(self) -> int:
+        return len(self._files)
+
+    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+        if self._whole:
+            if self._table is None:
+                self._table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
+            sources: Iterator[Source] = iter([self._everything(self._table, plan, rank, epoch)])
+        else:
+            sources = self._windows(plan, rank, epoch, step)
+        yield from blocks(sources, plan, rank, step)
+
+    def _windows(self, plan: Plan, rank: int, epoch: int, step: int) -> Iterator[Source]:
+        """What `rank` reads for an epoch, one window after the other; those before batch `step` are not read."""
+        groups, shift = self._files.groups, 0
+        if self.shuffle:
+            generator = self._generator(epoch)
+            groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+            # The ranks' shares begin elsewhere each time, so that a few large groups are divided differently too.
+            shift = int(torch.randint(plan.rows, (), generator=generator).item())
+        start, stop = plan.span(rank)
+        repeats = plan.repeats(rank)
+        pieces = deal(groups, start + shift, stop - start - repeats)
+        # A repeated row has a window of its own: it is to be the last, wherever the others go.
+        each = [
+            windows(pieces, self._window if self.shuffle else 0),
+            windows(deal(groups, stop - 1 + shift, repeats), 0),
+        ]
+        todo = [(sum(p.stop - p.start for p in window), window) for window in itertools.chain(*each)]
+        room = max(rows for rows, _ in todo)
+        spare: dict[str, torch.Tensor] = {}
+        orders = torch.arange(room)
+        for number, (rows, window) in enumerate(todo):
+            if start + rows > plan.cut(rank, step):
+                order = orders[:rows]
+                if self.shuffle:
+                    torch.randperm(rows, generator=self._generator(epoch, rank, number), out=order)
+                yield Source(start, self._files.read(window, spare, room), order)
+            start += rows
+
+    def _fingerprint(self) -> str:
+        types = [(name, str(kind)) for name, kind in self._files.types.items()]
+        return _digest([types, self._files.groups, self._whole, self._window])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None}  # read again where it arrives, and not sent
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()

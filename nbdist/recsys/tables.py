@@ -1,0 +1,98 @@
+"""Tensors of what holds rows in memory: Arrow tables, polars and pandas frames, arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from .columns import Column, Columns, Ragged
+
+
+def to_table(data: Any) -> Columns:
+    """The columns of whatever `MemoryLoader` takes."""
+    if isinstance(data, (tuple, list)):
+        data = {str(i): column for i, column in enumerate(data)}
+    if isinstance(data, Mapping):
+        columns = {str(name): _column(name, column) for name, column in data.items()}
+    elif isinstance(data, pa.Table):
+        columns = to_columns(data, "the table")
+    elif hasattr(data, "to_arrow"):  # polars, which need not be imported to know its frames
+        columns = to_columns(data.to_arrow(), "the frame")
+    elif hasattr(data, "to_numpy") and hasattr(data, "columns"):  # pandas
+        columns = {}
+        for name in data.columns:
+            # Not all through Arrow: it takes NaN for null.
+            numeric = getattr(data[name].dtype, "kind", "O") in "biuf" and isinstance(data[name].dtype, np.dtype)
+            one = data[name].to_numpy() if numeric else pa.table({str(name): pa.array(data[name], from_pandas=False)})
+            columns[str(name)] = _column(name, one) if numeric else to_columns(one, "the frame")[str(name)]
+    else:
+        raise TypeError(f"no batches can be made of a {type(data).__name__}: give tensors, arrays or a frame")
+    if not columns:
+        raise ValueError("no columns")
+    return columns
+
+
+def _column(name: Any, column: Any) -> Column:
+    if isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+        column = torch.from_numpy(column if column.flags.writeable else column.copy())
+    if isinstance(column, torch.Tensor) and column.ndim:
+        return column
+    if isinstance(column, Ragged):
+        offsets = column.offsets
+        if len(offsets) and offsets[0] == 0 and offsets[-1] == len(column.values) and (column.lengths >= 0).all():
+            return Ragged(column.values, offsets.long())
+        raise ValueError(f"column {name!r}: offsets have to rise from 0 to the number of values")
+    raise TypeError(f"column {name!r} is a {type(column).__name__}: give tensors, numeric arrays or Ragged")
+
+
+def dtype_of(column: Column) -> str:
+    return f"lists of {column.values.dtype}" if isinstance(column, Ragged) else f"{column.dtype}{column.shape[1:]}"
+
+
+def to_columns(table: pa.Table, where: str) -> Columns:
+    """An Arrow table's columns as tensors of the same dtypes; lists become `Ragged`, fixed-size lists 2-dimensional.
+
+    The result may share memory with the table where the type allows it; it is not to be written to.
+
+    Raises:
+        ValueError: for nulls and types without a tensor; the message begins with `where` and names the column.
+    """
+    return {name: _to_column(table.column(name), f"{where}: column {name!r}") for name in table.column_names}
+
+
+def _to_column(chunked: pa.ChunkedArray, where: str) -> Any:
+    check_type(chunked.type, where)
+    array = chunked.combine_chunks() if chunked.num_chunks != 1 else chunked.chunk(0)
+    if array.null_count:
+        raise ValueError(f"{where} has {array.null_count} null(s), which no tensor can hold: fill or drop them first")
+    if pa.types.is_fixed_size_list(array.type):
+        return _dense(array.flatten(), where).reshape(len(array), array.type.list_size)
+    if is_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        return Ragged(_dense(array.flatten(), where), torch.from_numpy(offsets - offsets[0]))
+    return _dense(array, where)
+
+
+def _dense(array: pa.Array, where: str) -> torch.Tensor:
+    if array.null_count:
+        raise ValueError(f"{where} has lists with {array.null_count} null(s) in them: fill or drop them first")
+    if len(array) == 0 or pa.types.is_boolean(array.type):  # Arrow packs booleans into bits
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+    return torch.from_dlpack(array)  # not by way of NumPy: torch would warn that Arrow's memory is read-only
+
+
+def is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def check_type(kind: pa.DataType, where: str) -> None:
+    inner = kind.value_type if is_list(kind) or pa.types.is_fixed_size_list(kind) else kind
+    if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+        raise ValueError(
+            f"{where} is {kind}, which has no tensor: turn it into numbers first (categorify, cast), or name the "
+            "columns that are wanted with columns="
+        )
