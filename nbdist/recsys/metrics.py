@@ -1,0 +1,186 @@
+"""How good a recommender is, over all ranks: AUC, log loss, RMSE; and how fast it trains.
+
+All are torchmetrics metrics: `update` with each batch on each rank, `compute` on all ranks, which gives every rank the
+same number, that of all rows. Without a process group they are of the rows of this process. Make them on the device
+that predictions are on: ``AUC().to(device)``. ::
+
+    auc, speed = AUC(), Throughput()
+    for batch in loader:
+        auc.update(model(batch), batch["liked"])
+        speed.update(len(batch["liked"]))
+    print(auc.compute(), speed.compute())
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MeanSquaredError, Metric
+from torchmetrics.utilities import dim_zero_cat
+
+
+def _both(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Both flat and without gradient; raises for what would be broadcast into nonsense, or is not a number."""
+    predictions, targets = predictions.detach().flatten(), targets.detach().flatten()
+    if len(predictions) != len(targets):
+        raise ValueError(f"{len(predictions)} predictions for {len(targets)} targets")
+    if not predictions.isfinite().all():
+        raise ValueError(f"{int((~predictions.isfinite()).sum())} of {len(predictions)} predictions are not finite")
+    return predictions, targets
+
+
+def _labels(targets: Tensor) -> Tensor:
+    labels = targets.long()
+    if not ((targets == 0) | (targets == 1)).all():
+        raise ValueError("targets are labels: 0 or 1, or booleans")
+    return labels
+
+
+def _of_some_rows(metric: Metric, rows: Tensor | int) -> None:
+    if not int(rows):
+        raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
+
+
+class AUC(Metric):
+    """Area under the ROC curve: how likely a liked row is ranked above one that is not; ties count half.
+
+    Exact, in double precision: keeps the predictions of all rows, and `compute` brings those of all ranks to each.
+    (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to it.)
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores: list[Tensor] | Tensor
+        self.labels: list[Tensor] | Tensor
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("labels", [], dist_reduce_fx="cat")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Take rows in: scores, higher for what is liked more, and labels; one of each per row."""
+        preds, target = _both(preds, target)
+        labels = _labels(target)
+        self.scores.append(preds.double())  # type: ignore[union-attr]
+        self.labels.append(labels.to(torch.uint8))  # type: ignore[union-attr]
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """Bring the rows of all ranks together. A rank without rows gives none of the same dtype, or gloo aborts."""
+        if not len(self.scores):
+            self.scores = [torch.empty(0, dtype=torch.float64, device=self.device)]
+            self.labels = [torch.empty(0, dtype=torch.uint8, device=self.device)]
+        super().sync(*args, **kwargs)
+
+    def compute(self) -> Tensor:
+        """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where all of them have one label."""
+        _of_some_rows(self, len(self.scores))
+        scores, labels = dim_zero_cat(self.scores), dim_zero_cat(self.labels)
+        _of_some_rows(self, len(scores))
+        positives = int(labels.sum(dtype=torch.int64))
+        negatives = len(labels) - positives
+        if not positives or not negatives:
+            raise ValueError(f"AUC of {len(labels)} rows with {positives} labels of 1: it needs both labels")
+        # Mann and Whitney: by the ranks of the liked rows; equal scores share the mean of theirs.
+        _, group, counts = scores.unique(return_inverse=True, return_counts=True)
+        ranks = counts.cumsum(0) - (counts.double() - 1) / 2
+        liked = group.bincount(weights=labels.double())
+        wins: Tensor = (liked * ranks).sum() - positives * (positives + 1) / 2
+        return wins / (positives * negatives)
+
+
+class LogLoss(Metric):
+    """Mean negative log likelihood of labels, in nats.
+
+    Args:
+        logits: Whether predictions are logits; otherwise they are probabilities.
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    def __init__(self, logits: bool = False) -> None:
+        super().__init__()
+        self.logits = logits
+        self.total: Tensor
+        self.rows: Tensor
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Take rows in: one prediction and one label per row. A wrong prediction of exactly 0 or 1 counts as 100."""
+        preds, target = _both(preds, target)
+        labels = _labels(target).double()
+        if self.logits:
+            losses = torch.nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="sum")
+        else:
+            if len(preds) and not 0 <= float(preds.min()) <= float(preds.max()) <= 1:
+                raise ValueError("predictions are not probabilities: give sigmoid(predictions), or say logits=True")
+            losses = torch.nn.functional.binary_cross_entropy(preds.double(), labels, reduction="sum")
+        self.total += losses
+        self.rows += len(labels)
+
+    def compute(self) -> Tensor:
+        """The mean over all rows of all ranks."""
+        _of_some_rows(self, self.rows)
+        return self.total / self.rows
+
+
+class RMSE(MeanSquaredError):
+    """Root mean squared error, in the unit of the targets."""
+
+    def __init__(self) -> None:
+        super().__init__(squared=False)
+        # Float32 sums stop growing at some ten million rows.
+        self.add_state("sum_squared_error", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Take rows in: one prediction and one target per row."""
+        preds, target = _both(preds, target)
+        super().update(preds.double(), target.double())
+
+    def compute(self) -> Tensor:
+        """Over all rows of all ranks."""
+        _of_some_rows(self, self.total)
+        return super().compute()
+
+
+class Throughput(Metric):
+    """Rows per second of all ranks together: all their rows, by the time of the slowest rank.
+
+    The time is that from making the metric, or `reset`, to the last `update`; on a GPU work may still be under way
+    then: call `torch.cuda.synchronize()` before the last one.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Tensor
+        self.seconds: Tensor
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("seconds", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="max")
+        self._began = time.perf_counter()
+
+    def reset(self) -> None:
+        """Begin anew, with the clock at 0."""
+        super().reset()
+        self._began = time.perf_counter()
+
+    def update(self, rows: int) -> None:
+        """Count `rows` rows as done by now."""
+        self.rows += rows
+        self.seconds.fill_(time.perf_counter() - self._began)
+
+    def compute(self) -> Tensor:
+        """Rows per second."""
+        _of_some_rows(self, self.rows)
+        return self.rows / self.seconds
