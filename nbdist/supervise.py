@@ -215,6 +215,10 @@ class Waiting:
             self._silent.add(rank)
             return
         self._relay.drain(rank)  # what it wrote before it answered comes before what the cell does next
+        if message[0] == "begun":
+            if self._leaving and rank in self.pending:
+                self._ranks.signal(rank, signal.SIGINT)
+            return
         if message[0] == "raised":
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)

@@ -179,6 +179,7 @@ class Rank:
                 continue
             try:
                 with self._interrupts(), fastai.device_agnostic():
+                    self.channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:
                 if os.getpid() == pid:
