@@ -38,7 +38,7 @@ def first(run: Run) -> None:
         return found
 
     names = ["import", "after warm()", *CONTESTANTS]
-    run.sweep({"inside": "first_inside", "returned": "first"}, names, turn, 5, 30.0, fresh=True)
+    run.sweep({"inside": "first_inside", "returned": "first"}, names, turn, 3, 30.0, fresh=True)
 
 
 def _wait_until_idle(kernel: Kernel, seconds: float = 60.0) -> None:

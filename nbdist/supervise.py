@@ -238,6 +238,8 @@ class Waiting:
             self.pending.discard(rank)
             self._answers[rank] = parcel
             self._group.note(rank, "idle")
+            if not message[1]:
+                self._group.leave()
         if self._leaving:
             self._dismiss(rank)
 

@@ -244,7 +244,7 @@ class Rank:
     def _debug(self, _parcel: None, _fds: list[int]) -> tuple[tuple[Any, ...], None]:
         assert self._held is not None
         debugger.interact(self.channel, self._held)
-        return ("done",), None
+        return ("done", True), None
 
     def _call(
         self,
@@ -275,9 +275,9 @@ class Rank:
             value = fn(*args, **kwargs)
         finally:
             shell.after_call()
-        if not answers:
-            return ("done",), None
-        return ("value",), self._pack(value, self.originals)
+        # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
+        grouped = sys.modules["torch.distributed"].is_initialized()
+        return ("done", grouped), self._pack(value, self.originals) if answers else None
 
     def _pack(self, value: Any, originals: list[Any]) -> transport.Parcel:
         file = io.BytesIO()

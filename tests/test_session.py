@@ -170,6 +170,14 @@ def test_ranks_that_do_not_let_go_are_replaced_and_the_user_is_told(
     assert "fresh ranks" not in capsys.readouterr().err
 
 
+def test_a_call_that_ends_the_process_group_costs_the_next_one_nothing(session: Session) -> None:
+    before = session.run_all(remember, 1)
+    session.run(dist.destroy_process_group)
+    assert session.run(sums) == 2.0 and [kept[:2] for kept in session.run_all(remember, 2)] == before
+    session.call(lambda: dist.destroy_process_group(), ranks=[1])
+    assert session.run(sums) == 2.0
+
+
 # ------------------------------------------------------------------------------------------------------------ deaths
 
 
