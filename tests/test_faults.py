@@ -100,6 +100,7 @@ def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
     assert poll(lambda: psutil.Process(live.pid).num_fds() <= fds), "descriptors are left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.survives], ids=lambda fault: fault.name)
 def test_a_live_session_survives(fault: Fault, live: Kernel) -> None:
     """What an exception leaves behind does not keep the same ranks from the next call."""

@@ -18,6 +18,8 @@ from conftest import open_fds, poll
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import local
 
+pytestmark = pytest.mark.slow
+
 ROOT = str(Path(__file__).parent.parent)
 
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from nbdist.pytest_plugin import Launcher
 
+pytestmark = pytest.mark.slow
+
 
 def regression(rows: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     """A problem that one weight per column solves: 1, 2, 3, 4."""

@@ -19,6 +19,8 @@ from nbdist import Session, in_ddp
 from nbdist.recsys.datasets import synthetic_ratings
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader
 
+pytestmark = pytest.mark.slow
+
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_pytest_users import run_pytest
 
 from nbdist.pytest_plugin import Launcher
+
+pytestmark = pytest.mark.slow
 
 COMMON = """
 import os

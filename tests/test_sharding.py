@@ -25,6 +25,8 @@ from nbdist.recsys.plan import Shard as PlanShard
 from nbdist.recsys.sharding import KINDS, Plan, Sharded, equal_steps, shard
 from nbdist.recsys.versions import check_torchrec, matching
 
+pytestmark = pytest.mark.slow
+
 RANKS = (2, 4)
 ROW_KINDS = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_KINDS = ("column_wise", "table_column_wise", "grid_shard")
