@@ -54,12 +54,8 @@ class Explanation:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def row(tag: str, cells: Iterable[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-        table = "".join([row("th", _HEAD), *(row("td", cells) for cells in self._rows())])
         notes = "".join(f"<p><b>warning:</b> {html.escape(text)}</p>" for text in self.warnings)
-        return f"<table>{table}</table>{notes}"
+        return html_table(_HEAD, self._rows()) + notes
 
 
 def explain(
@@ -94,6 +90,15 @@ def _measure(name: str, value: Any, read: bool = True) -> Item:
     by_import = not shared and not pickler.originals and pickler.modules and file.getbuffer().nbytes < 200
     how = "import" if by_import else "shared" if shared else "by value"
     return Item(name, how, shared + file.getbuffer().nbytes, read)
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table of texts as HTML."""
+
+    def row(tag: str, cells: Iterable[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return "<table>" + "".join([row("th", head), *(row("td", cells) for cells in rows)]) + "</table>"
 
 
 def size(nbytes: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ class Group:
         layout, size = self._layout, len(self._layout.devices)
         cores = affinity.usable_cores()
         bound = affinity.shares(cores, affinity.numa_nodes(), size) if layout.threads == "bind" else None
+        threads = self._threads(len(cores))
         seeds = None if layout.seed is None or self._setting is None else (layout.seed,) * 3
         with contextlib.closing(meeting.MeetingPoint()) as meeting_point:
             for rank, device in enumerate(layout.devices):
@@ -74,7 +76,7 @@ class Group:
                     backend=layout.backend,
                     options=layout.options,
                     master_port=meeting_point.port,
-                    threads=self._threads(len(cores)),
+                    threads=threads,
                     cores=None if bound is None else bound[rank],
                 )
                 self.send(rank, "join", world, self._setting, seeds, fds=meeting_point.fds(rank))
@@ -83,7 +85,7 @@ class Group:
     def _threads(self, cores: int) -> int:
         if isinstance(self._layout.threads, int):
             return self._layout.threads
-        environ = worker.Setting.of_this_process(self._layout.env).environ
+        environ = {**os.environ, **self._layout.env}
         asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
         return int(asked) if asked.isdigit() else max(1, cores // len(self._layout.devices))
 

@@ -45,10 +45,8 @@ def environ() -> dict[str, str]:
     """What a group that `fn` makes itself (`init_method="env://"`) has to know beside the port."""
     if _BY_FILE:
         return {}
-    return {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }  # the port is taken: by our store
+    # The port is taken: by our store.
+    return {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
 def open_store(rank: int, world_size: int, port: int, fds: Sequence[int]) -> Any:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .explanation import size
+from .explanation import html_table, size
 from .group import Group
 from .relay import Cell
 
@@ -108,8 +108,4 @@ def _as_text(snapshot: Snapshot) -> str:
 
 
 def _as_html(snapshot: Snapshot) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    table = "".join([row("th", _HEAD), *(row("td", cells) for cells in snapshot.rows)])
-    return f"<p>{html.escape(snapshot.title)}</p><table>{table}</table>"
+    return f"<p>{html.escape(snapshot.title)}</p>" + html_table(_HEAD, snapshot.rows)
