@@ -182,9 +182,14 @@ def _public_names(module: types.ModuleType) -> list[str]:
     return [name for name in vars(module) if not name.startswith("_")]
 
 
+def keep_source(file: str, text: str) -> None:
+    """Let tracebacks show the lines of code that is in no file."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
 def run_imports(block: str, namespace: dict[str, Any]) -> set[str]:
     """Execute the import block in `namespace`; returns the names it gave."""
-    linecache.cache[IMPORTS_FILE] = (len(block), None, block.splitlines(keepends=True), IMPORTS_FILE)
+    keep_source(IMPORTS_FILE, block)
     given: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(block, IMPORTS_FILE, "exec"), given)
     del given["__name__"], given["__builtins__"]

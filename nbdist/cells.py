@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import linecache
 import types
 from collections.abc import Sequence
 from typing import Any
 
-from . import shell
+from . import capture, shell
 
 
 def nothing() -> None:
@@ -32,7 +31,7 @@ def run(cell: str, number: int) -> None:
     """
     file = f"<ddp cell {number}>"
     text = "\n" + shell.transform(cell)  # the first line is `%%ddp`
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    capture.keep_source(file, text)
     shell.label_cells({file: number})
     body = ast.parse(text, file).body
     last = body[-1] if body else None

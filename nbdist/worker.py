@@ -9,7 +9,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
-import linecache
 import os
 import pickle
 import random
@@ -260,7 +259,7 @@ class Rank:
             seed_everything(seeds)
         self.finder.places.update(header.places)
         for name, source in header.sources.items():
-            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+            capture.keep_source(name, source)
         shell.label_cells(header.cells)
         given = capture.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()
