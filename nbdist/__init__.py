@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from .engines import use
+from .engines.options import RayOptions
 from .errors import CaptureError, NbdistError, RankDied, RankTimeout
 from .explanation import explain
 from .launch import in_ddp, post_mortem, warm
@@ -12,12 +14,14 @@ __all__ = [
     "NbdistError",
     "RankDied",
     "RankTimeout",
+    "RayOptions",
     "Session",
     "explain",
     "in_ddp",
     "load_ipython_extension",
     "post_mortem",
     "unload_ipython_extension",
+    "use",
     "warm",
 ]
 __version__ = "0.1.0"

@@ -38,18 +38,19 @@ class CaptureError(NbdistError):
 class RankDied(NbdistError):
     """A rank's process ended before it answered.
 
-    Attributes: `rank`, `pid`, `status` (exit code, or minus the number of the signal that killed it).
+    Attributes: `rank`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `reason` (what
+    was lost with it, such as its node; else empty).
     """
 
-    def __init__(self, rank: int, pid: int | None, status: int | None, output: str = "") -> None:
-        self.rank, self.pid, self.status, self.output = rank, pid, status, output
-        message = f"rank {rank} (pid {pid}) {describe_status(status)}"
+    def __init__(self, rank: int, pid: int | None, status: int | None, output: str = "", reason: str = "") -> None:
+        self.rank, self.pid, self.status, self.output, self.reason = rank, pid, status, output, reason
+        message = f"rank {rank} (pid {pid}) {reason or describe_status(status)}"
         if output:
             message += f"\nLast output of rank {rank}:\n{output.rstrip()}"
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[RankDied], tuple[int, int | None, int | None, str]]:
-        return RankDied, (self.rank, self.pid, self.status, self.output)
+    def __reduce__(self) -> tuple[type[RankDied], tuple[int, int | None, int | None, str, str]]:
+        return RankDied, (self.rank, self.pid, self.status, self.output, self.reason)
 
 
 class RankTimeout(NbdistError, TimeoutError):

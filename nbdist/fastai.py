@@ -48,18 +48,19 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
     import torch
     import torch.distributed as dist
 
+    from .devices import collective_device
+
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
     prepare, detach, wrap = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        indices = torch.as_tensor(t, dtype=torch.long, device=device)
+        indices = torch.as_tensor(t, dtype=torch.long, device=collective_device())
         dist.broadcast(indices, rank)
         return list(indices.tolist())
 
     def before_fit(self: Any) -> None:
-        if self.sync_bn and "nccl" not in dist.get_backend():
+        if self.sync_bn and collective_device().type == "cpu":
             self.sync_bn = False
             norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
             if norms and dist.get_rank() == 0:

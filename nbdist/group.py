@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import affinity, engines, meeting, relay, worker
-from .engines import local
+from . import engines, relay, worker
 from .errors import RankDied
 
 
@@ -41,12 +39,12 @@ class Doing(NamedTuple):
 class Group:
     """Running ranks. Dropping the last reference to it ends them."""
 
-    def __init__(self, engine: engines.Engine, layout: Layout) -> None:
+    def __init__(self, engine: engines.Engine, layout: Layout, cell: relay.Cell) -> None:
         self._layout = layout
-        self.ranks = engine.start(len(layout.devices))
+        self.ranks = engine.start(len(layout.devices), cell.notice)
         self.relay = relay.Relay(self.ranks.outputs)
         self._end = weakref.finalize(self, self.ranks.close)
-        self._setting: worker.Setting | None = worker.Setting.of_this_process(layout.env)
+        self._fresh = True
         self._joined = False
         self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
         self.raised: list[int] = []
@@ -62,32 +60,31 @@ class Group:
         """Let the ranks enter a process group, unless they are in a good one."""
         if self._joined:
             return
-        layout, size = self._layout, len(self._layout.devices)
-        cores = affinity.usable_cores()
-        bound = affinity.shares(cores, affinity.numa_nodes(), size) if layout.threads == "bind" else None
-        threads = self._threads(len(cores))
-        seeds = None if layout.seed is None or self._setting is None else (layout.seed,) * 3
-        with contextlib.closing(meeting.MeetingPoint()) as meeting_point:
-            for rank, device in enumerate(layout.devices):
+        layout = self._layout
+        environ = {**self.ranks.inherited(), **layout.env}
+        seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
+        with contextlib.closing(self.ranks.meet()) as meeting_point:
+            for rank, (device, place) in enumerate(zip(layout.devices, self.ranks.places, strict=True)):
                 world = worker.World(
                     rank=rank,
-                    world_size=size,
+                    world_size=len(layout.devices),
                     device=device,
                     backend=layout.backend,
                     options=layout.options,
-                    master_port=meeting_point.port,
-                    threads=threads,
-                    cores=None if bound is None else bound[rank],
+                    place=place,
+                    meeting=meeting_point.meeting,
+                    threads=self._threads(place.threads, environ),
+                    cores=place.cores if layout.threads == "bind" else None,
                 )
-                self.send(rank, "join", world, self._setting, seeds, fds=meeting_point.fds(rank))
-        self._setting, self._joined = None, True
+                setting = self.ranks.setting(rank, environ) if self._fresh else None
+                self.send(rank, "join", world, setting, seeds, fds=meeting_point.fds(rank))
+        self._fresh, self._joined = False, True
 
-    def _threads(self, cores: int) -> int:
+    def _threads(self, share: int, environ: Mapping[str, str]) -> int:
         if isinstance(self._layout.threads, int):
             return self._layout.threads
-        environ = {**os.environ, **self._layout.env}
         asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
-        return int(asked) if asked.isdigit() else max(1, cores // len(self._layout.devices))
+        return int(asked) if asked.isdigit() else share
 
     def leave(self) -> None:
         """The process group is broken: before the next call the ranks enter another."""
@@ -101,7 +98,9 @@ class Group:
     def bury(self, exit: engines.Exit) -> RankDied:
         """Keep in mind that a rank has died, and how."""
         self.relay.drain(exit.rank)
-        died = RankDied(exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail())
+        died = RankDied(
+            exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail(), exit.reason
+        )
         self.dead = self.dead or str(died).partition("\n")[0]
         self.note(exit.rank, "dead")
         return died
@@ -110,24 +109,3 @@ class Group:
         """Let the ranks leave, kill after `grace` seconds those that have not."""
         if self._end.detach() is not None:
             self.ranks.close(grace)
-
-
-def choose_devices(nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-    """A device for each rank. Raises `ValueError` where there are not enough."""
-    if devices == "cpu":
-        return ["cpu"] * nranks
-    if devices is not None and not isinstance(devices, str):
-        if len(devices) != nranks:
-            raise ValueError(f"devices={list(devices)!r} names {len(devices)} devices for {nranks} ranks")
-        return [str(device) for device in devices]
-    if devices not in (None, "cuda"):
-        raise ValueError(f"devices={devices!r}: 'cpu', 'cuda', or a list with one device for each rank")
-    gpus = local.visible_gpus()
-    if gpus == 0 and devices is None:
-        return ["cpu"] * nranks
-    if nranks > gpus:
-        raise ValueError(
-            f"{nranks} ranks want a GPU each, but {gpus} GPU{'s are' if gpus != 1 else ' is'} visible. Ask for "
-            f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...)'
-        )
-    return [f"cuda:{rank}" for rank in range(nranks)]

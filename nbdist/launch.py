@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-from . import capture, fastai, meeting, worker
+from . import capture, engines, fastai, meeting, worker
+from .devices import choose_devices
 from .engines import local
 from .errors import NbdistError
-from .group import choose_devices
 from .session import Session, check_call, check_count, check_platform
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ def in_ddp(
     imports: str | Iterable[str] = "",
     need: capture.Names = "",
     hold_on_error: bool = False,
+    restarts: int = 0,
     **kwargs: Any,
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
@@ -44,6 +45,8 @@ def in_ddp(
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
         hold_on_error: After an exception, keep the ranks with its frames for `post_mortem`, until that or the next
             such call.
+        restarts: How often `fn` is started again, on fresh ranks, after a rank or its node was lost.
+            TORCHELASTIC_RESTART_COUNT tells it, so that it can go on from its last snapshot.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -61,7 +64,7 @@ def in_ddp(
         return _in_kernel(fn, args, kwargs, imports, need)
     _let_go()
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(ngpus, hold_on_error=hold_on_error))
+        session = stack.enter_context(Session(ngpus, hold_on_error=hold_on_error, restarts=restarts))
         try:
             return session.run(fn, *args, imports=imports, need=need, **kwargs)
         except BaseException:
@@ -110,7 +113,10 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     """
     check_platform()
     modules = capture.modules_named(capture.parse_imports(imports))
-    local.LocalEngine().warm(["torch", "torch.distributed", *modules], idle)
+    engine = engines.resolve(None)
+    engine.warm(["torch", "torch.distributed", *modules])
+    if idle is not None and isinstance(engine, local.LocalEngine):
+        engine.idle(idle)
 
 
 def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:
@@ -151,7 +157,8 @@ def _group_of_one() -> Iterator[None]:
             world_size=1,
             device=device,
             backend="nccl" if device.startswith("cuda") else "gloo",
-            master_port=meeting_point.port,
+            place=worker.Place(0, 0, 1, meeting.LOOPBACK_INTERFACE, torch.get_num_threads(), ()),
+            meeting=meeting_point.meeting,
             threads=torch.get_num_threads(),
         )
         os.environ.update(world.environ())

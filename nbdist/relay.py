@@ -141,6 +141,10 @@ class Cell:
         if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
             stream.flush()
 
+    def notice(self, text: str) -> None:
+        """Say something to the user, on standard error."""
+        self.text(f"nbdist: {text}\n", _STDERR)
+
     def message(self, kind: str, content: dict[str, Any]) -> None:
         if self._shell is None:
             if kind == "display" and not content["update"]:
@@ -240,7 +244,7 @@ class Relay:
                 data = os.read(fd, 1 << 16)
             except BlockingIOError:
                 return True
-            for kind, what in pipe.feed(data):
+            for kind, what in _without_overtaken(list(pipe.feed(data))):
                 self._pass_on(pipe.rank, kind, what)
             if not data:
                 self._end_line(pipe.rank)
@@ -281,14 +285,22 @@ class Relay:
             if rest:
                 self.cell.text(f"[rank {rank}] {rest}\n", kind)
 
-    def notice(self, text: str) -> None:
-        """Say something to the user, on the cell's standard error."""
-        self.cell.text(f"nbdist: {text}\n", _STDERR)
-
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""
         for rank in range(len(self.logs)):
             self._end_line(rank)
+
+
+def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """The frames but for updates of a display that is updated again after them: nobody would see those."""
+    updates = {}
+    for number, (kind, what) in enumerate(frames):
+        if kind == _MESSAGE and what[0] == "display" and what[1]["update"]:
+            updates[number] = what[1]["transient"].get("display_id")
+    last = {display_id: number for number, display_id in updates.items()}
+    for number, frame in enumerate(frames):
+        if last.get(updates.get(number), number) == number:
+            yield frame
 
 
 class _Pipe:

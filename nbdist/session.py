@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from . import capture, debugger, engines, futures, relay, stacks, supervise, transport
-from .errors import NbdistError
+from .engines.options import RayOptions
+from .errors import NbdistError, RankDied
 from .explanation import Explanation, explain
-from .group import Group, Layout, choose_devices
+from .group import Group, Layout
 from .status import Snapshot, Status, look
 
 T = TypeVar("T")
@@ -60,8 +61,11 @@ class Session:
         env: Environment variables for the ranks, beside those of the notebook.
         seed: Seeds the ranks once, when they start. None: every call seeds them anew from the notebook's own
             random state (`random`, NumPy and torch, each from its own).
-        engine: Where the ranks run; "local" is this machine.
+        engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
+            other. None: what `nbdist.use` said, or else this machine.
         hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
+        restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
+            count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
 
     Raises:
         TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
@@ -79,24 +83,26 @@ class Session:
         output: str = "rank0",
         env: Mapping[str, str] | None = None,
         seed: int | None = None,
-        engine: str = "local",
+        engine: str | RayOptions | None = None,
         hold_on_error: bool = False,
+        restarts: int = 0,
     ) -> None:
         check_platform()
         check_count(nranks, least=1, name="nranks")
+        check_count(restarts, least=0, name="restarts")
         if threads not in (None, "bind"):
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
         self.nranks = nranks
         self._engine = engines.resolve(engine)
-        chosen = choose_devices(nranks, devices)
+        chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
         name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
         self._layout = Layout(chosen, name, options, threads, dict(env or {}), seed)
         self._timeout = timeout
         self._output = check_output(output)
-        self._hold = hold_on_error
+        self._hold, self._restarts = hold_on_error, restarts
         self._group: Group | None = None
         self._logs: list[relay.Log] = []  # of the ranks that there are, or were last
         self._dead = ""  # why calls are refused until `restart`
@@ -261,7 +267,7 @@ class Session:
         with self._turns.taken(self._turns.draw()):
             self._end(grace=0.0)
             self._dead = self._lost = ""
-            self._ready().join()
+            self._ready(relay.Cell()).join()
 
     def close(self) -> None:
         """Stop what runs in the background and end the ranks. A closed session takes no more calls."""
@@ -334,21 +340,39 @@ class Session:
         return self._carry_out(request, cell, stop)[0]
 
     def _carry_out(self, request: _Request, cell: relay.Cell, stop: futures.Stop | None = None) -> list[Any]:
-        """Send a call to its ranks and wait for their answers, in the turn of that call."""
+        """Do a call in its turn, and again after a rank was lost."""
+        for count in range(self._restarts):
+            try:
+                return self._attempt(request, cell, stop, count)
+            except RankDied as died:
+                if not self._dead:  # the function itself raised it
+                    raise
+                self._dead = ""
+                why = str(died).partition("\n")[0]
+                cell.notice(
+                    f"{why}. Starting again on fresh ranks ({count + 1} of {self._restarts} restarts); what earlier "
+                    f"calls left in the old ones is lost"
+                )
+        return self._attempt(request, cell, stop, self._restarts)
+
+    def _attempt(self, request: _Request, cell: relay.Cell, stop: futures.Stop | None, count: int) -> list[Any]:
+        """Send a call to its ranks and wait for their answers."""
         self._check_open()
         call = request.call
+        restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
         try:
-            group = self._ready()
+            group = self._ready(cell)
             first = request.targets[0]
             group.relay.begin(cell, request.output, first)
             if self._lost:
-                group.relay.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
+                cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
                 self._lost = ""
             group.join()
             group.raised.clear()
             for rank in request.targets:
                 answers = request.everyone or rank == first
-                group.send(rank, "call", call.header, request.seeds, answers, self._hold, parcel=call.parcel)
+                message = "call", call.header, request.seeds, answers, self._hold, restarts
+                group.send(rank, *message, parcel=call.parcel)
             waiting = supervise.Waiting(
                 group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
             )
@@ -374,7 +398,7 @@ class Session:
                 self._dead = group.dead
                 self._end(grace=0.0)
 
-    def _ready(self) -> Group:
+    def _ready(self, cell: relay.Cell) -> Group:
         """The running ranks, started if there are none.
 
         Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
@@ -390,7 +414,7 @@ class Session:
             self._end(grace=0.0)
             raise deaths[0]
         if self._group is None:
-            self._group = Group(self._engine, self._layout)
+            self._group = Group(self._engine, self._layout, cell)
             self._logs = self._group.relay.logs
         return self._group
 

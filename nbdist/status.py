@@ -72,7 +72,7 @@ def look(state: str, devices: Sequence[str], group: Group | None, busy: bool) ->
     title = f"{len(devices)} rank{'s' if len(devices) != 1 else ''}, {state}"
     if group is None:
         return Snapshot(
-            title, [(str(rank), "", device, "", "", "", "", "") for rank, device in enumerate(devices)], False
+            title, [(str(rank), "", device, "", "", "", "", "") for rank, device in enumerate(devices)], busy
         )
     rows, now = [], time.time()
     for rank, device in enumerate(devices):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import pickling, stacks, transport
+from . import lending, pickling, stacks, transport
 from .errors import CaptureError, NbdistError, RankTimeout, RemoteTraceback, render
 from .futures import Stop
 from .group import Group
@@ -26,12 +26,15 @@ GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
 
-#: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch are spared
-#: a kernel that wakes up each time, on a core that they need. The first line after a pause is seen at once.
-OUTPUT_INTERVAL = 0.1
+#: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch, or have a
+#: progress bar, are spared a kernel that wakes up each time, on a core that they need. The first line after a pause is
+#: seen at once.
+OUTPUT_INTERVAL = 0.3
 
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
-_LOST_PEER = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I)
+_LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I
+)
 
 
 @dataclass
@@ -78,10 +81,12 @@ class Waiting:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
         self._given_up = False
+        self._patient = False  # the loss of a rank was waited for
         self._paused: list[int] = []  # outputs that were just read
         self._resume_at = 0.0
         self._silent: set[int] = set()  # ranks whose channel is closed
         self._answers: dict[int, transport.Parcel | None] = {}
+        self._lent: dict[int, list[memoryview]] = {}
         self._failures: list[_Failure] = []
         for rank in self.pending:
             group.note(rank, "running", what)
@@ -161,11 +166,18 @@ class Waiting:
                 key.data()
             if self._paused and time.monotonic() >= self._resume_at:
                 self._resume()
+        elif self._leaving and self._cause_may_follow():
+            self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
         elif self._leaving:  # they had their chance
             self._given_up = True
         else:
             where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
+
+    def _cause_may_follow(self) -> bool:
+        """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
+        lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
+        return lost and self._ranks.patience > 0 and not self._patient
 
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
@@ -181,7 +193,12 @@ class Waiting:
 
     def _dismiss(self, rank: int) -> None:
         """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
-        self._group.send(rank, "leave", [pid for pid in self._ranks.pids if pid is not None])
+        self._group.send(rank, "leave", self._addresses)
+
+    @functools.cached_property
+    def _addresses(self) -> list[tuple[str, int]]:
+        """The ends of the connections that ranks wait at."""
+        return self._ranks.addresses()
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         self._failures.append(_Failure(rank, error))
@@ -206,7 +223,7 @@ class Waiting:
 
     def _on_message(self, rank: int) -> None:
         channel = self._ranks.channels[rank]
-        if rank in self._silent:  # closed since this was found readable
+        if rank in self._silent or not transport.readable(channel):  # it was read since this was found readable
             return
         try:
             message, parcel, _ = channel.receive()
@@ -226,6 +243,9 @@ class Waiting:
         if message[0] == "prompt" and self._prompt is not None:
             self._group.send(rank, "line", "quit" if self._leaving else self._prompt())
             return
+        if message[0] == "lent":
+            self._take(rank, message[1])
+            return
         if rank not in self.pending:  # given up already
             if parcel is not None:
                 parcel.close()
@@ -237,11 +257,23 @@ class Waiting:
         else:
             self.pending.discard(rank)
             self._answers[rank] = parcel
+            if parcel is not None:
+                parcel.lent = self._lent.pop(rank, [])
             self._group.note(rank, "idle")
             if not message[1]:
                 self._group.leave()
         if self._leaving:
             self._dismiss(rank)
+
+    def _take(self, rank: int, loans: list[lending.Loan]) -> None:
+        """Copy the big buffers of a rank's answer, which waits for that; or let it send them."""
+        pid = self._ranks.pids[rank]
+        try:
+            if rank in self.pending and pid is not None:
+                with contextlib.suppress(OSError):
+                    self._lent[rank] = lending.fetch(pid, [lending.Loan(*loan) for loan in loans])
+        finally:  # an interrupt, too, must not leave it waiting
+            self._group.send(rank, "taken", rank in self._lent)
 
     def _rebuild(
         self, rank: int, text: str, rendered: list[str], spare: list[bytes], parcel: transport.Parcel | None

@@ -95,11 +95,12 @@ class Parcel:
     """A pickle and its buffers.
 
     `inline` is the pickle if it is small; else it is in the first of the `places`. These are in the `segments`, whose
-    descriptors are the parcel's own.
+    descriptors are the parcel's own. Buffers that came by another way are `lent`.
     """
 
     def __init__(self, inline: bytes | None, places: Sequence[Place], segments: Sequence[Segment]) -> None:
         self.inline, self.places, self.segments = inline, places, segments
+        self.lent: list[memoryview] = []
 
     @property
     def size(self) -> int:
@@ -114,7 +115,8 @@ class Parcel:
             self.close()
         views = [wholes[place.segment][place.start : place.start + place.size] for place in self.places]
         views = [v.toreadonly() if place.readonly else v for v, place in zip(views, self.places, strict=True)]
-        return (memoryview(self.inline), views) if self.inline is not None else (views[0], views[1:])
+        pickled = views.pop(0) if self.inline is None else memoryview(self.inline)
+        return pickled, self.lent or views
 
     def close(self) -> None:
         """Give up the descriptors; mappings live on."""

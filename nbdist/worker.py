@@ -17,13 +17,28 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import capture, cells, debugger, fastai, meeting, pickling, shell, transport
+from . import capture, cells, debugger, fastai, lending, pickling, shell, transport
 from .errors import stand_ins
+from .meeting import Meeting, open_store
+
+
+class Place(NamedTuple):
+    """Where a rank runs, in the words of torchrun, and what of the node is its own."""
+
+    node: int
+    local_rank: int
+    local_world_size: int
+    interface: str
+    """The network interface that process groups use; empty where it is left to them."""
+    threads: int
+    """Threads that are its share."""
+    cores: Sequence[int]
+    """The cores that are its share, where ranks are bound to theirs."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +48,10 @@ class World:
     rank: int
     world_size: int
     device: str
-    """`cpu` or `cuda:N`, N counted among the visible GPUs."""
+    """`cpu` or `cuda:N`, N counted among the visible GPUs; `cuda` is that of the rank's number on its node."""
     backend: str
-    master_port: int
+    place: Place
+    meeting: Meeting
     threads: int
     """Threads for the kernels of torch and BLAS."""
     cores: Sequence[int] | None = None
@@ -44,23 +60,23 @@ class World:
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
 
     def environ(self) -> dict[str, str]:
-        """The variables that torchrun would set for this rank, and those that keep its sockets on loopback."""
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        return {
+        """The variables that torchrun would set for this rank, and those that keep its sockets on its network."""
+        place = self.place
+        variables = {
             "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
-            "GROUP_RANK": "0",
-            "NODE_RANK": "0",
+            "LOCAL_RANK": str(place.local_rank),
+            "GROUP_RANK": str(place.node),
+            "NODE_RANK": str(place.node),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": meeting.LOOPBACK,
-            "MASTER_PORT": str(self.master_port),
-            **meeting.environ(),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback),
-            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", loopback),
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            **self.meeting.environ(),
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": os.environ.get("MKL_NUM_THREADS", str(self.threads)),
-        } | (self._cpu_only() if self.device == "cpu" else {})
+        }
+        if place.interface:
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                variables[name] = os.environ.get(name, place.interface)
+        return variables | (self._cpu_only() if self.device == "cpu" else {})
 
     def _cpu_only(self) -> dict[str, str]:
         # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
@@ -82,11 +98,11 @@ class World:
         if "timeout" in options:
             options["timeout"] = timedelta(seconds=options["timeout"])
         if self.device.startswith("cuda"):
-            device = torch.device(self.device)
+            device = torch.device(f"cuda:{self.place.local_rank}" if self.device == "cuda" else self.device)
             torch.cuda.set_device(device)
             if "nccl" in self.backend:
                 options.setdefault("device_id", device)
-        store = meeting.open_store(self.rank, self.world_size, self.master_port, fds)
+        store = open_store(self.rank, self.world_size, self.meeting, fds)
         group_store = dist.PrefixStore("nbdist", store)
         dist.init_process_group(self.backend, store=group_store, rank=self.rank, world_size=self.world_size, **options)
         return store
@@ -100,10 +116,8 @@ class Setting:
     cwd: str
     path: Sequence[str]
     argv: Sequence[str]
-
-    @staticmethod
-    def of_this_process(extra_env: Mapping[str, str]) -> Setting:
-        return Setting({**os.environ, **extra_env}, os.getcwd(), tuple(sys.path), tuple(sys.argv))
+    lends: bool = False
+    """Whether the kernel may try to read big answers out of the rank's memory."""
 
     def enter(self) -> None:
         os.environ.clear()
@@ -154,6 +168,7 @@ class Rank:
         self.sent: set[tuple[str, str]] = set()  # globals that the notebook has: they need not go back with a value
         self.originals: list[Any] = []  # the notebook's functions and classes, by the numbers they have there
         self._interruptible = False
+        self._lends = False  # whether the kernel may read big answers out of this process's memory
         self._meeting: list[int] = []  # the descriptors of the process group's store
         self._store: Any = None
         self._hold = False  # whether to keep the frames of a call that raises
@@ -216,23 +231,30 @@ class Rank:
         """Enter a process group. The `setting` comes with the first one only: what calls have changed of it stays."""
         if setting is not None:
             setting.enter()
+            self._lends = setting.lends
         self._leave()
+        listening = [fds.pop()] if world.rank == 0 and world.meeting.store_port else []
         for old, new in zip(self._meeting, fds, strict=False):
             # In the place of the old ones: a store that somebody still holds must not write to some other file.
             os.dup2(new, old, inheritable=False)
             os.close(new)
         self._meeting = self._meeting or fds
         os.environ.update(world.environ())
-        self._store = world.join(self._meeting)
+        self._store = world.join([*self._meeting, *listening])
+        for fd in listening:
+            os.close(fd)
         if seeds is not None:
             seed_everything(seeds)
 
-    def _leave(self, pids: Sequence[int] = ()) -> None:
-        """Leave the process group, so that ranks which wait for this one there fail now. `pids` are those of all."""
+    def _leave(self, addresses: Sequence[tuple[str, int]] = ()) -> None:
+        """Leave the process group, so that ranks which wait for this one there fail now.
+
+        `addresses` are all ranks' ends of their connections.
+        """
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_initialized():
             return
-        cut_off(pids)
+        cut_off(addresses)
         group = dist.group.WORLD
         if "nccl" in dist.get_backend() and hasattr(group, "abort"):
             group.abort()  # what is still queued on the GPU will never be done
@@ -251,10 +273,12 @@ class Rank:
         seeds: Sequence[int] | None,
         answers: bool,
         hold: bool,
+        restarts: Mapping[str, str],
         parcel: transport.Parcel,
         fds: list[int],
     ) -> tuple[tuple[Any, ...], transport.Parcel | None]:
         self._hold, self._held = hold, None
+        os.environ.update(restarts)
         if seeds is not None:
             seed_everything(seeds)
         self.finder.places.update(header.places)
@@ -276,9 +300,9 @@ class Rank:
             shell.after_call()
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
-        return ("done", grouped), self._pack(value, self.originals) if answers else None
+        return ("done", grouped), self._pack(value, self.originals, lend=True) if answers else None
 
-    def _pack(self, value: Any, originals: list[Any]) -> transport.Parcel:
+    def _pack(self, value: Any, originals: list[Any], lend: bool = False) -> transport.Parcel:
         file = io.BytesIO()
         pickler = pickling.Pickler(
             file,
@@ -290,7 +314,24 @@ class Rank:
             pickler.dump(value)
         except Exception as exc:
             raise capture.explain_failure(exc, {"the value that the function returned": value}) from None
-        return transport.pack(file.getbuffer(), pickler.buffers)
+        lent = lend and self._lends and self._lend([buffer.raw() for buffer in pickler.buffers])
+        return transport.pack(file.getbuffer(), [] if lent else pickler.buffers)
+
+    def _lend(self, views: Sequence[memoryview]) -> bool:
+        """Let the kernel read an answer's buffers from this process's memory; whether it has."""
+        if sum(view.nbytes for view in views) < lending.LEAST:
+            return False
+        self._interruptible = False  # the call is as good as over, and a reply must not be torn in two
+        self.channel.send(("lent", [tuple(loan) for loan in lending.lend(views)]))
+        while True:
+            (request, *arguments), _, _ = self.channel.receive()
+            if request == "taken":
+                self._lends = arguments[0]
+                return self._lends
+            if request == "leave":
+                self._leave(*arguments)
+            else:  # the kernel says goodbye
+                raise EOFError(f"{request} in the place of an answer")
 
     def _error(self, exc: BaseException) -> tuple[tuple[Any, ...], transport.Parcel | None]:
         tb = own_frames_dropped(exc)
@@ -313,22 +354,32 @@ class Rank:
         return ("error", text, rendered, spare), parcel
 
 
-def cut_off(pids: Sequence[int]) -> None:
-    """Shut this process's connections to the other processes among `pids`.
+def cut_off(addresses: Sequence[tuple[str, int]]) -> None:
+    """Shut this process's connections to the other processes whose ends are at `addresses`.
 
     A collective waits until its peer's connection ends, and torch closes those of gloo only when nothing refers to
     the process group any more; a `DistributedDataParallel` does.
     """
     import psutil
 
-    theirs = set()
-    for pid in set(pids) - {os.getpid()}:
-        with contextlib.suppress(psutil.Error):
-            theirs |= {connection.laddr for connection in psutil.Process(pid).net_connections("tcp")}
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and connection.raddr in theirs and connection.fd >= 0:
+    own = psutil.Process().net_connections("tcp")
+    theirs = set(map(tuple, addresses)) - {tuple(connection.laddr) for connection in own}
+    for connection in own:
+        if connection.raddr and tuple(connection.raddr) in theirs and connection.fd >= 0:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as sock:
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def connections(pids: Iterable[int]) -> list[tuple[str, int]]:
+    """The processes' own ends of their TCP connections. One that is gone has none."""
+    import psutil
+
+    found: list[tuple[str, int]] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(pid).net_connections("tcp")
+            found += [(connection.laddr.ip, connection.laddr.port) for connection in own]
+    return found
 
 
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:

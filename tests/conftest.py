@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,15 +29,17 @@ def poll(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
 
 
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:
-    """The living ranks, and what they started, of the fork servers below `pid` (this process)."""
-    found: list[psutil.Process] = []
-    for child in psutil.Process(pid).children():
-        try:
+    """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters."""
+    found: set[psutil.Process] = set()
+    family = psutil.Process(pid).children()
+    for raylet in [child for child in family if child.name() == "raylet"]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += raylet.children(recursive=True)
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if any("nbdist.engines.forkserver" in part for part in child.cmdline()):
-                found += [p for p in child.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        except psutil.NoSuchProcess:
-            continue
-    return found
+                found |= {p for p in child.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+    return list(found)
 
 
 def open_fds() -> int:
@@ -56,6 +60,40 @@ def nothing_survives() -> Iterator[None]:
     assert poll(lambda: not ranks_of()), f"these ranks outlived the test: {ranks_of()}"
     left = {name for name in shared_memory_names() - before if not name.startswith("psm_")}
     assert not left, f"left in /dev/shm: {left}"
+
+
+def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any) -> Any:
+    """Ray on two nodes of four CPUs each, all on this machine."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address for `auto`
+    common = {"num_cpus": 4, "object_store_memory": 200 << 20, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args={**common, "include_dashboard": False, **head})
+    cluster.add_node(**{**common, "resources": {"second": 1.0}, **(second or {})})
+    return cluster
+
+
+def stop_cluster(cluster: Any) -> None:
+    """End a cluster and all that runs there."""
+    family = psutil.Process().children(recursive=True)
+    cluster.shutdown()
+    assert poll(lambda: not [p for p in family if p.is_running() and "raylet" in p.name()], 20)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A cluster for all tests. It, and what it started for itself, is gone after them."""
+    import nbdist.engines.ray
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
+        cluster = start_cluster(folder)
+        try:
+            yield cluster
+        finally:
+            nbdist.engines.ray.release()
+            stop_cluster(cluster)
 
 
 @dataclass

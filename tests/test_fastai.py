@@ -28,7 +28,7 @@ IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
 @pytest.fixture(scope="module")
 def ratings() -> pd.DataFrame:
     warm(IMPORTS)
-    return synthetic_ratings(n_users=300, n_items=400, n_ratings=16_000)
+    return synthetic_ratings(n_users=300, n_items=400, n_ratings=16_000).with_titles().to_pandas()
 
 
 @pytest.fixture(scope="module")

@@ -7,22 +7,29 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from conftest import Kernel, poll, ranks_of, shared_memory_names
 from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
 
+from nbdist import RayOptions
+
 #: Seconds from failure to exception that no row may take beyond what it waits for; benchmarks/ has the real figures.
 PATIENCE = 5.0
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for the whole table: each row must leave it as it was."""
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for the whole table, on each engine: each row must leave it as it was."""
+    engine: Any = request.param
+    if engine == "ray":
+        engine = RayOptions(address=request.getfixturevalue("ray_cluster").address, placement="spread")
     kernel = Kernel(tmp_path_factory.mktemp("faults"))
     try:
         kernel.ok(PRELUDE)
+        kernel.ok(f"from nbdist import RayOptions, use\nuse({engine!r})")
         kernel.ok("assert in_ddp(2, sums) == 2.0 and in_ddp(2, sums) == 2.0")
         yield kernel
     finally:
@@ -39,7 +46,7 @@ class Leftovers:
         self._names = shared_memory_names()
 
     def check(self) -> None:
-        assert poll(lambda: not ranks_of(self._kernel.pid)), f"left: {ranks_of(self._kernel.pid)}"
+        assert poll(lambda: not ranks_of()), f"left: {ranks_of()}"
         assert poll(lambda: self._kernel.num_fds() <= self._fds), f"descriptors: {self._fds} → {self._kernel.num_fds()}"
         assert self._kernel.num_threads() <= self._threads
         assert poll(lambda: not shared_memory_names() - self._names), shared_memory_names() - self._names

@@ -65,6 +65,18 @@ def test_a_server_killed_again_and_again_leaves_no_descriptor() -> None:
     assert fds[2] <= fds[1]
 
 
+def huge_pages_can_be_had() -> bool:
+    return sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
+
+
+@pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
+def test_the_memory_of_the_server_is_in_huge_pages() -> None:
+    assert in_ddp(1, all_reduce_of_ones) == 1.0
+    lines = Path(f"/proc/{server().pid}/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {name: int(size) for name, size, _ in (line.split() for line in lines)}
+    assert kilobytes["AnonHugePages:"] > kilobytes["Anonymous:"] / 4
+
+
 def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:
     assert in_ddp(2, all_reduce_of_ones) == 2.0
     assert server().num_threads() == 1

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from conftest import open_fds, poll, ranks_of, shared_memory_names
 
-from nbdist import CaptureError, RankDied, Session, in_ddp, warm
+from nbdist import CaptureError, RankDied, Session, devices, in_ddp, warm
 from nbdist.affinity import usable_cores
-from nbdist.engines import local
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
 
 
 def test_more_ranks_than_gpus_names_the_way_to_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 1)
     with pytest.raises(ValueError, match=r'2 ranks .* 1 GPU is visible.*Session\(2, devices="cpu"\)'):
         in_ddp(2, all_reduce_of_ones)
     with Session(2, devices="cpu") as cpu:

@@ -113,6 +113,23 @@ def test_any_bytes_between_frames(pieces: list[bytes], lengths: list[int]) -> No
     assert fed(split(raw, itertools.cycle(lengths)), _STDERR) == ([(_STDERR, text)] if text else [])
 
 
+UPDATES = st.lists(st.tuples(st.sampled_from(["update", "display", "text"]), st.sampled_from("ab")))
+
+
+@given(UPDATES)
+def test_only_updates_that_are_overtaken_are_left_out(actions: list[tuple[str, str]]) -> None:
+    frames: list[tuple[int, Any]] = []
+    for number, (action, display_id) in enumerate(actions):
+        content = {"update": action == "update", "transient": {"display_id": display_id}, "data": number}
+        frames.append((_STDOUT, str(number)) if action == "text" else (_MESSAGE, ["display", content]))
+    expected = [
+        frame
+        for number, (frame, action) in enumerate(zip(frames, actions, strict=True))
+        if action[0] != "update" or action not in actions[number + 1 :]
+    ]
+    assert list(relay._without_overtaken(frames)) == expected
+
+
 @given(
     st.lists(st.text("aä€😀\n")),
     st.lists(st.text("bö…🤖\r")),
@@ -389,7 +406,7 @@ def test_bar_of_fastprogress(notebook: Kernel) -> None:
         bar.write(["epoch", "loss"], table=True)
         for epoch in bar:
             for _ in progress_bar(range(10), parent=bar):
-                time.sleep(0.01)
+                time.sleep(0.04)
             bar.write([str(epoch), f"0.{epoch}"], table=True)
         """,
     )
@@ -524,7 +541,7 @@ def test_source_of_a_notebook_function(notebook: Kernel) -> None:
 COLLAB = """
 from nbdist import in_ddp
 from nbdist.recsys.datasets import synthetic_ratings
-ratings = synthetic_ratings(n_ratings=2000, n_users=100, n_items=100)
+ratings = synthetic_ratings(n_ratings=2000, n_users=100, n_items=100).frame.to_pandas()
 def train(epochs):
     from tqdm.auto import tqdm
     dls = CollabDataLoaders.from_df(ratings, bs=64)

@@ -343,6 +343,11 @@ def test_status(session: Session) -> None:
     assert poll(future.done) and poll(lambda: "running  sleep" not in str(session.status()))
 
 
+def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
+    with Session(2) as session, session._turns.taken(session._turns.draw()):
+        assert session._look().busy and "not started" in session._look().title
+
+
 def test_some_ranks_only() -> None:
     with Session(4) as own:
         assert own.call(dist.get_rank, ranks=[3, 1], everyone=True) == [1, 3]

@@ -38,6 +38,7 @@ IDLE = 1800.0
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_HUGE, _MADV_COLLAPSE = 2 << 20, 25
 
 
 def _prctl(option: int, argument: int) -> None:
@@ -121,6 +122,7 @@ class Server:
         importlib.invalidate_caches()  # once for all ranks: they may look for files that are made later
         gc.collect()
         gc.freeze()  # or the first collection in each rank would copy every page that holds an object
+        _use_huge_pages()
 
     def _restart(self, modules: list[str]) -> None:
         """Become a fresh server with the same children: what an import has started cannot be undone."""
@@ -177,6 +179,24 @@ class Server:
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, 0)[0]:
                     pass
+
+
+def _use_huge_pages() -> None:
+    """Gather this process's memory in huge pages: a fork copies the page table, and a rank's exit takes it down.
+
+    Both take half the time then. What a rank writes to is still copied by small pages.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    with open("/proc/self/maps") as file:
+        maps = [line.split() for line in file]
+    for addresses, access, _, _, inode, *_ in maps:
+        if access == "rw-p" and inode == "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
+                madvise(page, _HUGE, _MADV_COLLAPSE)  # before Linux 6.1 this is an error, and nothing is lost
 
 
 def _spoilt() -> bool:
@@ -254,6 +274,7 @@ def main(argv: list[str]) -> None:
     `argv[2]`, if there, is the state of a server that this one takes the place of.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
     control = socket.socket(fileno=int(argv[0]))
     control.set_inheritable(False)
     if argv[1] == "notebook":

@@ -14,13 +14,16 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
 
+from .. import affinity, lending, meeting
+from ..devices import choose_devices
 from ..relay import notebook_shell
 from ..transport import Channel, readable
+from ..worker import Place, Setting, connections
 from . import Exit
 from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
 
@@ -28,17 +31,24 @@ from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
 class LocalEngine:
     """Starts ranks through this process's fork server, which it starts at first use and again whenever it died."""
 
-    def start(self, world_size: int) -> LocalRanks:
+    def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
+        return choose_devices(nranks, devices)
+
+    def start(self, world_size: int, notice: Callable[[str], None] | None = None) -> LocalRanks:
         return LocalRanks(world_size)
 
-    def warm(self, modules: Iterable[str], idle: float | None = None) -> None:
+    def warm(self, modules: Iterable[str]) -> None:
         _with_server(lambda server: server.preload(modules))
-        if idle is not None:
-            _with_server(lambda server: server.ask("idle", idle))
+
+    def idle(self, seconds: float) -> None:
+        """How long the fork server stays when nothing uses it."""
+        _with_server(lambda server: server.ask("idle", seconds))
 
 
 class LocalRanks:
     """Processes on this machine: see `engines.Ranks`."""
+
+    patience = 0.0  # they are this machine's children: it knows at once
 
     def __init__(self, world_size: int) -> None:
         self.pids: list[int | None] = [None] * world_size
@@ -65,7 +75,7 @@ class LocalRanks:
         with theirs:
             try:
                 for _ in range(3):
-                    read, write = _pipe()
+                    read, write = output_pipe()
                     self._reads.append(read)
                     writes.append(write)
                 self.outputs.append((self._reads[-3], self._reads[-2]))
@@ -74,6 +84,25 @@ class LocalRanks:
             finally:
                 for fd in writes:
                     os.close(fd)
+
+    @property
+    def places(self) -> list[Place]:
+        cores, size = affinity.usable_cores(), len(self.pids)
+        shares = affinity.shares(cores, affinity.numa_nodes(), size)
+        threads = max(1, len(cores) // size)
+        return [Place(0, rank, size, meeting.LOOPBACK_INTERFACE, threads, shares[rank]) for rank in range(size)]
+
+    def inherited(self) -> Mapping[str, str]:
+        return os.environ
+
+    def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
+        return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), lending.POSSIBLE)
+
+    def meet(self) -> meeting.MeetingPoint:
+        return meeting.MeetingPoint()
+
+    def addresses(self) -> list[tuple[str, int]]:
+        return connections(pid for pid in self.pids if pid is not None)
 
     def exits(self) -> list[Exit]:
         exits: list[Exit] = []
@@ -148,7 +177,8 @@ class LocalRanks:
             self.exits()
 
 
-def _pipe() -> tuple[int, int]:
+def output_pipe() -> tuple[int, int]:
+    """A pipe for what a rank writes: its ends for reading, without waiting, and for writing."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     with contextlib.suppress(AttributeError, OSError):  # Linux, and only as far as the user's limit goes
@@ -168,7 +198,7 @@ class _ForkServer:
         # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
         env["OPENBLAS_NUM_THREADS"] = "1"
         env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-        kind = "notebook" if notebook_shell() is not None else "script"
+        kind = "notebook" if _works_for_notebook or notebook_shell() is not None else "script"
         with theirs:
             self.process = subprocess.Popen(
                 command(str(theirs.fileno()), kind),
@@ -196,6 +226,15 @@ class _ForkServer:
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
+
+
+_works_for_notebook = False
+
+
+def for_notebook(is_one: bool) -> None:
+    """Say for whom ranks are started from here on, in a process that is no notebook itself."""
+    global _works_for_notebook
+    _works_for_notebook = is_one
 
 
 _lock = threading.Lock()
@@ -239,10 +278,3 @@ def installed(module: str) -> bool:
     folders = {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
     places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
     return any(place.startswith(tuple(folders)) for place in places)
-
-
-def visible_gpus() -> int:
-    """How many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
-    import torch
-
-    return torch.cuda.device_count()
