@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from ..devices import collective_device
 
 if TYPE_CHECKING:
-    from .sharding import Sharded
+    from .sharding.sharded import Sharded
 
 
 def gather(sharded: Sharded) -> nn.Module | None:
@@ -55,7 +57,8 @@ def save(sharded: Sharded, folder: str | os.PathLike[str]) -> None:
     """`Sharded.save`."""
     _start_lazy_state(sharded)
     with _no_warnings():
-        dcp.save({"model": _weights(sharded), "optimizer": _moments(sharded)}, checkpoint_id=folder)
+        state = {"model": _weights(sharded), "optimizer": _moments(sharded), "steps": _steps(sharded)}
+        dcp.save(state, checkpoint_id=folder)
 
 
 def load(sharded: Sharded, folder: str | os.PathLike[str], optimizer: bool) -> None:
@@ -64,13 +67,18 @@ def load(sharded: Sharded, folder: str | os.PathLike[str], optimizer: bool) -> N
     if optimizer:
         _start_lazy_state(sharded)
         state["optimizer"] = _moments(sharded)
+        state["steps"] = _steps(sharded)
     with _no_warnings():
-        _check(state, folder)
+        check(state, folder)
         dcp.load(state, checkpoint_id=folder)
         sharded.model.load_state_dict(state["model"])
+    if optimizer:
+        for lookup in _fused(sharded.optimizer):
+            lookup.iter.fill_(int(state["steps"]))
+            lookup.iter_cpu.fill_(int(state["steps"]))
 
 
-def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+def check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
     """That the checkpoint has what is asked for, in the same shapes; else `ValueError`."""
     saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     for part, what in state.items():
@@ -86,8 +94,9 @@ def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
                 raise ValueError(f"{folder} does not fit: {key} has the shape {shape} here, and the checkpoint {found}")
             raise ValueError(
                 f"the optimizer's state in {folder} does not fit: {key} has the shape {shape} here, and the "
-                f"checkpoint {found}. It was saved with another optimizer or with a kind that keeps other state: "
-                "use the same ones, or load(..., optimizer=False) for the weights alone"
+                f"checkpoint {found}. It was saved with another optimizer, or one that keeps a number per row of each "
+                "part (rowwise_adagrad) and another cut of the columns: use the same ones, or load(..., "
+                "optimizer=False) for the weights alone; adagrad's state fits any"
             )
 
 
@@ -108,8 +117,27 @@ def _moments(sharded: Sharded) -> dict[str, Any]:
         return dict(sharded.optimizer.state_dict()["state"])
 
 
+def _fused(optimizer: Any) -> Iterator[Any]:
+    """FBGEMM's modules of this rank that update tables in the backward pass; the model does not list them."""
+    for _, inner in getattr(optimizer, "optimizers", ()):
+        yield from _fused(inner)
+    if hasattr(optimizer, "_emb_module"):
+        yield optimizer._emb_module
+
+
+def _steps(sharded: Sharded) -> torch.Tensor:
+    """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
+    count = torch.tensor(
+        max((int(lookup.iter) for lookup in _fused(sharded.optimizer)), default=0), device=collective_device()
+    )
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)  # some ranks may hold no table
+    return count.cpu()
+
+
 def _start_lazy_state(sharded: Sharded) -> None:
     """Make the state that torch's optimizers make at their first step only, so that it can be saved and loaded into."""
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
     for _, optimizer in sharded.optimizer.optimizers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not isinstance(optimizer, KeyedOptimizerWrapper) or all(optimizer.state.get(p) for p in parameters):

@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ...devices import collective_device
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ def equal_steps(batches: Iterable[T]) -> Iterator[T]:
     Yields:
         The batches, unchanged.
     """
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    device = collective_device()
     iterator = iter(batches)
     while True:
         batch, there = None, torch.ones(1, dtype=torch.int32, device=device)

@@ -1,17 +1,20 @@
-"""Hooks around a sharded `EmbeddingBagCollection`, for where TorchRec's answers would not be the unsharded one's.
+"""Hooks around a sharded collection, for where TorchRec's answers would not be the unsharded one's.
 
-They are forward hooks; `divide_means`, `restore_order`, `pad_to_largest` is the order to add them in.
+Of the forward hooks, `divide_means`, `restore_order`, `pad_batches` is the order to add them in.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.modules.embedding_configs import PoolingType
 
 
@@ -81,28 +84,34 @@ def restore_order(module: nn.Module, names: list[str]) -> None:
     module.register_forward_hook(restore)
 
 
-def pad_to_largest(module: nn.Module) -> None:
-    """Let a sharded `EmbeddingBagCollection` take batches that differ in size over the ranks, on gloo.
+def pad_batches(module: nn.Module, to_largest: bool) -> None:
+    """Let a sharded collection take batches without samples, which TorchRec and FBGEMM cannot.
 
-    Gloo's reduce-scatter, which row-wise kinds pool with, wants equal shapes. So each batch gets empty bags up to the
-    size of the largest, and the output is cut to the batch again: they add nothing, to outputs or gradients.
+    A batch gets empty bags, or sequences, up to one sample, and the output is cut to the batch again. They add nothing,
+    to outputs or gradients.
+
+    Args:
+        module: The sharded collection.
+        to_largest: Up to the size of the largest batch of all ranks, instead. Gloo's reduce-scatter, which row-wise
+            kinds pool with, wants equal shapes.
     """
     sizes: list[int] = []
 
     def pad(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         features = args[0]
         size = features.stride()
-        largest = torch.tensor(size)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        wanted = torch.tensor(max(size, 1))
+        if to_largest:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
         sizes.append(size)
-        if int(largest) == size:
+        if int(wanted) == size:
             return args
         lengths = features.lengths().view(len(features.keys()), size)
         padded = KeyedJaggedTensor(
             keys=features.keys(),
             values=features.values(),
             weights=features.weights_or_none(),
-            lengths=nn.functional.pad(lengths, (0, int(largest) - size)).flatten(),
+            lengths=torch.cat([lengths, lengths.new_zeros(len(lengths), int(wanted) - size)], dim=1).flatten(),
         )
         return (padded, *args[1:])
 
@@ -110,8 +119,31 @@ def pad_to_largest(module: nn.Module) -> None:
         size = sizes.pop()
         if args[0].stride() == size:
             return output
-        pooled = output if isinstance(output, KeyedTensor) else output.wait()
-        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values()[:size])
+        whole = output.wait() if hasattr(output, "wait") else output
+        if isinstance(whole, KeyedTensor):
+            return KeyedTensor(whole.keys(), whole.length_per_key(), whole.values()[:size])
+        return {name: JaggedTensor(part.values(), lengths=part.lengths()[:size]) for name, part in whole.items()}
 
     module.register_forward_pre_hook(pad)
     module.register_forward_hook(cut)
+
+
+def look_up_singly(module: nn.Module) -> None:
+    """Have a sharded `EmbeddingCollection` look the ids up in its copies of tables one by one on CPUs.
+
+    FBGEMM's look-up in copies always pools there, whatever it is asked for.
+    """
+    lookups: Any = module._lookups
+    for lookup in lookups:
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in inner._emb_modules:
+            if isinstance(kernel, BatchedDenseEmbedding) and kernel.emb_module.use_cpu:
+                kernel.forward = functools.partial(_look_up, kernel)
+
+
+def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
+    """What the ids of all features stand for in their tables, one below the other; shape (ids, columns)."""
+    tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
+    first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
+    rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))
+    return nn.functional.embedding(features.values() + rows, tables.weights.view(-1, columns))

@@ -22,35 +22,28 @@ The gradient of a step is the mean of the ranks' gradients, as in DistributedDat
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import planning
+from ...devices import collective_device
+from .kinds import EVERYWHERE, OPTIMIZERS, ROW_KINDS, Table, check_optimizer, choose, find_tables
 from .plan import Plan
-from .planning import KINDS, OPTIMIZERS, Table
-from .uneven import equal_steps
 
-# After planning, which makes sure that TorchRec and FBGEMM are there.
+# After kinds, which makes sure that TorchRec and FBGEMM are there.
 from torchrec import EmbeddingBagCollection, EmbeddingCollection  # isort: skip
 from torchrec.distributed import DistributedModelParallel, comm  # isort: skip
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper  # isort: skip
 
-from .pooling import divide_means, pad_to_largest, restore_order, sum_instead  # isort: skip
-
-__all__ = ["KINDS", "OPTIMIZERS", "Plan", "Sharded", "equal_steps", "shard"]
-
-_BLOCK = 2**17
-"""Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""
+from .initial import common_seed, fill, materialise, without_memory  # isort: skip
+from .planning import Planner, make_sharders  # isort: skip
+from .pooling import divide_means, look_up_singly, pad_batches, restore_order, sum_instead  # isort: skip
 
 
 @dataclass(frozen=True)
@@ -71,13 +64,13 @@ class Sharded:
 
         All ranks have to call it. Takes the whole model's memory on rank 0.
         """
-        from .checkpoint import gather
+        from ..checkpoint import gather
 
         return gather(self)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
-        from .checkpoint import save
+        from ..checkpoint import save
 
         save(self, folder)
 
@@ -91,7 +84,7 @@ class Sharded:
         Raises:
             ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these kinds.
         """
-        from .checkpoint import load
+        from ..checkpoint import load
 
         load(self, folder, optimizer)
 
@@ -136,29 +129,29 @@ def shard(
     """
     if not dist.is_initialized():
         raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
-    device = _device()
-    planning.check_optimizer(optimizer, device)
-    tables = planning.find_tables(model)
-    chosen = planning.choose(kinds or {}, tables)
+    device = collective_device()
+    check_optimizer(optimizer, device)
+    tables = find_tables(model)
+    chosen = choose(kinds or {}, tables)
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
         raise ValueError(
             f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
-    sharders = planning.make_sharders({"optimizer": OPTIMIZERS[optimizer], "learning_rate": lr, "eps": eps})
-    template = _template(model)
+    sharders = make_sharders({"optimizer": OPTIMIZERS[optimizer], "learning_rate": lr, "eps": eps})
+    template = without_memory(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
-        torchrec_plan, plan = planning.make_plan(model, tables, chosen, sharders, optimizer, batch_size, memory, device)
-        seed = _common_seed()
-        _materialise(model, device)
+        torchrec_plan, plan = Planner(model, tables, chosen, sharders, optimizer, batch_size, memory, device).plan()
+        seed = common_seed(device)
+        materialise(model, device)
         _forget_old_groups()
         hooks = [_hooks(path, module, plan) for path, module in model.named_modules()]
         parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
         for add in hooks:
             add(parallel.module)
-        _fill(parallel, tables, seed)
+        fill(parallel.state_dict(), tables, seed)
     _ignore_warnings_in_training()
     optimizers = [parallel.fused_optimizer]
     copies = _unsharded(parallel)
@@ -166,7 +159,7 @@ def shard(
         ({key: p for key, p in copies.items() if key in dense}, dense_optimizer),
         (
             {key: p for key, p in copies.items() if key not in dense},
-            lambda some: planning.EVERYWHERE[optimizer](some, lr, eps),
+            lambda some: EVERYWHERE[optimizer](some, lr, eps),
         ),
     ):
         if mine:
@@ -174,30 +167,31 @@ def shard(
     return Sharded(parallel, CombinedOptimizer(optimizers), plan, template)
 
 
-def _device() -> torch.device:
-    if "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _hooks(path: str, module: nn.Module, plan: Plan) -> Callable[[nn.Module], None]:
     """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in."""
+    if isinstance(module, EmbeddingCollection):
+
+        def add_to_sequences(parallel: nn.Module) -> None:
+            sharded = parallel.get_submodule(path)
+            look_up_singly(sharded)
+            pad_batches(sharded, False)
+
+        return add_to_sequences
     if not isinstance(module, EmbeddingBagCollection):
         return lambda parallel: None
     features = {config.name: config.feature_names for config in module.embedding_bag_configs()}
     names = list(module._embedding_names)
-    by_rows = any(plan.kinds[name] in planning.ROW_KINDS for name in features)
+    by_rows = any(plan.kinds[name] in ROW_KINDS for name in features)
     means = sum_instead(module) if by_rows else {}
 
-    def add(parallel: nn.Module) -> None:
+    def add_to_bags(parallel: nn.Module) -> None:
         sharded = parallel.get_submodule(path)
         if any(means.values()):
             divide_means(sharded, means, features)
         restore_order(sharded, names)
-        if by_rows and dist.get_backend() == "gloo":
-            pad_to_largest(sharded)
+        pad_batches(sharded, by_rows and dist.get_backend() == "gloo")
 
-    return add
+    return add_to_bags
 
 
 def _dense_parameters(model: nn.Module, tables: Mapping[str, Table]) -> dict[str, nn.Parameter]:
@@ -215,87 +209,12 @@ def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def _template(model: nn.Module) -> nn.Module:
-    """A copy of the model without the memory of its parameters."""
-    meta = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in model.parameters()
-    }
-    return copy.deepcopy(model, dict(meta))
-
-
-def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give the modules on the meta device that are not tables their initial values, before TorchRec draws any."""
-    for path, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        inside = any(isinstance(model.get_submodule(up), _COLLECTIONS) for up in _ancestors(path))
-        if inside or isinstance(module, _COLLECTIONS) or not any(t.device.type == "meta" for t in own):
-            continue
-        if not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"{path or type(model).__name__} is on the meta device and has no reset_parameters() to initialise "
-                "it: build it on the CPU, and only the tables on meta"
-            )
-        module.to_empty(device=device, recurse=False)
-        module.reset_parameters()
-
-
-_COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
-
-
-def _ancestors(path: str) -> list[str]:
-    parts = path.split(".") if path else []
-    return [".".join(parts[:end]) for end in range(len(parts))]
-
-
-def _common_seed() -> int:
-    seed = torch.randint(2**31, (1,)).to(_device())
-    dist.broadcast(seed, src=0)
-    return int(seed)
-
-
 def _forget_old_groups() -> None:
     """TorchRec keeps the groups it made in globals, past the end of the process group that they were made in."""
     known = dist.distributed_c10d._world.pg_map
     for name in ("_INTRA_PG", "_CROSS_PG"):
         if getattr(comm, name) is not None and getattr(comm, name) not in known:
             setattr(comm, name, None)
-
-
-@torch.no_grad()
-def _fill(parallel: DistributedModelParallel, tables: Mapping[str, Table], seed: int) -> None:
-    """Give the shards their table's values. TorchRec leaves out those of a table on the CPU, and on the meta device
-    gives every rank's shard the same ones, as the ranks are seeded alike."""
-    state = parallel.state_dict()
-    for table in tables.values():
-        held = state[table.key]
-        whole = [(held, (0, 0))]  # of a data_parallel table
-        parts = [(s.tensor, s.metadata.shard_offsets) for s in held.local_shards()] if _split(held) else whole
-        for tensor, (row, column) in parts:
-            for first, values in _values(table, seed, row, row + tensor.shape[0]):
-                into = tensor[first - row : first - row + len(values)]
-                into.copy_(values[:, column : column + tensor.shape[1]])
-        if not _split(held):
-            dist.broadcast(held, src=0)  # the copies have to be one, even if the ranks' own tables were not
-
-
-def _split(tensor: Any) -> bool:
-    return hasattr(tensor, "local_shards")
-
-
-def _values(table: Table, seed: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows start..stop of a table, of shape (some, columns) with the number of the first, a block at a time."""
-    if table.weight.device.type != "meta":
-        yield start, table.weight[start:stop]
-        return
-    rows, columns = table.weight.shape
-    height = max(1, _BLOCK // columns)
-    for first in range(start - start % height, stop, height):
-        torch.manual_seed(zlib.crc32(f"{seed} {table.name} {first}".encode()))
-        block = torch.empty(min(height, rows - first), columns, dtype=table.weight.dtype)
-        table.config.init_fn(block)
-        low = max(start, first)
-        yield low, block[low - first : stop - first]
 
 
 def _ignore_warnings_in_training() -> None:

@@ -1,0 +1,92 @@
+"""The values that a sharded model starts with: of tables that are never whole anywhere, and of what is beside them."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+
+from .kinds import Table
+
+_BLOCK = 2**17
+"""Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""
+
+_COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
+
+
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of the model with its parameters on the meta device."""
+    meta = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in model.parameters()
+    }
+    return copy.deepcopy(model, dict(meta))
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give the modules on the meta device that are not tables their initial values, before TorchRec draws any."""
+    for path, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        inside = any(isinstance(model.get_submodule(up), _COLLECTIONS) for up in _ancestors(path))
+        if inside or isinstance(module, _COLLECTIONS) or not any(t.device.type == "meta" for t in own):
+            continue
+        if not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"{path or type(model).__name__} is on the meta device and has no reset_parameters() to initialise "
+                "it: build it on the CPU, and only the tables on meta"
+            )
+        module.to_empty(device=device, recurse=False)
+        module.reset_parameters()
+
+
+def _ancestors(path: str) -> list[str]:
+    parts = path.split(".") if path else []
+    return [".".join(parts[:end]) for end in range(len(parts))]
+
+
+def common_seed(device: torch.device) -> int:
+    """Rank 0's next random number, on all ranks."""
+    seed = torch.randint(2**31, (1,)).to(device)
+    dist.broadcast(seed, src=0)
+    return int(seed)
+
+
+@torch.no_grad()
+def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> None:
+    """Give the shards in a sharded model's state dict their table's values.
+
+    TorchRec leaves out those of a table on the CPU, and on the meta device gives every rank's shard the same ones, as
+    the ranks are seeded alike.
+    """
+    for table in tables.values():
+        held = state[table.key]
+        split = hasattr(held, "local_shards")
+        whole = [(held, (0, 0))]  # of a data_parallel table
+        parts = [(s.tensor, s.metadata.shard_offsets) for s in held.local_shards()] if split else whole
+        for tensor, (row, column) in parts:
+            for first, values in _values(table, seed, row, row + tensor.shape[0]):
+                into = tensor[first - row : first - row + len(values)]
+                into.copy_(values[:, column : column + tensor.shape[1]])
+        if not split:
+            dist.broadcast(held, src=0)  # the copies have to be one, even if the ranks' own tables were not
+
+
+def _values(table: Table, seed: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows start..stop of a table, of shape (some, columns) with the number of the first, a block at a time."""
+    if table.weight.device.type != "meta":
+        yield start, table.weight[start:stop]
+        return
+    rows, columns = table.weight.shape
+    height = max(1, _BLOCK // columns)
+    for first in range(start - start % height, stop, height):
+        torch.manual_seed(zlib.crc32(f"{seed} {table.name} {first}".encode()))
+        block = torch.empty(min(height, rows - first), columns, dtype=table.weight.dtype)
+        table.config.init_fn(block)
+        low = max(start, first)
+        yield low, block[low - first : stop - first]

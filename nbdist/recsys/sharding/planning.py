@@ -1,0 +1,157 @@
+"""What TorchRec's planner makes of tables and of what is asked for them, and why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .kinds import KINDS, Table, column_parts, refusal
+from .plan import Plan, Shard
+
+# After kinds, which makes sure that TorchRec and FBGEMM are there.
+from torchrec.distributed import comm  # isort: skip
+from torchrec.distributed.embedding import EmbeddingCollectionSharder  # isort: skip
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # isort: skip
+from torchrec.distributed.planner import EmbeddingShardingPlanner  # isort: skip
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # isort: skip
+from torchrec.distributed.planner.types import (  # isort: skip
+    HardwareConfig,
+    KernelConfig,
+    ParameterConstraints,
+    PlannerError,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import ShardingPlan  # isort: skip
+
+
+def make_sharders(fused: dict[str, Any]) -> list[Any]:
+    class Bags(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(KINDS)  # TorchRec offers those with rows on GPUs only
+
+    return [Bags(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What is to be planned, in a rank."""
+
+    model: nn.Module
+    tables: Mapping[str, Table]
+    chosen: Mapping[str, str]
+    """Table → kind, of those that are not left to TorchRec."""
+    sharders: list[Any]
+    optimizer: str
+    batch_size: int
+    memory: int | None
+    """Bytes per rank; None: what is free."""
+    device: torch.device
+
+    def plan(self) -> tuple[ShardingPlan, Plan]:
+        """For TorchRec, and to look at: made on rank 0, the same, or the same exception, on all ranks."""
+        nranks, local = dist.get_world_size(), comm.get_local_size()
+        constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
+        outcome: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                outcome = [self._plan_here(constraints, nranks, local)]
+            except ValueError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if isinstance(outcome[0], ValueError):
+            raise outcome[0]
+        result: tuple[ShardingPlan, Plan] = outcome[0]
+        return result
+
+    def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
+        why = {kind: refusal(kind, table, self.optimizer, nranks, local) for kind in KINDS}
+        kind = self.chosen.get(table.name)
+        if kind and why[kind]:
+            raise ValueError(f"table {table.name!r} cannot be {kind} on {nranks} ranks: {why[kind]}")
+        # Left to itself the planner takes no grid: TorchRec's own rule.
+        possible = [kind] if kind else [kind for kind in KINDS if not why[kind] and kind != "grid_shard"]
+        if not possible:
+            raise ValueError(f"table {table.name!r} cannot be sharded: {why['table_wise']}")
+        columns, features = table.config.embedding_dim, list(table.config.feature_names)
+        parts = column_parts(kind or "column_wise", nranks, local)
+        return ParameterConstraints(
+            sharding_types=possible,
+            min_partition=columns // parts if columns % (4 * parts) == 0 else columns,
+            pooling_factors=[1.0] * len(features),
+            feature_names=features,
+        )
+
+    def _plan_here(
+        self, constraints: dict[str, ParameterConstraints], nranks: int, local: int
+    ) -> tuple[ShardingPlan, Plan]:
+        on_gpu, memory = self.device.type == "cuda", self.memory
+        if memory is None:
+            memory = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // local
+        caps = {"hbm_cap_bytes" if on_gpu else "ddr_cap_bytes": memory}
+        best: list[Any] = []
+
+        def note(options: list[Any]) -> list[Any]:
+            best.extend(options)
+            return options
+
+        planner = EmbeddingShardingPlanner(
+            topology=TopologyFactory.create_topology(
+                TrainerConfig(world_size=nranks, local_world_size=local, **caps),
+                HardwareConfig(),
+                KernelConfig(compute_device=self.device.type),
+            ),
+            batch_size=self.batch_size,
+            constraints=constraints,
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            stats=[],
+            callbacks=[note],
+        )
+        try:
+            plan = planner.plan(self.model, self.sharders)
+        except PlannerError as error:
+            space = planner._enumerator.enumerate(self.model, self.sharders)
+            least = {  # table → bytes of its largest shard, sharded in the way that needs least on one rank
+                name: min(max(_bytes(shard.storage) for shard in o.shards) for o in space if o.name == name)
+                for name in self.tables
+            }
+            largest = max(least, key=lambda name: least[name])
+            ways = ", ".join(constraints[largest].sharding_types)
+            raise ValueError(
+                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each. The largest need is that of "
+                f"table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
+                "batches. Take more ranks, a kind that splits the table, or more memory=. TorchRec says: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+        return plan, self._to_look_at(best, nranks)
+
+    def _to_look_at(self, options: list[Any], nranks: int) -> Plan:
+        shards = [
+            Shard(
+                table=option.name,
+                kind=option.sharding_type,
+                rank=part.rank,
+                row=part.offset[0],
+                rows=part.size[0],
+                column=part.offset[1],
+                columns=part.size[1],
+                bytes=part.size[0] * part.size[1] * self.tables[option.name].weight.element_size(),
+                memory=_bytes(part.storage),
+                work=part.perf.total,
+            )
+            for option in options
+            for part in option.shards
+        ]
+        order = list(self.tables)
+        shards.sort(key=lambda s: (order.index(s.table), s.rank, s.row, s.column))
+        return Plan(tuple(shards), nranks)
+
+
+def _bytes(storage: Any) -> int:
+    return int(storage.hbm + storage.ddr)
