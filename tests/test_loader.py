@@ -19,11 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.recsys import blocks, prefetch
-from nbdist.recsys.base import Loader
-from nbdist.recsys.columns import Ragged, keyed_jagged
-from nbdist.recsys.loader import MemoryLoader, ParquetLoader
-from nbdist.recsys.partition import REMAINDERS
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, blocks, prefetch
+from nbdist.recsys.loader.base import Loader
+from nbdist.recsys.loader.columns import Ragged, keyed_jagged
+from nbdist.recsys.loader.partition import REMAINDERS
 
 
 def table(rows: int, first: int = 0) -> pa.Table:

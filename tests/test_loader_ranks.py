@@ -37,7 +37,7 @@ def nothing_survives() -> None:
 
 @pytest.fixture(scope="module")
 def ratings() -> pd.DataFrame:
-    return synthetic_ratings(n_users=300, n_items=400, n_ratings=10_001)
+    return synthetic_ratings(n_users=300, n_items=400, n_ratings=10_001).with_titles().to_pandas()
 
 
 @pytest.fixture(scope="module")

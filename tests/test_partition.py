@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nbdist.recsys.partition import REMAINDERS, Plan, RowGroup, deal, windows
+from nbdist.recsys.loader.partition import REMAINDERS, Plan, RowGroup, deal, windows
 
 groups = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
     lambda rows: [RowGroup(0, i, n, 16 * n) for i, n in enumerate(rows)]

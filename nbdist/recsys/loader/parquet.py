@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from . import storage
 from .columns import Columns, Ragged, join
 from .partition import Piece, RowGroup
 from .tables import check_type, is_list, to_columns
@@ -20,23 +18,18 @@ from .tables import check_type, is_list, to_columns
 Paths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
-def find(files: Paths) -> list[Path]:
-    """The Parquet files meant by a file, a folder (its ``*.parquet``), a glob pattern, or several of these.
+def find(files: Paths) -> list[storage.Place]:
+    """The Parquet files meant by a file, a folder (its ``*.parquet``), a glob pattern, a URI, or several of these.
 
     What comes from a folder or pattern is sorted, so that every rank has the same order.
 
     Raises:
         FileNotFoundError: for what does not exist or holds no Parquet file.
+        ValueError: for a URI that neither Arrow nor fsspec can read.
     """
-    if not isinstance(files, (str, os.PathLike)):
-        return [path for one in files for path in find(one)]
-    path = Path(files).expanduser()
-    if path.is_file():
-        return [path]
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else [Path(name) for name in sorted(glob.glob(str(path)))]
-    if not found:
-        raise FileNotFoundError(f"{files}: " + ("the folder has no *.parquet" if path.is_dir() else "no such file"))
-    return found
+    if isinstance(files, (str, os.PathLike)):
+        return storage.find(files)
+    return [place for one in files for place in find(one)]
 
 
 class ParquetFiles:
@@ -58,12 +51,15 @@ class ParquetFiles:
             raise ValueError("files= names no file")
         self.types: dict[str, pa.DataType] = {}
         self.groups: list[RowGroup] = []
+        self._footers: dict[storage.Place, Any] = {}  # of remote files, which are far to go for
         for number, path in enumerate(self.paths):
             try:
-                with pq.ParquetFile(path) as opened:
+                with storage.parquet(path) as opened:
                     schema, metadata = opened.schema_arrow, opened.metadata
             except (pa.ArrowInvalid, OSError) as error:
                 raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
+            if storage.is_uri(path):
+                self._footers[path] = metadata
             types = _chosen(schema, columns, path)
             if number == 0:
                 self.types = types
@@ -109,7 +105,7 @@ class ParquetFiles:
             path = self.paths[group.file]
             where = f"{path}, row group {group.number}"
             try:
-                with pq.ParquetFile(path) as opened:
+                with storage.parquet(path, self._footers.get(path)) as opened:
                     table = opened.read_row_group(
                         group.number, columns=list(self.types), use_threads=torch.get_num_threads() > 1
                     )
@@ -146,7 +142,7 @@ def _memory(name: str, like: Tensor, rows: int, room: int, spare: dict[str, Tens
     return spare[name][:rows]
 
 
-def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: Path) -> dict[str, pa.DataType]:
+def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Place) -> dict[str, pa.DataType]:
     names = list(schema.names if columns is None else columns)
     if not names:
         raise ValueError(f"{path}: no columns")

@@ -111,4 +111,9 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
             raise ValueError(
                 f"column {key!r} is {values[-1].dtype}, {keys[0]!r} is {values[0].dtype}: cast one of them"
             )
-    return KeyedJaggedTensor(keys=list(keys), values=torch.cat(values), lengths=torch.cat(lengths))
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        length_per_key=[each.numel() for each in values],  # TorchRec would add it up, and on a GPU wait for that
+    )

@@ -1,0 +1,7 @@
+"""Ratings to train recommenders on: MovieLens from disk or the network, and invented ones; see `Ratings`."""
+
+from .grouplens import movielens
+from .ratings import Ratings
+from .synthetic import MultiSlot, synthetic_multislot, synthetic_ratings
+
+__all__ = ["MultiSlot", "Ratings", "movielens", "synthetic_multislot", "synthetic_ratings"]

@@ -1,0 +1,193 @@
+"""The MovieLens sets that GroupLens publishes, from a folder or the network."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from .download import Unreachable, fetch_folder, holds
+from .ratings import GENRES, SCHEMA, Ratings
+from .synthetic import synthetic_ratings
+
+URL = "https://files.grouplens.org/datasets/movielens/{}.zip"
+
+
+@dataclass(frozen=True)
+class Edition:
+    """One of the sets that GroupLens publishes."""
+
+    folder: str
+    """In the archive, which is called after it."""
+    md5: str
+    """Of the archive, as GroupLens publishes it beside that (`URL` + ".md5")."""
+    users: int
+    movies: int
+    """That have ratings."""
+    ratings: int
+    files: tuple[str, str]
+    """Those with the ratings and with the movies."""
+    read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
+    """Makes frames of those."""
+
+
+def movielens(
+    name: str = "100k",
+    path: str | os.PathLike[str] | None = None,
+    *,
+    download: bool = True,
+    synthetic: bool = False,
+    url: str | None = None,
+) -> Ratings:
+    """MovieLens 100k, 1m or 25m: every rating, in the order of its file, and every movie with title and genres.
+
+    The first of these that is there is used: `path`; the folder that the environment variable ``NBDIST_DATA`` names;
+    fastai's cache (``~/.fastai/data``, or where ``FASTAI_HOME`` and its ``config.ini`` put it); a download, which is
+    kept in that cache. A download that breaks off is resumed; see `nbdist.recsys.datasets.download`.
+
+    Args:
+        name: "100k", "1m" or "25m".
+        path: The unpacked folder, or one that it is in.
+        download: False never uses the network.
+        synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
+            warning that says so.
+        url: Where to download it from. None: from GroupLens. The checksum has to be that of GroupLens's own.
+
+    Raises:
+        FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
+        ConnectionError: The server cannot be reached, or the download broke off several times.
+        urllib.error.URLError: The server answered with an error or a bad certificate.
+        ValueError: A file is not what it should be, or there are not as many ratings as the set has; the message names
+            the file.
+    """
+    if name not in EDITIONS:
+        raise ValueError(f"{name!r} is no MovieLens set that is known here; there are {', '.join(EDITIONS)}")
+    edition = EDITIONS[name]
+    files = " and ".join(edition.files)
+    for given, what in ((path, ""), (os.environ.get("NBDIST_DATA") or None, "NBDIST_DATA: ")):
+        if given is None:
+            continue
+        for folder in (Path(given).expanduser(), Path(given).expanduser() / edition.folder):
+            if holds(folder, edition.files):
+                return Ratings(*_read(name, folder), f"MovieLens {name} from the folder {folder}.")
+        raise FileNotFoundError(f"{what}neither {given} nor its folder {edition.folder} holds {files}")
+
+    folder = _fastai_data() / edition.folder
+    if holds(folder, edition.files):
+        return Ratings(*_read(name, folder), f"MovieLens {name} from fastai's cache, {folder}.")
+    if not download:
+        raise FileNotFoundError(f"no {files} in {folder}, and download=False")
+    url = url or URL.format(edition.folder)
+    try:
+        fetch_folder(url, edition.md5, folder, edition.files)
+    except Unreachable as error:
+        where = f"set NBDIST_DATA to a folder that holds {files}"
+        if not synthetic:
+            raise ConnectionError(
+                f"{error}. Without a network: {where}, or take invented ratings of the same size with synthetic=True"
+            ) from error
+        source = (
+            f"Synthetic ratings, NOT MovieLens: {error}. There are as many as in MovieLens {name}, with invented "
+            f"users, titles and tastes. To use the real data, {where}."
+        )
+        warnings.warn(source, stacklevel=2)
+        return synthetic_ratings(edition.users, edition.movies, edition.ratings)._replace(source=source)
+    return Ratings(*_read(name, folder), f"MovieLens {name}, downloaded from {url} and kept in {folder}.")
+
+
+def _fastai_data() -> Path:
+    """Where fastai keeps data sets. Reads its settings as fastai does; importing it would take seconds."""
+    home = Path(os.environ.get("FASTAI_HOME", "~/.fastai")).expanduser().absolute()
+    config = configparser.ConfigParser()
+    config.read(home / "config.ini", encoding="utf8")
+    return home / config["DEFAULT"].get("data", "data")
+
+
+def _read(name: str, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Ratings and movies, and that they are whole."""
+    edition = EDITIONS[name]
+    data, item = (folder / file for file in edition.files)
+    frame, movies = edition.read(data, item)
+    if frame.null_count().sum_horizontal().item():
+        raise ValueError(f"{data}: some lines have fewer than 4 numbers")
+    if not frame["rating"].is_between(0.5, 5).all():
+        raise ValueError(f"{data}: ratings outside 0.5..5")
+    if frame.height != edition.ratings:
+        raise ValueError(
+            f"{data} has {frame.height:,} ratings, MovieLens {name} has {edition.ratings:,}: not all of it was "
+            f"downloaded or unpacked. Remove {folder} and get it again"
+        )
+    if movies.null_count().sum_horizontal().item() or movies["movie"].is_duplicated().any():
+        raise ValueError(f"{item}: some lines have no number, no title or a number that is not their own")
+    unknown = frame.select(pl.col("movie").unique().sort()).join(movies, on="movie", how="anti", maintain_order="left")
+    if unknown.height:
+        raise ValueError(f"{item}: no title for {unknown.height} rated movies, the first of them {unknown.item(0, 0)}")
+    return frame, movies
+
+
+def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> pl.DataFrame:
+    """A file of columns; latin-1 unless `encoding` says otherwise."""
+    source: Any = path
+    if len(separator) > 1:  # polars takes one byte
+        source, separator = path.read_bytes().replace(separator.encode(), b"\t"), "\t"
+    settings = {"has_header": False, "quote_char": None, "encoding": "iso-8859-1"} | options
+    try:
+        return pl.read_csv(source, separator=separator, schema=schema, **settings)
+    except pl.exceptions.PolarsError as error:
+        expected = (
+            f"{len(schema)} columns ({', '.join(list(schema)[:4])}, ...)" if len(schema) > 4 else ", ".join(schema)
+        )
+        raise ValueError(f"{path}: not lines of {expected}: {str(error).splitlines()[0]}") from error
+
+
+def _genres(text: pl.Expr) -> pl.Expr:
+    """Lists of what stands between bars; empty for "(no genres listed)" and for nothing."""
+    listed = text.fill_null("").str.replace("(no genres listed)", "", literal=True)
+    return listed.str.extract_all(r"[^|]+").alias("genres")
+
+
+def _read_100k(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    # A flag for each genre comes last, that for none known first.
+    schema = {"movie": pl.Int32, "title": pl.String, "release": pl.String, "video": pl.String, "page": pl.String}
+    flags = {genre: pl.Int8 for genre in ("unknown", *GENRES)}
+    movies = _csv(item, "|", {**schema, **flags})
+    named = [pl.when(pl.col(genre) == 1).then(pl.lit(genre)) for genre in GENRES]
+    genres = pl.concat_list(named).list.drop_nulls().alias("genres")
+    return _csv(data, "\t", SCHEMA), movies.select("movie", "title", genres)
+
+
+def _read_1m(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    movies = _csv(item, "::", {"movie": pl.Int32, "title": pl.String, "genres": pl.String})
+    return _csv(data, "::", SCHEMA), movies.select("movie", "title", _genres(pl.col("genres")))
+
+
+def _read_25m(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    options: dict[str, Any] = {"skip_rows": 1, "quote_char": '"', "encoding": "utf8"}
+    movies = _csv(item, ",", {"movie": pl.Int32, "title": pl.String, "genres": pl.String}, **options)
+    return _csv(data, ",", SCHEMA, **options), movies.select("movie", "title", _genres(pl.col("genres")))
+
+
+# Sums: https://files.grouplens.org/datasets/movielens/, the .md5 files. Counts: the README of each set.
+EDITIONS = {
+    "100k": Edition(
+        "ml-100k", "0e33842e24a9c977be4e0107933c0723", 943, 1682, 100_000, ("u.data", "u.item"), _read_100k
+    ),
+    "1m": Edition(
+        "ml-1m", "c4d9eecfca2ab87c1945afe126590906", 6040, 3706, 1_000_209, ("ratings.dat", "movies.dat"), _read_1m
+    ),
+    "25m": Edition(
+        "ml-25m",
+        "6b51fb2759a8657d3bfcbfc42b592ada",
+        162_541,
+        59_047,
+        25_000_095,
+        ("ratings.csv", "movies.csv"),
+        _read_25m,
+    ),
+}

@@ -1,0 +1,47 @@
+"""The form that all ratings come in."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import polars as pl
+
+SCHEMA = {"user": pl.Int32, "movie": pl.Int32, "rating": pl.Float32, "timestamp": pl.Int64}
+
+GENRES = (
+    "Action",
+    "Adventure",
+    "Animation",
+    "Children's",
+    "Comedy",
+    "Crime",
+    "Documentary",
+    "Drama",
+    "Fantasy",
+    "Film-Noir",
+    "Horror",
+    "Musical",
+    "Mystery",
+    "Romance",
+    "Sci-Fi",
+    "Thriller",
+    "War",
+    "Western",
+)
+"""Of MovieLens 100k, in the order of its ``u.item``."""
+
+
+class Ratings(NamedTuple):
+    """Ratings, the movies they are of, and where both came from: ``ratings, movies, source = movielens("25m")``."""
+
+    frame: pl.DataFrame
+    """One row per rating: `user` and `movie` (Int32, from 1), `rating` (Float32, 0.5 to 5), `timestamp` (Int64,
+    seconds since 1970-01-01 UTC)."""
+    movies: pl.DataFrame
+    """One row per movie: `movie` (Int32), `title` (String, "Name (year)"), `genres` (List(String), may be empty)."""
+    source: str
+    """What was used, in a sentence to print beside the results."""
+
+    def with_titles(self) -> pl.DataFrame:
+        """The ratings, in their order, with the movies' titles as a further column. `.to_pandas()` for fastai."""
+        return self.frame.join(self.movies.select("movie", "title"), on="movie", how="left", maintain_order="left")

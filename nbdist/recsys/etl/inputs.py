@@ -1,0 +1,192 @@
+"""What a workflow is given: Parquet files, or frames; its schema, and shares of its rows."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..loader.parquet import Paths, find
+from ..loader.partition import RowGroup, deal
+from . import ranks, remote
+
+Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive rows of an input."""
+
+    slice: Callable[[int, int], pl.LazyFrame]
+    """Rows of the file, or the frame, that they are in, by the first of them and their number."""
+    where: str
+    start: int
+    """The first of them, counted in that."""
+    first: int
+    """The first of them, counted in the whole input."""
+    rows: int
+
+    def scan(self) -> pl.LazyFrame:
+        """The rows, in order."""
+        return self.slice(self.start, self.rows)
+
+    def collect(self, queries: Sequence[pl.LazyFrame], engine: Any) -> list[pl.DataFrame]:
+        """The results of queries on `scan`; raises `ValueError` naming the part where it cannot be read."""
+        try:
+            return pl.collect_all(queries, engine=engine)
+        except pl.exceptions.PolarsError as error:
+            raise ValueError(f"{self}: {error}") from error
+
+    def read(self, columns: Sequence[str], engine: Any) -> pl.DataFrame:
+        """Some columns of the rows, in order; raises `ValueError` where they cannot be read, or are not there now."""
+        (rows,) = self.collect([self.scan().select(columns)], engine)
+        if rows.height != self.rows:
+            raise ValueError(f"{self}: there were more rows when it was first looked at")
+        return rows
+
+    def __str__(self) -> str:
+        return f"{self.where}, rows {self.start} to {self.start + self.rows - 1}"
+
+
+class Input:
+    """Rows in a known order, from files with one schema or from one frame.
+
+    Attributes:
+        schema: Names and types of the columns.
+        rows: How many rows there are, at least one.
+
+    Raises:
+        FileNotFoundError: for what does not exist.
+        ValueError: naming file and column: not a Parquet file, another schema than the first file's, no rows.
+    """
+
+    def __init__(
+        self,
+        schema: pl.Schema,
+        slices: Sequence[Callable[[int, int], pl.LazyFrame]],
+        names: Sequence[str],
+        groups: Sequence[RowGroup],
+    ) -> None:
+        self.schema = schema
+        self._slices, self._names = slices, names
+        self._groups = [group for group in groups if group.rows]
+        self.rows = sum(group.rows for group in groups)
+        self.where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        if not self.rows:
+            raise ValueError(f"{self.where}: no rows")
+
+    @classmethod
+    def of_frame(cls, frame: pl.DataFrame) -> Input:
+        return cls(frame.schema, [frame.lazy().slice], ["the frame"], [RowGroup(0, 0, frame.height, 0)])
+
+    @classmethod
+    def of_files(cls, files: Paths) -> Input:
+        paths = find(files)
+        if not paths:
+            raise ValueError("no file is named")
+        groups: list[RowGroup] = []
+        frames: list[pl.LazyFrame | remote.File] = []
+        schemas: list[pl.Schema] = []
+        for number, path in enumerate(paths):
+            try:
+                if isinstance(path, str):
+                    file = remote.File(path)
+                    frames.append(file)
+                    schemas.append(file.schema)
+                    metadata = file.footer
+                else:
+                    metadata = pq.read_metadata(path)
+                    frame = remote.scan(path)
+                    frames.append(frame)
+                    schemas.append(frame.collect_schema())
+            except (pa.ArrowInvalid, pl.exceptions.PolarsError, OSError) as error:
+                raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
+            compare(schemas[0], schemas[-1], str(path), f"in {paths[0]}")
+            counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            groups += [RowGroup(number, i, rows, 0) for i, rows in enumerate(counts)]
+        names = schemas[0].names()  # another file may have them in another order
+        slices = [frame.select(names).slice for frame in frames]
+        return cls(schemas[0], slices, [str(path) for path in paths], groups)
+
+    def head(self, columns: Sequence[str]) -> pl.DataFrame:
+        """Some columns of the first rows, of at most a thousand, at least one."""
+        return self.parts(0, min(1000, self.rows), 1000)[0].read(columns, "streaming")
+
+    def share(self, size: int) -> list[Part]:
+        """The rows of this rank, in parts of at most `size` rows.
+
+        Ranks have equally many rows, or one more or less, and all together each row once.
+        """
+        first, stop = (self.rows * rank // ranks.world_size() for rank in (ranks.rank(), ranks.rank() + 1))
+        return self.parts(first, stop, size)
+
+    def parts(self, first: int, stop: int, size: int) -> list[Part]:
+        """The rows `first` to `stop` - 1 in parts of at most `size` rows that end where row groups do, if they can."""
+        begins = [0]
+        for group in self._groups:
+            begins.append(begins[-1] + group.rows)
+        offsets: dict[int, int] = {}  # of a file's first row in the input
+        for begin, group in zip(begins, self._groups, strict=False):
+            offsets.setdefault(group.file, begin)
+        spans: list[tuple[int, int, int]] = []  # file, first and last + 1 row in the input
+        for piece in deal(self._groups, first, stop - first):
+            rows = piece.stop - piece.start
+            if spans and spans[-1][0] == piece.group.file and spans[-1][2] - spans[-1][1] + rows <= size:
+                spans[-1] = (piece.group.file, spans[-1][1], first + rows)
+            else:
+                pieces = -(-rows // size)
+                cuts = [first + rows * i // pieces for i in range(pieces + 1)]
+                spans += [(piece.group.file, *pair) for pair in itertools.pairwise(cuts)]
+            first += rows
+        return [
+            Part(self._slices[file], self._names[file], begin - offsets[file], begin, end - begin)
+            for file, begin, end in spans
+        ]
+
+
+@contextlib.contextmanager
+def opened(source: Source) -> Iterator[Input]:
+    """The input that `source` means. The rows of a lazy frame are kept in a temporary file as long.
+
+    A lazy frame need not know how many rows it has, nor give the same ones twice: rank 0 computes it once, streamed to
+    a Parquet file.
+    """
+    if isinstance(source, pl.DataFrame):
+        yield Input.of_frame(source)
+    elif isinstance(source, pl.LazyFrame):
+        with contextlib.ExitStack() as stack:
+
+            def write() -> str:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-"))
+                path = os.path.join(folder, "frame.parquet")
+                source.sink_parquet(path, compression="lz4", row_group_size=1 << 17, maintain_order=True)
+                return path
+
+            yield Input.of_files(ranks.on_first(write))
+            ranks.barrier()  # rank 0 takes it away
+    else:
+        yield Input.of_files(source)
+
+
+def compare(expected: pl.Schema, found: pl.Schema, where: str, what: str) -> None:
+    """Raise `ValueError` where two schemas differ; their order may.
+
+    Args:
+        where: What `found` is the schema of.
+        what: Where `expected` comes from.
+    """
+    for name, dtype in expected.items():
+        if name not in found:
+            raise ValueError(f"{where}: no column {name!r}, which is {what}")
+        if found[name] != dtype:
+            raise ValueError(f"{where}: column {name!r} is {found[name]}, but {dtype} {what}")
+    if more := [name for name in found if name not in expected]:
+        raise ValueError(f"{where}: column {more[0]!r} is not {what}")

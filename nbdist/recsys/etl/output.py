@@ -1,0 +1,203 @@
+"""Rows that are larger than memory, written to Parquet files in a random order that only the seed decides."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..loader.prefetch import ahead
+from . import ranks
+from .inputs import Input, Part
+from .permutation import Permutation
+
+T = TypeVar("T")
+
+_POSITION = "position (nbdist)"  # of a row in its bucket
+Progress = Callable[[int], object]
+"""Called with a number of rows that are done."""
+COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
+
+
+@dataclass(frozen=True)
+class Files:
+    """What is written, and how."""
+
+    count: int
+    row_group_size: int
+    """Rows per row group."""
+    compression: str
+    """One of `COMPRESSIONS`."""
+    seed: int | None
+    """What the order of the rows follows from. None: it is that of the input."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files, in order."""
+        return [f"part-{number:05d}.parquet" for number in range(self.count)]
+
+
+class Bucket(NamedTuple):
+    """Rows that come one after the other in an output file, few enough to be in memory together."""
+
+    file: int
+    start: int
+    """Position in the whole output of the first of them."""
+    stop: int
+
+
+def write(
+    given: Input,
+    columns: pl.Schema,
+    apply: Callable[[pl.DataFrame], pl.DataFrame],
+    files: Files,
+    scratch: Path,
+    size: int,
+    engine: Any,
+    progress: bool,
+) -> None:
+    """Write this rank's share of the files, to ``scratch/whole``; all ranks have to.
+
+    Args:
+        given: The rows.
+        columns: Those that are needed.
+        apply: What makes output rows of some input rows, in order.
+        scratch: A folder, with ``whole`` in it, that all ranks see.
+        size: Rows to have in memory at a time.
+        engine: Polars' engine for what is on disk.
+        progress: Whether rank 0 shows bars.
+    """
+    buckets = divide(given.rows, files.count, files.row_group_size, size)
+    if files.seed is None:
+
+        def rows_of(number: int) -> pl.DataFrame:
+            parts = given.parts(buckets[number].start, buckets[number].stop, size)
+            return pl.concat(part.read(columns.names(), engine) for part in parts)
+    else:
+        spill = Spill(scratch, columns, buckets)
+        parts = given.share(size)
+        with ranks.bar("shuffle", sum(part.rows for part in parts), progress) as bar:
+            spill.write(parts, Permutation(given.rows, files.seed), engine, bar.update)
+        ranks.barrier()
+        rows_of = spill.read
+    mine = range(ranks.rank(), files.count, ranks.world_size())
+    made = ((bucket.file, apply(rows_of(i))) for i, bucket in enumerate(buckets) if bucket.file in mine)
+    with (
+        ranks.bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar,
+        contextlib.closing(_ahead(made)) as frames,
+    ):
+        for file, group in itertools.groupby(frames, key=lambda one: one[0]):
+            _write(scratch / "whole" / files.names[file], (frame for _, frame in group), files, bar.update)
+
+
+def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket]:
+    """The buckets of an output, in order.
+
+    Args:
+        rows: Of the output. Files have equally many, or one more or less.
+        row_group_size: A bucket ends where a row group does.
+        size: Rows that a bucket may have; one row group at least.
+    """
+    step = max(1, size // row_group_size) * row_group_size
+    edges = [rows * file // files for file in range(files + 1)]
+    return [
+        Bucket(file, start, min(start + step, edges[file + 1]))
+        for file in range(files)
+        for start in range(edges[file], edges[file + 1], step)
+    ]
+
+
+class Spill:
+    """Rows of all ranks on disk, of which any bucket can be read.
+
+    Each rank writes one Arrow IPC file, with a record batch for each bucket out of each part of the input.
+
+    Args:
+        folder: Where; all ranks see it.
+        schema: Of the rows.
+        buckets: All of them.
+    """
+
+    def __init__(self, folder: Path, schema: pl.Schema, buckets: Sequence[Bucket]) -> None:
+        self._folder, self._schema, self._buckets = folder, schema, buckets
+        # Categories would be dictionaries, which cannot differ between the batches of an IPC file.
+        self._kept = pl.Schema({name: _plain(dtype) for name, dtype in schema.items()} | {_POSITION: pl.UInt32()})
+
+    def write(self, parts: Sequence[Part], permutation: Permutation, engine: Any, progress: Progress) -> None:
+        """Write this rank's parts of the input, each row to the bucket that its place in the output is in."""
+        starts = np.array([bucket.start for bucket in self._buckets], dtype=np.uint64)
+        smallest = np.min_scalar_type(len(starts))  # NumPy sorts 16 bits in linear time
+        schema = _arrow(pl.DataFrame(schema=self._kept)).schema
+        read = (part.read(self._schema.names(), engine) for part in parts)
+        with (
+            pa.ipc.new_file(self._folder / f"{ranks.rank()}.arrow", schema) as writer,
+            contextlib.closing(_ahead(read)) as frames,
+        ):
+            for part, rows in zip(parts, frames, strict=True):
+                position = permutation.at(part.first, part.rows)
+                bucket = np.searchsorted(starts, position, side="right") - 1
+                order = np.argsort(bucket.astype(smallest), kind="stable").astype(np.uint32)
+                inside = pl.Series(_POSITION, (position - starts[bucket]).astype(np.uint32))
+                (batch,) = _arrow(rows.with_columns(inside).cast(self._kept)[order].rechunk()).to_batches()
+                first = 0
+                for count in np.bincount(bucket, minlength=len(starts)).tolist():
+                    writer.write_batch(batch.slice(first, count))
+                    first += count
+                progress(part.rows)
+
+    def read(self, number: int) -> pl.DataFrame:
+        """The rows of a bucket, in the order of the output; all ranks must have written."""
+        batches: list[pa.RecordBatch] = []
+        for path in self._folder.glob("*.arrow"):
+            with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
+                every = range(number, reader.num_record_batches, len(self._buckets))
+                batches += [reader.get_batch(i) for i in every]
+        rows = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(batches)))
+        order = np.empty(rows.height, dtype=np.uint32)
+        order[rows[_POSITION].to_numpy()] = np.arange(rows.height, dtype=np.uint32)
+        return rows.drop(_POSITION)[order].cast(self._schema)
+
+
+def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: Progress) -> None:
+    """Write frames, one after the other, to a Parquet file."""
+    with contextlib.ExitStack() as stack:
+        writer: pq.ParquetWriter | None = None
+        for frame in frames:
+            table = _arrow(frame)
+            if writer is None:
+                # Dictionaries make plain numbers, of which there are many different ones, larger and slower to write.
+                dictionaries = [_leaf(name, dtype) for name, dtype in frame.schema.items() if not dtype.is_numeric()]
+                writer = stack.enter_context(
+                    pq.ParquetWriter(path, table.schema, compression=files.compression, use_dictionary=dictionaries)
+                )
+            writer.write_table(table, files.row_group_size)
+            progress(table.num_rows)
+
+
+def _ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """The same, one of them made ahead in a thread: half of the work is not polars', and done on one core."""
+    return ahead(items, 1 if pl.thread_pool_size() > 1 else 0)
+
+
+def _arrow(frame: pl.DataFrame) -> pa.Table:
+    return frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+
+
+def _leaf(name: str, dtype: pl.DataType) -> str:
+    """What Parquet calls a column, or the values in its lists."""
+    inner = dtype.inner if isinstance(dtype, pl.List) else None
+    return _leaf(f"{name}.list.element", inner) if isinstance(inner, pl.DataType) else name
+
+
+def _plain(dtype: pl.DataType) -> pl.DataType:
+    if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
+        return pl.List(_plain(dtype.inner))
+    return pl.String() if isinstance(dtype, (pl.Categorical, pl.Enum)) else dtype

@@ -1,0 +1,71 @@
+"""A random order of any number of rows, of which each place can be computed by itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+_ROUNDS, _MORE, _FEW = 6, 12, 1 << 12  # with few rows it takes more rounds until every order is about as likely
+_CHUNK = 1 << 14  # rows at a time: what is computed on the way stays in the cache
+_U = np.uint64
+
+
+class Permutation:
+    """Row i goes to position ``at(i)``: every position once, and where it is follows from the seed alone.
+
+    A Feistel network on pairs (left, right) with ``row = left * b + right``, where ``a * b`` is slightly more than
+    `rows`: each round adds a hash of one half to the other, modulo a or b, which can be undone and so maps the pairs
+    one to one. A place beyond the last row is sent through again until it is not ("cycle walking"; Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, 2002). It takes no memory and any part of it can be computed anywhere.
+
+    Args:
+        rows: How many, 1 .. 2**62.
+        seed: Any integer.
+    """
+
+    def __init__(self, rows: int, seed: int) -> None:
+        if not 1 <= rows <= 1 << 62:
+            raise ValueError(f"rows={rows}: 1 to 2**62")
+        self.rows = rows
+        self._b = math.isqrt(rows - 1) + 1
+        self._a = -(-rows // self._b)
+        rounds = _MORE if rows < _FEW else _ROUNDS
+        self._keys = np.random.SeedSequence([abs(seed), int(seed < 0)]).generate_state(rounds, np.uint64)
+
+    def at(self, first: int, count: int) -> npt.NDArray[np.uint64]:
+        """The positions of the rows ``first .. first + count - 1``; shape (count,)."""
+        positions = np.arange(first, first + count, dtype=np.uint64)
+        for start in range(0, count, _CHUNK):
+            chunk = self._once(positions[start : start + _CHUNK])
+            beyond = np.flatnonzero(chunk >= _U(self.rows))
+            while len(beyond):
+                chunk[beyond] = self._once(chunk[beyond])
+                beyond = beyond[chunk[beyond] >= _U(self.rows)]
+            positions[start : start + _CHUNK] = chunk
+        return positions
+
+    def _once(self, row: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = np.divmod(row, _U(self._b))
+        for i, key in enumerate(self._keys):
+            if i % 2:
+                right = _shift(right, left, key, self._b)
+            else:
+                left = _shift(left, right, key, self._a)
+        return left * _U(self._b) + right
+
+
+def _shift(
+    half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: np.uint64, modulus: int
+) -> npt.NDArray[np.uint64]:
+    """``(half + hash of other) % modulus``, without a division."""
+    mixed = (other ^ key) * _U(0x9E3779B97F4A7C15)  # splitmix64's finalizer, shortened
+    mixed ^= mixed >> _U(32)
+    mixed *= _U(0xBF58476D1CE4E5B9)
+    mixed >>= _U(32)
+    mixed *= _U(modulus)  # modulus <= 2**31: no overflow
+    mixed >>= _U(32)
+    mixed += half
+    mixed -= (mixed >= _U(modulus)) * _U(modulus)
+    return mixed

@@ -1,0 +1,99 @@
+"""What the steps of a workflow do to lazy frames, with the least work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import polars as pl
+
+from .steps import Categorify, Compute, Drop, Join, Step
+from .vocabulary import Vocabulary
+
+Pipeline = Callable[[pl.LazyFrame], pl.LazyFrame]
+
+
+def needed(steps: Sequence[Step], wanted: Iterable[str]) -> list[set[str]]:
+    """The columns that have to be there before each step, and after the last, for `wanted` to be there in the end."""
+    columns = [set(wanted)]
+    for step in reversed(steps):
+        columns.append(step.needs(columns[-1]))
+    return columns[::-1]
+
+
+def pipeline(steps: Sequence[Step], vocabularies: Mapping[str, Vocabulary], wanted: Sequence[str]) -> Pipeline:
+    """The steps as one function from lazy frame to lazy frame, which gives the `wanted` columns.
+
+    The order of the rows is kept. Columns that nothing wanted is made of need not be there.
+
+    A joined column that is categorified later, and not changed before that, is coded once for each row of the joined
+    table, and the codes are joined: there are more ratings than movies.
+    """
+    columns = needed(steps, wanted)
+    stages: list[Pipeline] = []
+    for i, step in enumerate(steps):
+        after = columns[i + 1]
+        made = after.intersection(step.adds)
+        if isinstance(step, Join) and made:
+            coded = [
+                name
+                for k, later in enumerate(steps[i:], i)
+                if isinstance(later, Categorify)
+                for name in later.adds
+                if origin(steps, k, name) is step and name in columns[k + 1]
+            ]
+            table = step.table.lazy()
+            for name in coded:
+                table = vocabularies[name].encode(table, name, _codes(name))
+            stages.append(_join(table.select(*step.on, *sorted(made), *map(_codes, coded)).collect(), step.on))
+        elif isinstance(step, Categorify) and made:
+            for name in sorted(made):
+                stages.append(_categorify(vocabularies[name], name, coded=origin(steps, i, name) is not None))
+        elif isinstance(step, Compute) and made:
+            stages.append(_with_columns([step.columns[name].alias(name) for name in sorted(made)]))
+        elif isinstance(step, Drop):
+            stages.append(_drop(step.columns))
+
+    def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+        # Nothing else, or it could be in the way of a joined column; but one for the number of rows.
+        frame = frame.select(sorted(columns[0]) or pl.first())
+        for stage in stages:
+            frame = stage(frame)
+        return frame.select(wanted)
+
+    return run
+
+
+def origin(steps: Sequence[Step], index: int, column: str) -> Join | None:
+    """The join that a column comes from, as it is before step `index`. None: from the input, or computed."""
+    for step in reversed(steps[:index]):
+        if column in step.adds:
+            return step if isinstance(step, Join) else None
+    return None
+
+
+def _codes(name: str) -> str:
+    """The column for the codes of a column, until it is replaced by them."""
+    return f"{name} (codes, nbdist)"
+
+
+def _join(table: pl.DataFrame, on: Sequence[str]) -> Pipeline:
+    return lambda frame: frame.join(table.lazy(), on=on, how="left", maintain_order="left")
+
+
+def _categorify(vocabulary: Vocabulary, name: str, coded: bool) -> Pipeline:
+    def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+        names = frame.collect_schema().names()
+        if not coded:
+            frame = vocabulary.encode(frame, name, _codes(name))
+        codes = vocabulary.filled(pl.col(_codes(name)))
+        return frame.select(codes.alias(name) if one == name else one for one in names if one != _codes(name))
+
+    return run
+
+
+def _with_columns(columns: Sequence[pl.Expr]) -> Pipeline:
+    return lambda frame: frame.with_columns(columns)
+
+
+def _drop(columns: Sequence[str]) -> Pipeline:
+    return lambda frame: frame.drop(columns, strict=False)

@@ -1,0 +1,71 @@
+"""What ranks tell each other; a process without a process group is the only rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from tqdm.auto import tqdm
+
+T = TypeVar("T")
+
+
+def in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if in_group() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if in_group() else 1
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if in_group():
+        dist.barrier()
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks, in their order."""
+    everyone: list[Any] = [value]
+    if in_group():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def on_first(fn: Callable[[], T]) -> T:
+    """What `fn` returns on rank 0, where alone it is called; what it raises there is raised on all ranks."""
+    if not in_group():
+        return fn()
+    box: list[Any] = [None, None]
+    if rank() == 0:
+        try:
+            box[0] = fn()
+        except Exception as error:
+            box[1] = error
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]
+
+
+def agree(what: str, **values: Any) -> None:
+    """Raise `ValueError` on all ranks where they do not all have the same values."""
+    everyone = gather(values)
+    for number, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"ranks do not agree about {what}: {name} is {value!r} on rank 0 and {theirs[name]!r} on rank "
+                    f"{number}"
+                )
+
+
+def bar(what: str, rows: int, show: bool) -> Any:
+    """A progress bar over rows, a context manager; only rank 0's is shown."""
+    return tqdm(total=rows, desc=what, unit=" rows", unit_scale=True, disable=not show or rank() > 0)

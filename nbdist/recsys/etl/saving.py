@@ -1,0 +1,145 @@
+"""A fitted workflow in a folder: JSON, and Parquet for what may be large. No pickle; readable without polars.
+
+``workflow.json``::
+
+    format, version   "nbdist.recsys.etl", 1
+    polars            the version that has written the expressions
+    rows              how many rows the workflow was fitted to
+    codes             {"null": 0, "unseen": 1, "first": 2}: of null, of a value not known, of the first known value
+    inputs, outputs   {column: type}: what `fit` saw, and what the steps make of it; in order
+    steps             in the order in which they are applied, each with its "kind":
+      join            on: columns of the key; columns: {column: type} that are added; table: file with the key and
+                      these columns. Keys in it are unique and not null; where no row has the key, the columns are null.
+      categorify      columns: {column: {type, size, min_count, max_size, vocabulary}}. The file `vocabulary` has the
+                      columns `value` and `count`; the value in row i (from 0) has code i + 2. size = rows + 2. In
+                      lists, each element is coded, and a null list becomes [0].
+      compute         columns: {column: {reads, expression}}: the columns it is computed from, and polars' JSON
+      drop            columns: names
+
+A type is int8 .. uint64, float32, float64, bool, string, list[<one of these>], or else polars' own name for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from . import expressions
+from .steps import Categorify, Compute, Drop, Join, Step, type_name
+from .vocabulary import FIRST, NULL, UNSEEN, Vocabulary
+
+FORMAT, VERSION = "nbdist.recsys.etl", 1
+FILES = ("workflow.json", "table-*.parquet", "vocabulary-*.parquet")
+
+
+def describe(
+    steps: Sequence[Step],
+    vocabularies: Mapping[str, Vocabulary],
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    rows: int,
+) -> dict[str, Any]:
+    """What ``workflow.json`` holds, as plain data."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "polars": pl.__version__,
+        "rows": rows,
+        "codes": {"null": NULL, "unseen": UNSEEN, "first": FIRST},
+        "inputs": dict(inputs),
+        "outputs": dict(outputs),
+        "steps": [_describe(number, step, vocabularies) for number, step in enumerate(steps)],
+    }
+
+
+def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -> dict[str, Any]:
+    if isinstance(step, Join):
+        columns: Any = {name: type_name(step.table.schema[name]) for name in step.adds}
+        return {"kind": "join", "on": step.on, "columns": columns, "table": f"table-{number}.parquet"}
+    if isinstance(step, Categorify):
+        columns = {}
+        for i, name in enumerate(step.adds):
+            inner = type_name(vocabularies[name].values.dtype)
+            columns[name] = {
+                "type": f"list[{inner}]" if vocabularies[name].lists else inner,
+                "size": vocabularies[name].size,
+                "min_count": step.min_count[name],
+                "max_size": step.max_size[name],
+                "vocabulary": f"vocabulary-{number}-{i}.parquet",
+            }
+        return {"kind": "categorify", "columns": columns}
+    if isinstance(step, Compute):
+        columns = {
+            name: {"reads": expressions.reads(one), "expression": expressions.to_json(one, f"Compute: column {name!r}")}
+            for name, one in step.columns.items()
+        }
+        return {"kind": "compute", "columns": columns}
+    assert isinstance(step, Drop)
+    return {"kind": "drop", "columns": step.columns}
+
+
+def write(
+    folder: Path, description: Mapping[str, Any], steps: Sequence[Step], vocabularies: Mapping[str, Vocabulary]
+) -> None:
+    """Write the files of a workflow."""
+    for step, described in zip(steps, description["steps"], strict=True):
+        if isinstance(step, Join):
+            step.table.write_parquet(folder / described["table"])
+        elif isinstance(step, Categorify):
+            for name, column in described["columns"].items():
+                one = vocabularies[name]
+                pl.DataFrame({"value": one.values, "count": one.counts}).write_parquet(folder / column["vocabulary"])
+    (folder / "workflow.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", "utf8")
+
+
+def read(folder: Path) -> tuple[dict[str, Any], list[Step], dict[str, Vocabulary]]:
+    """What `write` has written: description, steps, vocabularies.
+
+    Raises:
+        FileNotFoundError: A file is not there.
+        ValueError: naming the file: it is not what it should be, or of a later version.
+    """
+    path = folder / "workflow.json"
+    try:
+        description = json.loads(path.read_text("utf8"))
+        if description["format"] != FORMAT:
+            raise ValueError(f"its format is {description['format']!r}")
+        if description["version"] > VERSION:
+            raise ValueError(f"its version is {description['version']}, this nbdist reads up to {VERSION}")
+        vocabularies: dict[str, Vocabulary] = {}
+        steps = [_step(folder, one, description["polars"], vocabularies) for one in description["steps"]]
+        return description, steps, vocabularies
+    except FileNotFoundError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
+        raise ValueError(f"{path}: not a saved workflow: {error!r}") from error
+
+
+def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: dict[str, Vocabulary]) -> Step:
+    kind, columns = described["kind"], described["columns"]
+    if kind == "join":
+        return Join(_parquet(folder / described["table"]), described["on"], list(columns))
+    if kind == "categorify":
+        for name, one in columns.items():
+            frame = _parquet(folder / one["vocabulary"])
+            vocabularies[name] = Vocabulary(frame["value"], frame["count"], one["type"].startswith("list["))
+        min_count = {name: one["min_count"] for name, one in columns.items()}
+        return Categorify(*columns, min_count=min_count, max_size={n: one["max_size"] for n, one in columns.items()})
+    if kind == "compute":
+        return Compute(
+            **{
+                name: expressions.from_json(one["expression"], f"column {name!r}", polars)
+                for name, one in columns.items()
+            }
+        )
+    if kind == "drop":
+        return Drop(*columns)
+    raise ValueError(f"there is no step {kind!r}")
+
+
+def _parquet(path: Path) -> pl.DataFrame:
+    return pl.read_parquet(path, glob=False, hive_partitioning=False)

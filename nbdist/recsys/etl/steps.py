@@ -1,0 +1,227 @@
+"""The steps of a workflow: join, categorify, compute, drop. What each needs, what it makes of the columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from ..loader.parquet import Paths, find
+from . import expressions, remote
+from .vocabulary import FIRST, value_type
+
+
+class Step:
+    """One step. It is the same object before and after `fit`: what is learnt is the workflow's."""
+
+    adds: Sequence[str] = ()
+    """The columns that it adds or replaces."""
+
+    def needs(self, wanted: set[str]) -> set[str]:
+        """The columns that must be there before it, for `wanted` to be there after it."""
+        return wanted
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        """The columns after it, where those before it are `schema`.
+
+        Raises:
+            ValueError: beginning with `where` and naming the column: it cannot be done.
+        """
+        raise NotImplementedError
+
+
+class Join(Step):
+    """Add columns of another table: each row gets those of the table's row with the same key, or nulls.
+
+    Args:
+        table: A polars frame, or Parquet files; held in memory.
+        on: The key, a column or several, in the rows as in the table. In the table each key occurs once; a null
+            matches nothing.
+        columns: Which columns to add. None: all but the key.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
+    """
+
+    def __init__(
+        self,
+        table: pl.DataFrame | pl.LazyFrame | Paths,
+        on: str | Sequence[str],
+        columns: str | Sequence[str] | None = None,
+    ) -> None:
+        self.on = _names(on)
+        if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
+            frame, where = table.lazy(), "Join: the table"
+        else:
+            paths = find(table)
+            where = f"Join: {os.fspath(paths[0])}"
+            frame = pl.concat([remote.scan(path) for path in paths])
+        there = _read(frame.head(0), where).columns
+        self.adds = [name for name in there if name not in self.on] if columns is None else _names(columns)
+        for name in [*self.on, *self.adds]:
+            _there(name, there, where)
+        if both := set(self.on) & set(self.adds):
+            raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
+        self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
+        twice = self.table.filter(pl.struct(self.on).is_duplicated()).head(1)
+        if len(twice):
+            raise ValueError(f"{where}: the key {twice.select(self.on).row(0, named=True)} occurs more than once")
+
+    def needs(self, wanted: set[str]) -> set[str]:
+        return wanted - set(self.adds) | (set(self.on) if wanted & set(self.adds) else set())
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name in self.on:
+            _there(name, schema, f"{where}: Join")
+            if schema[name] != self.table.schema[name]:
+                raise ValueError(
+                    f"{where}: Join: column {name!r} is {schema[name]} in the rows and {self.table.schema[name]} in "
+                    "the table: cast one of them"
+                )
+        for name in self.adds:
+            if name in schema:
+                raise ValueError(f"{where}: Join: column {name!r} of the table is in the rows already: say columns=")
+        return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
+
+    def __repr__(self) -> str:
+        return f"Join({self.table.height} rows, on={self.on}, columns={self.adds})"
+
+
+class Categorify(Step):
+    """Replace values by codes, the most frequent values first; in lists, each element by its code.
+
+    Code 0 is null, 1 a value that is not in the vocabulary, 2 the most frequent value seen by `Workflow.fit`, and so
+    on; equally frequent values are in ascending order. A null list becomes a list of the one code 0; an empty list
+    stays empty. Codes are int64.
+
+    Args:
+        *columns: Of integers, strings, booleans, categoricals, or lists of these.
+        min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that.
+        max_size: Codes that a column may have, 0 and 1 included: the rarest values are left out. None: any number. Or
+            a mapping from columns to that.
+
+    Raises:
+        ValueError: for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        *columns: str,
+        min_count: int | Mapping[str, int] = 1,
+        max_size: int | Mapping[str, int] | None = None,
+    ) -> None:
+        self.adds = _names(columns)
+        self.min_count: dict[str, int] = _each(self.adds, "min_count", min_count, 1)
+        self.max_size: dict[str, int | None] = _each(self.adds, "max_size", max_size, None)
+        for name in self.adds:
+            if self.min_count[name] < 1:
+                raise ValueError(f"Categorify: min_count={self.min_count[name]} of column {name!r}: at least 1")
+            size = self.max_size[name]
+            if size is not None and size < FIRST:
+                raise ValueError(f"Categorify: max_size={size} of column {name!r}: at least {FIRST}, null and unseen")
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        codes: dict[str, pl.DataType] = {}
+        for name in self.adds:
+            _there(name, schema, f"{where}: Categorify")
+            value_type(schema[name], f"{where}: Categorify: column {name!r}")
+            codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
+        return pl.Schema({**schema, **codes})
+
+    def __repr__(self) -> str:
+        return f"Categorify({self.adds}, min_count={self.min_count}, max_size={self.max_size})"
+
+
+class Compute(Step):
+    """Add or replace columns by polars expressions over a row: ``Compute(label=pl.col("rating") > 3)``.
+
+    All of them see the columns as they were before the step.
+
+    Args:
+        **columns: The expressions. They may not depend on other rows (`Workflow.fit` sees to that), nor be random,
+            nor hold Python functions.
+
+    Raises:
+        TypeError, ValueError: naming the column: no such expression.
+    """
+
+    def __init__(self, **columns: pl.Expr) -> None:
+        if not columns:
+            raise ValueError("Compute: no columns")
+        for name, expression in columns.items():
+            expressions.check(expression, f"Compute: column {name!r}")
+        self.columns = columns
+        self.adds = list(columns)
+
+    def needs(self, wanted: set[str]) -> set[str]:
+        made = {name: e for name, e in self.columns.items() if name in wanted}
+        return (wanted - made.keys()).union(*(expressions.reads(expression) for expression in made.values()))
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name, expression in self.columns.items():
+            for column in expressions.reads(expression):
+                _there(column, schema, f"{where}: Compute: column {name!r}")
+            expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
+        return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
+
+    def __repr__(self) -> str:
+        return f"Compute({', '.join(f'{name}={expression}' for name, expression in self.columns.items())})"
+
+
+class Drop(Step):
+    """Leave columns out."""
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = _names(columns)
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name in self.columns:
+            _there(name, schema, f"{where}: Drop")
+        return pl.Schema({name: dtype for name, dtype in schema.items() if name not in self.columns})
+
+    def __repr__(self) -> str:
+        return f"Drop({self.columns})"
+
+
+def type_name(dtype: pl.DataType) -> str:
+    """A type as the saved workflow has it: ``int64``, ``float32``, ``bool``, ``string``, ``list[string]``."""
+    if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
+        return f"list[{type_name(dtype.inner)}]"
+    if dtype.is_numeric() or dtype == pl.String:
+        return str(dtype).lower()
+    return "bool" if dtype == pl.Boolean else str(dtype)
+
+
+def _read(frame: pl.LazyFrame, where: str) -> pl.DataFrame:
+    try:
+        return frame.collect()
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _names(columns: str | Sequence[str]) -> list[str]:
+    names = [columns] if isinstance(columns, str) else list(columns)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"columns are named by strings, and not by {name!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"column {name!r} is named twice")
+    if not names:
+        raise ValueError("no columns are named")
+    return names
+
+
+def _there(name: str, columns: Any, where: str) -> None:
+    if name not in columns:
+        raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
+
+
+def _each(columns: Sequence[str], what: str, value: Any, default: Any) -> dict[str, Any]:
+    """One value per column, out of one for all or a mapping."""
+    if not isinstance(value, Mapping):
+        return dict.fromkeys(columns, value)
+    for name in value:
+        _there(name, columns, f"Categorify: {what}")
+    return {name: value.get(name, default) for name in columns}

@@ -1,0 +1,283 @@
+"""From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many.
+
+A workflow learns vocabularies from the training rows and does the same to any others::
+
+    workflow = Workflow(
+        Join(movies, on="movie", columns="genres"),
+        Categorify("user", "movie", "genres", min_count=2),
+        Compute(label=pl.col("rating") > 3),
+        Drop("rating", "timestamp"),
+    )
+    workflow.fit("ratings/train/*.parquet")
+    workflow.transform("ratings/train/*.parquet", "out/train", files=8)
+    workflow.transform("ratings/valid.parquet", "out/valid", files=2, shuffle=False)
+    workflow.save("out/workflow")
+
+In a function that runs on all ranks, `fit` and `transform` divide the rows among them; what comes out is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import torch
+
+from . import output, ranks, saving
+from .folders import appearing
+from .inputs import Source, opened
+from .learning import learn
+from .pipeline import needed, pipeline
+from .steps import Categorify, Step, type_name
+
+_COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
+
+
+class Workflow:
+    """Steps that are fitted to rows and then applied to these and others.
+
+    Args:
+        *steps: `Join`, `Categorify`, `Compute` and `Drop`, in the order in which they are to be applied.
+
+    Attributes of a fitted one:
+        inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
+        outputs: Those of the columns that the steps make of them.
+        vocabularies: The `Vocabulary` of each categorified column.
+        rows: How many rows `fit` saw.
+
+    `fitted` tells whether it is one.
+    """
+
+    def __init__(self, *steps: Step) -> None:
+        for step in steps:
+            if not isinstance(step, Step):
+                raise TypeError(f"a workflow consists of Join, Categorify, Compute and Drop, not of {step!r}")
+        coded = [name for step in steps if isinstance(step, Categorify) for name in step.adds]
+        if twice := {name for name in coded if coded.count(name) > 1}:
+            raise ValueError(f"column {min(twice)!r} is categorified twice")
+        self.steps = steps
+        self.fitted = False
+
+    def fit(self, source: Source, *, memory: int = 1 << 30, engine: str = "cpu", progress: bool = True) -> Workflow:
+        """Learn the vocabularies, in one pass over the rows for each `Categorify` in the workflow.
+
+        Args:
+            source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame. A lazy frame
+                is first streamed to a temporary file.
+            memory: Bytes that a rank may use for rows; the values to be counted come on top.
+            engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
+            progress: Whether to show a bar; in ranks, that of rank 0.
+
+        Returns:
+            The workflow itself.
+
+        Raises:
+            FileNotFoundError, ValueError: naming file and column: not there, of a type that a step cannot use, another
+                schema than the first file's, no rows.
+        """
+        chosen = _engine(engine)
+        with opened(source) as given:
+            ranks.agree("fit", steps=repr(self), rows=given.rows, schema=str(given.schema))
+            schemas = [given.schema]
+            for step in self.steps:
+                schemas.append(step.check(schemas[-1], given.where))
+            size = max(1, memory // (_COPIES * _width(given.head(given.schema.names()))))
+            self.vocabularies = learn(self.steps, schemas, given, size, chosen, progress)
+            self.rows = given.rows
+            self.inputs, self.outputs = (
+                {name: type_name(dtype) for name, dtype in schema.items()} for schema in (schemas[0], schemas[-1])
+            )
+        self.fitted = True
+        return self
+
+    def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
+        """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept.
+
+        Args:
+            frame: Needs no more columns than those wanted are made of: rows to predict need no label.
+            columns: Which of the `outputs` are wanted, in this order. None: all.
+
+        Raises:
+            RuntimeError: not fitted.
+            ValueError: naming the column: not among the outputs; or it is needed and not there, or of another type
+                than in `fit`.
+        """
+        wanted = self._wanted(columns)
+        self._needs(frame.collect_schema(), wanted, "the frame")
+        return pipeline(self.steps, self.vocabularies, wanted)(frame.lazy())
+
+    def transform(
+        self,
+        source: Source,
+        folder: str | os.PathLike[str],
+        *,
+        columns: Sequence[str] | None = None,
+        files: int = 8,
+        shuffle: bool = True,
+        seed: int = 0,
+        row_group_size: int = 1 << 17,
+        compression: str = "zstd",
+        overwrite: bool = False,
+        memory: int = 1 << 30,
+        engine: str = "cpu",
+        progress: bool = True,
+    ) -> list[Path]:
+        """Apply the steps to all rows and write them to ``folder/part-00000.parquet`` and so on.
+
+        The folder appears when all files are whole, and not before. What is in them, to the byte, follows from the
+        rows and their order in `source`, the workflow, `files`, `shuffle`, `seed`, `row_group_size` and `compression`,
+        and not from the number of ranks, `memory` or how the source is divided into files.
+
+        Ranks write different files: say at least as many files as there are ranks. Shuffling needs as much room on
+        the disk of `folder` as the columns that are needed take in memory.
+
+        Args:
+            source: As for `fit`.
+            columns: Which of the `outputs` to write, in this order. None: all. What they are not made of need not be
+                there, and is not read.
+            files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+            shuffle: Whether the rows come in a random order, over all files; otherwise in that of `source`.
+            seed: What the random order follows from.
+            row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
+            compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+            overwrite: Whether to replace a folder that a transform has written.
+            memory: Bytes that a rank may use for rows, beside vocabularies and joined tables.
+            engine, progress: As for `fit`.
+
+        Returns:
+            The files, in order.
+
+        Raises:
+            RuntimeError: not fitted.
+            FileExistsError: `folder` is there, or is being written by another process.
+            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `lazy` and `fit`.
+        """
+        wanted, chosen = self._wanted(columns), _engine(engine)
+        for name, value in (("files", files), ("row_group_size", row_group_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        if compression not in output.COMPRESSIONS:
+            raise ValueError(f"compression={compression!r}: one of {', '.join(map(repr, output.COMPRESSIONS))}")
+
+        steps = pipeline(self.steps, self.vocabularies, wanted)
+
+        def apply(frame: pl.DataFrame) -> pl.DataFrame:
+            return steps(frame.lazy()).collect(engine=chosen)
+
+        with opened(source) as given:
+            raw = self._needs(given.schema, wanted, given.where)
+            sample = given.head(raw.names())
+            width = _width(sample) + _width(apply(sample))
+            size = max(1, memory // (_COPIES * width))
+            described = output.Files(min(files, given.rows), row_group_size, compression, seed if shuffle else None)
+            alike = {**asdict(described), "columns": wanted, "folder": os.fspath(folder), "memory": memory}
+            ranks.agree("transform", workflow=self._digest(), rows=given.rows, **alike)
+            with appearing(folder, ("part-*.parquet",), overwrite) as scratch:
+                output.write(given, raw, apply, described, scratch, size, chosen, progress)
+        return [Path(folder) / name for name in described.names]
+
+    @property
+    def embedding_sizes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of an embedding table for each categorified column.
+
+        As many rows as there are codes; ``min(600, round(1.6 * rows ** 0.56))`` columns, the rule of thumb of fastai's
+        tabular models (`fastai.tabular.model.emb_sz_rule`).
+        """
+        self._wanted(None)
+        sizes = {name: vocabulary.size for name, vocabulary in self.vocabularies.items()}
+        return {name: (size, min(600, round(1.6 * size**0.56))) for name, size in sizes.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """What the fitted steps do, as plain data: what ``workflow.json`` holds."""
+        self._wanted(None)
+        return saving.describe(self.steps, self.vocabularies, self.inputs, self.outputs, self.rows)
+
+    def needs(self, columns: Sequence[str]) -> dict[str, str]:
+        """Names and types of the columns of `inputs` that some of the `outputs` are made of."""
+        there = needed(self.steps, self._wanted(columns))[0]
+        return {name: kind for name, kind in self.inputs.items() if name in there}
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Keep the fitted workflow in a folder of JSON and Parquet files, which appears as a whole.
+
+        Args:
+            folder: Where. In ranks, rank 0 writes it.
+            overwrite: Whether to replace a saved workflow.
+
+        Raises:
+            RuntimeError: not fitted.
+            FileExistsError: `folder` is there.
+        """
+        description = self.describe()
+        with appearing(folder, saving.FILES, overwrite) as scratch:
+            if ranks.rank() == 0:
+                saving.write(scratch / "whole", description, self.steps, self.vocabularies)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> Workflow:
+        """The workflow that was saved in a folder. Runs no code that the files could hold.
+
+        Raises:
+            FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
+        """
+        description, steps, vocabularies = saving.read(Path(folder).expanduser())
+        workflow = cls(*steps)
+        workflow.inputs, workflow.outputs = description["inputs"], description["outputs"]
+        workflow.rows, workflow.vocabularies, workflow.fitted = description["rows"], vocabularies, True
+        return workflow
+
+    def __repr__(self) -> str:
+        return f"Workflow({', '.join(map(repr, self.steps))})"
+
+    def _wanted(self, columns: Sequence[str] | None) -> list[str]:
+        """The columns that are asked for; raises where there is no such column, or nothing has been learnt yet."""
+        if not self.fitted:
+            raise RuntimeError("the workflow is not fitted: call fit() with the training rows first, or load() one")
+        if columns is None:
+            return list(self.outputs)
+        if isinstance(columns, str) or not columns:
+            raise ValueError(f"columns={columns!r}: a list of columns, or None for all")
+        for name in columns:
+            if name not in self.outputs:
+                raise ValueError(f"columns: {name!r} is not among the outputs, {', '.join(map(repr, self.outputs))}")
+        return list(columns)
+
+    def _needs(self, schema: pl.Schema, wanted: Sequence[str], where: str) -> pl.Schema:
+        """The columns of an input that `wanted` are made of; any one where that is none, for the number of rows."""
+        needs = self.needs(wanted)
+        for name, kind in needs.items():
+            if name not in schema:
+                raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
+            if type_name(schema[name]) != kind:
+                raise ValueError(f"{where}: column {name!r} is {type_name(schema[name])}, but it was {kind} in fit")
+        return pl.Schema({name: schema[name] for name in needs or schema.names()[:1]})
+
+    def _digest(self) -> str:
+        return hashlib.blake2b(json.dumps(self.describe()).encode(), digest_size=8).hexdigest()
+
+
+def _engine(name: str) -> Any:
+    """What polars knows an engine by. What the GPU's cannot do is an error, and not done on the CPU."""
+    if name == "cpu":
+        return "streaming"
+    if name != "gpu":
+        raise ValueError(f"engine={name!r}: 'cpu' or 'gpu'")
+    if find_spec("cudf_polars") is None:
+        raise ImportError(
+            "engine='gpu' needs an NVIDIA GPU and cudf-polars (pip install cudf-polars-cu12 --extra-index-url "
+            "https://pypi.nvidia.com); engine='cpu' does not"
+        )
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return pl.GPUEngine(device=device, raise_on_fail=True)
+
+
+def _width(frame: pl.DataFrame) -> int:
+    """Bytes per row, at least 1."""
+    return max(1, -(-int(frame.estimated_size()) // max(1, frame.height)))
