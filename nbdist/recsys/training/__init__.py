@@ -1,0 +1,10 @@
+"""A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop."""
+
+from .evaluation import evaluate
+from .history import History, Record
+from .loop import fit
+from .replicated import Replicated, replicate
+from .schedule import Schedule, warmup_decay
+from .snapshots import Snapshots
+
+__all__ = ["History", "Record", "Replicated", "Schedule", "Snapshots", "evaluate", "fit", "replicate", "warmup_decay"]

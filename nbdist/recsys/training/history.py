@@ -1,0 +1,139 @@
+"""What a run has measured so far, as a table, a plot and a frame."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the table: what was trained since the line before it, and the validation that followed."""
+
+    step: int
+    """Steps done by then."""
+    epoch: float
+    loss: float
+    """The mean over the rows trained on since the last record, on all ranks."""
+    metrics: dict[str, float]
+    """Over the whole validation set; empty without one."""
+    rates: list[float]
+    """Learning rates of the last step: each different one that the rank's optimizer has, the largest first."""
+    rows_per_second: float
+    """Of all ranks together, without the time for validation and snapshots."""
+
+
+class History:
+    """The records of a run. A notebook shows them as a table; they go from rank to notebook like any value."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records = list(records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __getitem__(self, number: int) -> Record:
+        return self.records[number]
+
+    def values(self, metric: str) -> list[float]:
+        """A metric over the records."""
+        return [record.metrics[metric] for record in self.records]
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One row per record, for each of its numbers a column; of several learning rates, `lr 2` is the next one."""
+        import pandas as pd
+
+        rows = []
+        for record in self.records:
+            rates = {_rate(i): rate for i, rate in enumerate(record.rates)}
+            rows.append(
+                {"step": record.step, "epoch": record.epoch, "loss": record.loss, **record.metrics, **rates}
+                | {"rows/s": record.rows_per_second}
+            )
+        return pd.DataFrame(rows)
+
+    def plot(self) -> Figure:
+        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``... loss`` are in one plot."""
+        from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
+
+        steps = [record.step for record in self.records]
+        metrics = list(self.records[-1].metrics) if self.records else []
+        panels: dict[str, dict[str, list[float]]] = {"loss": {"train": [record.loss for record in self.records]}}
+        for name in metrics:
+            panels.setdefault("loss" if name.endswith("loss") else name, {})[name] = self.values(name)
+        rates = zip(*(record.rates for record in self.records), strict=True)
+        panels["learning rate"] = {_rate(i): list(values) for i, values in enumerate(rates)}
+        panels["rows/s"] = {"rows/s": [record.rows_per_second for record in self.records]}
+        figure = Figure(figsize=(3.2 * len(panels), 2.5), layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            for label, values in lines.items():
+                axes.plot(steps, values, marker="." if len(steps) < 40 else None, label=label)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("step", fontsize=8)
+            axes.tick_params(labelsize=8)
+            if len(lines) > 1:
+                axes.legend(fontsize=7)
+                if title == "learning rate":  # those of tables are often a hundred times the others
+                    axes.set_yscale("log")
+            if title == "rows/s":
+                axes.set_ylim(bottom=0)
+        return figure
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [asdict(record) for record in self.records]
+
+    @classmethod
+    def from_json(cls, records: list[dict[str, Any]]) -> History:
+        return cls(Record(**record) for record in records)
+
+    def __repr__(self) -> str:
+        if not self.records:
+            return "no records yet"
+        return "\n".join([text_row(head(self[0])), *(text_row(cells(record)) for record in self)])
+
+    def _repr_html_(self) -> str:
+        if not self.records:
+            return ""
+        rows = [cells(record) for record in self.records[-_SHOWN:]]
+        top = "".join(f"<th>{html.escape(name)}</th>" for name in head(self[0]))
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+        more = len(self) - len(rows)
+        note = f"<p>{more} earlier ones are in <code>.frame</code>.</p>" if more else ""
+        return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{note}"
+
+
+def head(record: Record) -> list[str]:
+    """The names of the columns."""
+    return ["step", "epoch", "loss", *record.metrics, "learning rate", "rows/s"]
+
+
+def cells(record: Record) -> list[str]:
+    """A record's numbers as people read them, in the order of `head`."""
+    return [
+        f"{record.step:,}",
+        f"{record.epoch:.2f}",
+        f"{record.loss:.4f}",
+        *(f"{value:.4f}" for value in record.metrics.values()),
+        ", ".join(f"{rate:.3g}" for rate in record.rates),
+        f"{record.rows_per_second:,.0f}",
+    ]
+
+
+def _rate(number: int) -> str:
+    return f"lr {number + 1}" if number else "lr"
+
+
+def text_row(row: list[str]) -> str:
+    return " ".join(f"{cell:>14}" for cell in row)

@@ -1,0 +1,197 @@
+"""A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop.
+
+Inside a rank::
+
+    from nbdist.recsys.training import Snapshots, fit, warmup_decay
+
+    def predict(model, batch):
+        return model(keyed_jagged(batch, ["user", "movie"])), batch["liked"]
+
+    def train():
+        sharded = shard(Model(), batch_size=2048, dense_optimizer=torch.optim.Adam)  # or replicate(Model(), ...)
+        rows, valid = ParquetLoader("train/*.parquet", 2048, shuffle=True), ParquetLoader("valid/*.parquet", 8192)
+        history = fit(sharded, predict, rows, valid, steps=2000, every=200, schedule=warmup_decay(2000, warmup=200))
+        return history, sharded.gather()
+
+It is a convenience: what it uses (`evaluate`, `Snapshots`, loaders, metrics, `shard`) works in a loop of one's own too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import Metric
+
+from ...devices import collective_device
+from ..loader.base import Loader
+from ..metrics import AUC, LogLoss
+from .board import Board
+from .evaluation import Predict
+from .history import History
+from .run import Parallel, Run
+from .schedule import Schedule
+from .snapshots import Snapshots
+
+
+def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean negative log likelihood of labels (0 or 1), of any dtype."""
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+
+def fit(
+    model: Parallel,
+    predict: Predict,
+    train: Loader,
+    valid: Loader | None = None,
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    every: int | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
+    metrics: Mapping[str, Metric] | None = None,
+    schedule: Schedule | None = None,
+    bf16: bool = False,
+    snapshots: Snapshots | None = None,
+    patience: int | None = None,
+    show: bool = True,
+) -> History:
+    """Train a sharded or replicated model. All ranks have to call it, with the same arguments.
+
+    The gradient of a step is that of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot that
+    grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
+
+    A run that is resumed ends with the same weights and history as one that was never broken off (but for `rows/s`):
+    model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
+    follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
+
+    Args:
+        model: What `shard` or `replicate` gave.
+        predict: Called with the model and a batch; returns predictions and targets.
+        train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
+            world_size=1`) in equally many steps.
+        valid: Evaluated as a whole, each row once: its remainder has to be "keep".
+        steps: How long to train: in steps,
+        epochs: or in epochs. One of the two.
+        every: Steps from one record, with its evaluation, to the next. None: an epoch. The last step has one too.
+        loss: Of predictions (float32) and targets: the mean over the rows of a batch.
+        metrics: Name → metric to evaluate. None: "valid loss" and "auc", for logits and labels.
+        schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`.
+        bf16: Run `predict` under autocast to bfloat16. What stays in float32 is torch's choice.
+        snapshots: Where and when to take them, and whether to resume.
+        patience: Stop when so many evaluations in a row have not improved the last of the metrics.
+        show: Whether rank 0 shows anything.
+
+    Returns:
+        The records of the run, on every rank.
+
+    Raises:
+        ValueError: Before anything is trained, for arguments that make no sense, loaders that do not suit, ranks with
+            different numbers of steps, and snapshots that do not fit.
+        RuntimeError: Outside a process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
+    metrics = _default_metrics(loss, valid) if metrics is None else metrics
+    _check(train, valid, steps, epochs, every, patience, metrics)
+    total = steps if steps is not None else len(train) * (epochs or 0)
+    every = every or len(train)
+    for loader in (train, valid):
+        if loader is not None:
+            loader.to(collective_device())
+            _same_steps(loader)
+    run = Run(model, predict, train, loss, bf16)
+    resumed = snapshots is not None and run.restore(snapshots)
+    first = run.step
+    factor = schedule or (lambda step: 1.0)
+    # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
+    rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
+    board = Board(run.history, total) if show and dist.get_rank() == 0 else None
+    if board and resumed:
+        board.note(f"resumed after step {first:,}")
+    stopped = _stale(run.history, metrics, patience)
+    with contextlib.closing(_endless(train)) as batches:
+        while run.step < total and not stopped:
+            run.train_on(*next(batches))
+            recorded = run.step % every == 0 or run.step == total
+            if recorded:
+                run.record(valid, metrics)
+                stopped = _stale(run.history, metrics, patience)
+            ends = run.step == total or stopped
+            if snapshots and (ends or run.step % (snapshots.every or every) == 0):
+                run.snapshot(snapshots)
+            if board:
+                board.update() if recorded else board.progress(run.step, first)
+            rates.step()
+    if board:
+        board.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
+    return run.history
+
+
+def _endless(loader: Loader) -> Generator[tuple[int, Any], None, None]:
+    """The batches of a loader from where it is, epoch after epoch, each with its number in the epoch."""
+    state = loader.state_dict()
+    loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin anew
+    first = state["step"]
+    while True:
+        yield from enumerate(loader, first)
+        first = 0
+
+
+def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None) -> bool:
+    """Whether the last of the metrics has not improved for `patience` evaluations."""
+    if patience is None or not len(history):
+        return False
+    name, metric = list(metrics.items())[-1]
+    values = [value if metric.higher_is_better else -value for value in history.values(name)]
+    return len(values) - 1 - values.index(max(values)) >= patience
+
+
+def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
+    if loss is not log_loss and valid is not None:
+        raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
+    return {"valid loss": LogLoss(logits=True), "auc": AUC()}
+
+
+def _check(
+    train: Loader,
+    valid: Loader | None,
+    steps: int | None,
+    epochs: int | None,
+    every: int | None,
+    patience: int | None,
+    metrics: Mapping[str, Metric],
+) -> None:
+    if (steps is None) == (epochs is None):
+        raise ValueError("give steps= or epochs=, one of the two")
+    for name, value in (("steps", steps), ("epochs", epochs), ("every", every), ("patience", patience)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: at least 1")
+    for name, loader in (("train", train), ("valid", valid)):
+        if loader is not None and not isinstance(loader, Loader):
+            raise TypeError(
+                f"{name} is a {type(loader).__name__}: a ParquetLoader or MemoryLoader is needed, which divides the "
+                "rows among the ranks and can be resumed. For others, write the loop yourself; evaluate() helps"
+            )
+    if valid is not None and valid.remainder != "keep":
+        raise ValueError(
+            f"valid has remainder={valid.remainder!r}, so that rows are left out or come twice: make it with 'keep'"
+        )
+    if patience is not None and (valid is None or not metrics):
+        raise ValueError("patience= needs valid= and a metric to go by")
+
+
+def _same_steps(loader: Loader) -> None:
+    """Ranks that have loaders of their own could wait for one another for ever."""
+    lengths: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lengths, len(loader))
+    for rank, length in enumerate(lengths):
+        if length != lengths[0]:
+            raise ValueError(
+                f"the loader of rank 0 has {lengths[0]} steps and that of rank {rank} has {length}: with unequal parts "
+                "ranks would wait for one another for ever. Let one loader divide all rows, or make the parts equal"
+            )

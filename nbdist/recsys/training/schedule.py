@@ -1,0 +1,44 @@
+"""Learning rates over the steps of a run: functions from a step to what the learning rates are multiplied by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+Schedule: TypeAlias = Callable[[int], float]
+"""Step, from 0 → factor. Any function will do, as for `torch.optim.lr_scheduler.LambdaLR`, which applies it."""
+
+
+def warmup_decay(
+    steps: int, *, warmup: int = 0, start: int | None = None, final: float = 0.0, shape: str | float = "cosine"
+) -> Schedule:
+    """Up to the full learning rate in a straight line, then down to a part of it.
+
+    Args:
+        steps: Steps of the run; the decay ends with the last one.
+        warmup: Steps until the full learning rate is reached; the first of them has `1 / warmup` of it.
+        start: The step at which the decay begins. None: after the warm-up.
+        final: What is left at the end, as a part of the full learning rate.
+        shape: Of the decay: "cosine", "linear", or a power, such as 2 for a falling parabola.
+
+    Raises:
+        ValueError: Warm-up and decay do not follow one another within `steps`, or an unknown shape.
+    """
+    start = warmup if start is None else start
+    if not 0 <= warmup <= start < steps:
+        raise ValueError(f"warmup={warmup}, start={start}, steps={steps}: 0 <= warmup <= start < steps is needed")
+    if shape not in ("cosine", "linear") and not (isinstance(shape, (int, float)) and shape > 0):
+        raise ValueError(f'shape={shape!r}: "cosine", "linear", or a power above 0')
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        left = 1 - min(max(step - start, 0) / (steps - start), 1.0)
+        if shape == "cosine":
+            left = (1 - math.cos(math.pi * left)) / 2
+        elif shape != "linear":
+            left = left ** float(shape)
+        return final + (1 - final) * left
+
+    return factor

@@ -1,0 +1,146 @@
+"""Snapshots of a run: complete or not there, whatever happens while one is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..disk import sync
+
+if TYPE_CHECKING:
+    from .run import Parallel
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Where `fit` keeps snapshots of a run, and when it takes them.
+
+    Each is a folder `step-N` with what `save` of the model writes, and with what else a run goes on from. It is
+    written under another name and renamed at the end: a run that is killed while it writes leaves the one before.
+    """
+
+    folder: str | os.PathLike[str]
+    """One that all ranks reach, of this run alone. It is made if it is not there."""
+    every: int | None = None
+    """Steps. None: with each evaluation. The end of a run is one in any case."""
+    keep: int = 2
+    """How many: older ones are removed."""
+    resume: bool = False
+    """Whether to go on from the newest snapshot in the folder, if there is one. False: there must be none."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+
+    def all(self) -> list[Path]:
+        """Those that there are, the newest last."""
+        found = [path for path in Path(self.folder).glob("step-*") if path.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
+
+    def save(self, model: Parallel, step: int, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Take one. All ranks have to call it.
+
+        Args:
+            model: Saves itself.
+            step: What it is named by.
+            common: What all ranks have alike, as JSON has it; rank 0's is kept.
+            own: What each rank has for itself: tensors and plain values.
+        """
+        final = Path(self.folder) / f"step-{step}"
+        scratch = final.with_name(f".{final.name}.tmp")
+        rank = dist.get_rank()
+        if rank == 0:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            self._clear()
+            scratch.mkdir()
+        dist.barrier()
+        model.save(scratch)  # on disk when it returns
+        with open(scratch / _of(rank), "wb") as file:
+            torch.save(dict(own), file)
+            file.flush()
+            os.fsync(file.fileno())
+        dist.barrier()
+        if rank == 0:
+            with open(scratch / _STATE, "w") as text:
+                json.dump({**common, "step": step, "world_size": dist.get_world_size()}, text)
+                text.flush()
+                os.fsync(text.fileno())
+            sync(scratch)
+            scratch.rename(final)
+            sync(final.parent)
+            for old in self.all()[: -self.keep]:
+                gone = old.rename(old.with_name(f".{old.name}.tmp"))  # never half of one under its name
+                shutil.rmtree(gone)
+        dist.barrier()  # it is there when any rank goes on
+
+    def load(self, model: Parallel) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Load the newest, if the run is to be resumed and there is one. All ranks have to call it.
+
+        Returns:
+            `common`, with `step` and `world_size`, and `own` as `save` got them.
+
+        Raises:
+            ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken on another
+                number of ranks, or of another model or optimizer.
+        """
+        if dist.get_rank() == 0 and self.resume:
+            self._clear()
+        there: list[Any] = [[str(path) for path in self.all()]]
+        dist.broadcast_object_list(there, src=0)
+        if not there[0]:
+            return None
+        newest = Path(there[0][-1])
+        if not self.resume:
+            raise ValueError(
+                f"{self.folder} has snapshots of a run, the newest {newest.name}: say resume=True to go on from it, "
+                "or give another folder"
+            )
+        common: dict[str, Any] = json.loads((newest / _STATE).read_text())
+        if common["world_size"] != dist.get_world_size():
+            raise ValueError(
+                f"{newest} was taken on {common['world_size']} ranks, and here are {dist.get_world_size()}: they would "
+                "deal the rest of the epoch out differently, so the run would not end where it would have. Resume it "
+                f"on {common['world_size']}, or begin another one from its weights: model.load({str(newest)!r})"
+            )
+        model.load(newest)
+        own: dict[str, Any] = torch.load(newest / _of(dist.get_rank()), weights_only=True)
+        return common, own
+
+    def _clear(self) -> None:
+        """Remove what a run that was killed has left half written or half removed."""
+        for left in Path(self.folder).glob(".step-*.tmp"):
+            shutil.rmtree(left)
+
+
+def random_state() -> dict[str, Any]:
+    """Where this rank's random generators are: those of `random`, NumPy, torch, and of its GPU."""
+    kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Bring the generators back to where `random_state` found them."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _of(rank: int) -> str:
+    return f"rank-{rank}.pt"

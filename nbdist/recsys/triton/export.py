@@ -1,0 +1,190 @@
+"""A fitted workflow and a trained model as a Triton ensemble, which takes raw ids and strings and answers.
+
+In the notebook::
+
+    from nbdist.recsys.triton import export_ensemble, serve
+
+    def click(model, batch):
+        return model(keyed_jagged(batch, ["userId", "movieId", "genres"])).sigmoid()
+
+    ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, output="click", backend="python")
+    with serve("repository") as server:
+        client = tritonclient.http.InferenceServerClient(server.http)
+        arrays = ensemble.request(frame)  # input → array, for client.infer("ctr", ...)
+
+The repository has three models: ``<name>_preprocess``, the workflow's steps in NumPy; ``<name>_model``, the model as
+ONNX; and ``<name>``, the ensemble of the two, which is the one to ask. The first needs the wheel numpy in the server's
+Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime. Neither needs
+nbdist, torch or polars.
+
+A request has each raw column as a tensor of shape (rows, 1): INT64 for integers of all sizes and booleans, BYTES for
+strings (UTF-8), FP32 or FP64. A null is `NULL`, or `NULL_STRING` among strings. Columns of lists have the shape (rows,
+longest), where shorter lists end in `PADDING` or `PADDING_STRING`, and a null list is one of a null. In the Python
+backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
+empty lists are treated as in training.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import nn
+
+from ..etl import ranks
+from ..etl.folders import appearing
+from ..etl.workflow import Workflow
+from ..loader.columns import Columns
+from . import served
+from .config import Batching, Tensor, ensemble_config, model_config, write_config
+from .onnx import Call, write_onnx
+from .served.preprocess import Array
+from .wire import arrow_type, preprocess, to_wire
+
+BACKENDS = ("onnxruntime", "python")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """What was exported."""
+
+    path: Path
+    """The model repository."""
+    name: str
+    """The model to ask."""
+    inputs: dict[str, str]
+    """The columns of a request, each with its type's name in the workflow."""
+    output: str
+    """The tensor with the answers, shape (rows, width)."""
+
+    def request(self, frame: Any) -> dict[str, Array]:
+        """Rows of raw data as the tensors of a request.
+
+        Args:
+            frame: A polars or pandas frame, an Arrow table, or a dict of lists, with at least the columns of `inputs`.
+
+        Returns:
+            Column → array, as tritonclient's `set_data_from_numpy` takes it.
+
+        Raises:
+            ValueError: A column is missing, is not of its type, or has a value that stands for null or padding.
+        """
+        table = _to_arrow(frame)
+        missing = [name for name in self.inputs if name not in table.column_names]
+        if missing:
+            raise ValueError(f"the frame has no column {missing[0]!r}: a request has {', '.join(self.inputs)}")
+        return {name: to_wire(table[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
+
+
+def export_ensemble(
+    workflow: Workflow | str | os.PathLike[str],
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    name: str,
+    *,
+    columns: Iterable[str] | None = None,
+    call: Call | None = None,
+    output: str = "output",
+    backend: str = "onnxruntime",
+    max_batch_size: int = 4096,
+    max_queue_delay: float = 100e-6,
+    overwrite: bool = False,
+) -> Ensemble:
+    """Write a Triton model repository in which raw columns go in and the model's answers come out.
+
+    The repository appears complete or not at all. The export is compared with the model on batches of random codes.
+
+    Args:
+        workflow: Fitted; or the folder that one was saved to.
+        model: Trained, and whole: what `gather` gave of a sharded or replicated one.
+        path: The folder to write. It is made; if it is there, it has to be empty.
+        name: Of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
+        columns: What the model takes of the workflow's outputs. None: all that are categorified.
+        call: ``call(model, batch)`` gives the answers, one tensor of shape (rows,) or (rows, width), to a batch as a
+            loader makes it: a dict from column to tensor, or to `Ragged` for lists. None: ``model(batch)``.
+        output: What to name the answers.
+        backend: What runs the model in the server: its backend "onnxruntime", or "python" with the wheel onnxruntime.
+        max_batch_size: The rows that a request may have, and that requests are put together to.
+        max_queue_delay: Seconds that a request may wait for others to be put together with.
+        overwrite: Whether an ensemble of this name that was written to `path` before is replaced.
+
+    Raises:
+        ValueError: The name is none for a model, the model cannot take the columns or cannot be exported, or a request
+            cannot carry a column.
+        RuntimeError: The workflow is not fitted; or in ranks.
+        TypeError: The model is still sharded or wrapped.
+        FileExistsError: There is something else at `path`.
+    """
+    path = Path(path).expanduser().absolute()
+    names = (f"{name}_preprocess", f"{name}_model", name)
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name={name!r} is none for a model: it may have letters, digits, '_', '-' and '.'")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    if max_batch_size < 1 or max_queue_delay < 0:
+        raise ValueError(f"{max_batch_size=} has to be at least 1, {max_queue_delay=} at least 0")
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module) or kind in ("DistributedDataParallel", "DistributedModelParallel"):
+        raise TypeError(f"the model is a {kind}: give the plain module, which gather() returns in a rank")
+    if ranks.world_size() > 1:
+        raise RuntimeError("export_ensemble works in the notebook: return the model's gather() from the ranks")
+    if isinstance(workflow, (str, os.PathLike)):
+        workflow = Workflow.load(workflow)
+    steps = preprocess(workflow, columns if columns is None else list(columns))
+    if output in {*steps.inputs, *steps.outputs}:
+        raise ValueError(f"output={output!r} is the name of a column too: choose another")
+
+    with appearing(path, names, overwrite) as scratch:
+        repository = scratch / "whole"
+        folders = [repository / one / "1" for one in names]
+        for folder in folders:
+            folder.mkdir(parents=True)
+        steps.write(folders[0])
+        _copy_source("preprocess.py", folders[0])
+        answer = write_onnx(model, steps.outputs, call or _plain_call, output, folders[1] / "model.onnx")
+        if backend == "python":
+            _copy_source("predict.py", folders[1])
+
+        batching = Batching(max_batch_size, max_queue_delay)
+        raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
+        taken = [Tensor(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
+        answers = [Tensor(output, answer.numpy().dtype, answer.shape[1])]
+        first = model_config(names[0], "python", batching, raw, taken)
+        second = model_config(names[1], backend, batching, taken, answers)
+        whole = ensemble_config(names[2], batching, raw, answers, [first, second])
+        for config in (first, second, whole):
+            write_config(config, repository / config.name)
+    return Ensemble(path, name, steps.inputs, output)
+
+
+def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:
+    return model(batch)  # type: ignore[no-any-return]
+
+
+def _tensor(column: str, kind: pa.DataType) -> Tensor:
+    is_list = pa.types.is_large_list(kind)
+    inner = kind.value_type if is_list else kind
+    dtype = object if pa.types.is_large_binary(inner) else inner.to_pandas_dtype()
+    return Tensor(column, dtype, -1 if is_list else 1)
+
+
+def _copy_source(file: str, folder: Path) -> None:
+    (folder / "model.py").write_bytes((resources.files(served) / file).read_bytes())
+
+
+def _to_arrow(frame: Any) -> pa.Table:
+    if isinstance(frame, pa.Table):
+        return frame
+    if isinstance(frame, Mapping):
+        return pa.table(dict(frame))
+    if hasattr(frame, "to_arrow"):  # polars, which need not be imported to know its frames
+        return frame.to_arrow()
+    return pa.Table.from_pandas(frame, preserve_index=False)

@@ -1,0 +1,208 @@
+"""A trained model as ONNX: plain look-ups instead of embedding bags, any number of rows, checked against the model.
+
+ONNX has no bags of different sizes. So in what is exported, lists are rows padded with -1, and each
+`torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `PaddedBag`. The model's own code
+runs unchanged: it sees `Ragged` columns whose lists all have the same length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..loader.columns import Columns, Ragged, rows_of
+
+if TYPE_CHECKING:
+    from .wire import Feature
+
+Call: TypeAlias = Callable[[nn.Module, Columns], Tensor]
+"""How a batch is put to a model: what it returns is what is served."""
+
+OPSET = 18
+"""Of ONNX; ONNX Runtime has it since 1.14, of February 2023."""
+
+
+class PaddedBag(nn.Module):
+    """An `nn.EmbeddingBag` whose bags are all of one length, with -1 for what is not there.
+
+    Raises:
+        ValueError: for what of an `nn.EmbeddingBag` it cannot do.
+    """
+
+    def __init__(self, bag: nn.EmbeddingBag, path: str) -> None:
+        super().__init__()
+        if bag.mode not in ("sum", "mean") or bag.padding_idx is not None or bag.max_norm is not None:
+            raise ValueError(
+                f"{path}: an EmbeddingBag with mode={bag.mode!r}, padding_idx={bag.padding_idx} and "
+                f"max_norm={bag.max_norm} cannot be exported: only sums and means without the two others can"
+            )
+        self.weight, self.mean = bag.weight, bag.mode == "mean"
+        self.last_offset = int(bag.include_last_offset)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        if per_sample_weights is not None:
+            raise ValueError("embedding bags with weights per sample cannot be exported")
+        ids = input if offsets is None else input.view(offsets.shape[0] - self.last_offset, -1)  # (rows, longest)
+        there = (ids >= 0).unsqueeze(2)
+        pooled = nn.functional.embedding(ids.clamp(min=0), self.weight).where(there, 0).sum(1)  # (rows, columns)
+        return pooled / there.sum(1).clamp(min=1) if self.mean else pooled
+
+
+class _Served(nn.Module):
+    """A model with a tensor per column, shape (rows, 1) or (rows, longest), instead of a batch."""
+
+    def __init__(self, model: nn.Module, features: Mapping[str, Feature], call: Call) -> None:
+        super().__init__()
+        self.model, self.features, self.call = model, features, call
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        batch: Columns = {}
+        for (name, feature), tensor in zip(self.features.items(), tensors, strict=True):
+            if feature.is_list:
+                rows, longest = tensor.shape
+                batch[name] = Ragged(tensor.reshape(-1), torch.arange(rows + 1) * longest)
+            else:
+                batch[name] = tensor.squeeze(1)
+        return two_dimensional(self.call(self.model, batch))
+
+
+def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, output: str, path: Path) -> Tensor:
+    """Write `model` to `path`, its weights to a file beside it, and make sure that it answers as the model does.
+
+    Args:
+        model: It is left as it is.
+        features: The columns of a batch, in order, which become the inputs.
+        call: How the model is called.
+        output: What to name the output, of shape (rows, width).
+
+    Returns:
+        The model's answers to some rows.
+
+    Raises:
+        ValueError: The model cannot take such columns, cannot be exported, or its export answers differently.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    plain = copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()  # no second copy
+    answers = {rows: _ask(plain, call, _batch(features, rows)) for rows in (64, 1)}
+    served = _Served(_with_padded_bags(plain), features, call).eval()
+    batch, dim = _padded(_batch(features, 64)), torch.export.Dim
+    shapes = tuple(
+        {0: dim("rows"), 1: dim(f"longest_{i}")} if f.is_list else {0: dim("rows")}
+        for i, f in enumerate(features.values())
+    )
+    try:
+        with torch.no_grad(), _quiet():
+            torch.onnx.export(
+                served,
+                tuple(batch.values()),
+                path,
+                dynamo=True,
+                input_names=list(features),
+                output_names=[output],
+                dynamic_shapes=(shapes,),
+                opset_version=OPSET,
+                external_data=True,
+                verbose=False,
+            )
+    except Exception as error:
+        raise ValueError(
+            f"torch cannot export the model to ONNX: {error}\nIts forward may not decide by the data in tensors, and "
+            "lists go to an EmbeddingBag, or by nbdist.recsys.loader.columns.keyed_jagged to an EmbeddingBagCollection"
+        ) from error
+    for rows, answer in answers.items():
+        _compare(path, _padded(_batch(features, rows)), answer, output)
+    return answers[64]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch and TorchRec say about their own workings out of the cell."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # torch.onnx, torch.fx and, on the root logger, TorchRec
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def two_dimensional(answer: object) -> Tensor:
+    """A model's answer, shape (rows,) or (rows, width), as (rows, width)."""
+    if not isinstance(answer, Tensor) or answer.ndim not in (1, 2):
+        found = f"of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
+        raise ValueError(f"the model's answer is {found}: it has to be one tensor of shape (rows,) or (rows, width)")
+    return answer.unsqueeze(1) if answer.ndim == 1 else answer
+
+
+def _with_padded_bags(model: nn.Module) -> nn.Module:
+    for path, module in model.named_modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.EmbeddingBag):
+                setattr(module, name, PaddedBag(child, f"{path}.{name}".lstrip(".")))
+    return PaddedBag(model, "the model") if isinstance(model, nn.EmbeddingBag) else model
+
+
+def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
+    """Some rows, always the same: any codes, the highest among them, and lists of 0 to 4."""
+    draw = np.random.default_rng(rows)
+    batch: Columns = {}
+    for name, feature in features.items():
+        lengths = draw.integers(0, 5, rows) if feature.is_list else np.ones(rows, int)
+        lengths[0] = 4 if feature.is_list else 1
+        if feature.size is None:
+            values = draw.integers(0, 2, lengths.sum()).astype(feature.dtype)
+        else:
+            values = draw.integers(0, feature.size, lengths.sum())
+            values[0] = feature.size - 1
+        column = torch.from_numpy(values)
+        batch[name] = Ragged(column, torch.from_numpy(np.cumsum([0, *lengths]))) if feature.is_list else column
+    return batch
+
+
+def _padded(batch: Columns) -> dict[str, Tensor]:
+    """The columns as the exported model takes them."""
+    result = {}
+    for name, column in batch.items():
+        if isinstance(column, Ragged):
+            there = torch.arange(int(column.lengths.max())) < column.lengths[:, None]
+            result[name] = torch.full(there.shape, -1, dtype=column.values.dtype).masked_scatter(there, column.values)
+        else:
+            result[name] = column.unsqueeze(1)
+    return result
+
+
+def _ask(model: nn.Module, call: Call, batch: Columns) -> Tensor:
+    try:
+        with torch.no_grad(), _quiet():
+            answer = two_dimensional(call(model, batch))
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot take the workflow's {', '.join(batch)}: {type(error).__name__}: {error}. It is given a "
+            "batch as a loader makes it, a dict of these columns, with any codes that they have; see columns= and call="
+        ) from error
+    if len(answer) != rows_of(next(iter(batch.values()))):
+        raise ValueError(f"the model's answer to a batch has the shape {tuple(answer.shape)}: not an answer per row")
+    return answer
+
+
+def _compare(path: Path, batch: Mapping[str, Tensor], answer: Tensor, output: str) -> None:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (found,) = session.run([output], {name: tensor.numpy() for name, tensor in batch.items()})
+    difference = float(np.abs(found - answer.numpy()).max())
+    if not difference <= 1e-5 * max(1.0, float(answer.abs().max())):
+        raise ValueError(
+            f"the exported model's answers differ from the model's by up to {difference:.2g}: something in its forward "
+            "depends on the length or order of lists, or on chance"
+        )

@@ -1,0 +1,179 @@
+"""A model of Triton's Python backend: the raw columns of a request to what the trained model takes.
+
+The steps of a fitted workflow, in NumPy. `nbdist.recsys.triton` writes this file into a model repository, with
+``steps.json`` and ``arrays.npz`` beside it; it needs NumPy and nothing else.
+
+A column is an array of one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are padded.
+Integers and booleans are int64, strings are bytes in an object array, and what is not there has a value of its own:
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+NULL, PADDING = -(2**63), -(2**63) + 1
+"""A null, and what stands behind the end of a list that is shorter than others, among integers."""
+NULL_STRING, PADDING_STRING = b"\x1a", b"\x19"
+"""The same among strings."""
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class Lookup:
+    """Values by their number.
+
+    Args:
+        values: Shape (n,), no two the same.
+    """
+
+    def __init__(self, values: Array) -> None:
+        self._numbers: dict[bytes, int] | None = None
+        if values.dtype == object:
+            self._numbers = {value: number for number, value in enumerate(values.tolist())}
+        else:
+            self._order = np.argsort(values)
+            self._sorted = values[self._order]
+
+    def __call__(self, values: Array) -> Array:
+        """The number of each value, -1 for those that are not there; int64, of the shape of `values`."""
+        if self._numbers is not None:
+            numbers = (self._numbers.get(value, -1) for value in values.ravel().tolist())
+            return np.fromiter(numbers, np.int64, values.size).reshape(values.shape)
+        if not len(self._sorted):
+            return np.full(values.shape, -1)
+        place = np.searchsorted(self._sorted, values).clip(max=len(self._sorted) - 1)
+        return np.where(self._sorted[place] == values, self._order[place], -1)
+
+
+class Categorify:
+    """Values to codes: 0 null, 1 not known, value i of the vocabulary i + 2; padding stays, as -1."""
+
+    def __init__(self, vocabulary: Array) -> None:
+        self._lookup = Lookup(vocabulary)
+
+    def __call__(self, values: Array) -> Array:
+        null, padding = markers(values)
+        codes = self._lookup(values) + 2
+        codes[values == null] = 0
+        codes[values == padding] = -1
+        return codes
+
+
+class Join:
+    """Rows of a table by its key columns; its last row, all nulls, is that of a key it does not have.
+
+    Args:
+        keys: The key columns, each of shape (n,), of which no row is there twice.
+        columns: The columns to add, each of n + 1 rows.
+    """
+
+    def __init__(self, keys: list[Array], columns: Mapping[str, Array]) -> None:
+        self._columns = columns
+        # One key after the other, the rows get the number of what they have of the keys so far.
+        self._levels: list[tuple[Lookup, int, Lookup]] = []
+        number = np.zeros(len(keys[0]), np.int64)
+        for key in keys:
+            values, digit = np.unique(key, return_inverse=True)
+            pairs, together = np.unique(number * len(values) + digit, return_inverse=True)
+            self._levels.append((Lookup(values), len(values), Lookup(pairs)))
+            number = together
+        self._rows = np.append(np.argsort(number), -1)
+
+    def __call__(self, keys: list[Array]) -> dict[str, Array]:
+        number = np.zeros(len(keys[0]), np.int64)
+        for (values, size, pairs), key in zip(self._levels, keys, strict=True):
+            digit = values(key[:, 0])
+            number = pairs(np.where(digit >= 0, number * size + digit, -1))  # -1, too, stays negative
+        return {name: column[self._rows[number]] for name, column in self._columns.items()}
+
+
+class Preprocessing:
+    """The steps that are in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        description = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
+        self.inputs: dict[str, str] = description["inputs"]
+        self.outputs: dict[str, str] = description["outputs"]
+        with np.load(folder / "arrays.npz") as arrays:
+            self._steps = [self._step(step, arrays) for step in description["steps"]]
+
+    def _step(self, step: dict[str, Any], arrays: Mapping[str, Array]) -> tuple[list[str], Any]:
+        if step["kind"] == "join":
+            keys = [load(arrays, key) for key in step["keys"]]
+            return step["on"], Join(keys, {name: load(arrays, key) for name, key in step["columns"].items()})
+        return [step["column"]], Categorify(load(arrays, step["vocabulary"]))
+
+    def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
+        """The outputs, by name, of the inputs.
+
+        Raises:
+            ValueError: for a string that is not UTF-8, padding outside lists, and a null where training had none.
+        """
+        columns = dict(columns)
+        for name, values in columns.items():
+            check(name, values, self.inputs[name].startswith("list["))
+        for names, step in self._steps:
+            if isinstance(step, Join):
+                columns.update(step([columns[name] for name in names]))
+            else:
+                columns[names[0]] = step(columns[names[0]])
+        return {name: self._cast(name, columns[name], dtype) for name, dtype in self.outputs.items()}
+
+    def _cast(self, name: str, values: Array, dtype: str) -> Array:
+        if values.dtype == np.int64 and (values == NULL).any():
+            raise ValueError(f"{name} is null, which it never was in training")
+        cast = np.ascontiguousarray(values, dtype=dtype)
+        if values.dtype == np.int64 and (cast != values).any():
+            raise ValueError(f"{name} is {values[cast != values][0]}, which does not fit into {dtype}")
+        return cast
+
+
+def load(arrays: Mapping[str, Array], key: str) -> Array:
+    """An array of an npz file; strings are there as the bytes of the distinct ones, where each ends, and numbers."""
+    if key in arrays:
+        return arrays[key]
+    text, ends = arrays[f"{key}.bytes"].tobytes(), arrays[f"{key}.ends"].tolist()
+    distinct = np.empty(len(ends), dtype=object)
+    distinct[:] = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return distinct[arrays[f"{key}.numbers"]]
+
+
+def markers(values: Array) -> tuple[Any, Any]:
+    """What null and padding are in an array."""
+    return (NULL_STRING, PADDING_STRING) if values.dtype == object else (NULL, PADDING)
+
+
+def check(name: str, values: Array, is_list: bool) -> None:
+    if not is_list and (values == markers(values)[1]).any():
+        raise ValueError(f"{name} has the value that stands for padding, which is for lists")
+    if values.dtype == object:
+        try:
+            b"\0".join(values.ravel().tolist()).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} has a string that is not UTF-8: {error}") from None
+
+
+class TritonPythonModel:
+    """What Triton makes and calls."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        self._preprocessing = Preprocessing(Path(args["model_repository"], args["model_version"]))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """An answer per request. One that cannot be understood gets an error, and the others of its batch none."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        import triton_python_backend_utils as backend  # there in the server alone
+
+        columns = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        try:
+            outputs = self._preprocessing(columns)
+        except ValueError as error:
+            return backend.InferenceResponse(error=backend.TritonError(str(error), backend.TritonError.INVALID_ARG))
+        return backend.InferenceResponse([backend.Tensor(name, values) for name, values in outputs.items()])
