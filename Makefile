@@ -67,7 +67,8 @@ setup: $(STAMP)
 $(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
 $(BENCH_STAMP): benchmarks/requirements.txt
 
-# TorchRec and fbgemm, whose metadata pip must not follow; see requirements/.
+# TorchRec, fbgemm and the tests' S3 server, whose metadata pip must not follow; and where there is one for this machine,
+# a Triton server in an environment of its own. See requirements/.
 $(STAMP): AFTER := torchrec
 $(STAMP): $(wildcard requirements/*.txt)
 
@@ -91,6 +92,14 @@ $(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
 	@set -o pipefail; [ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input \
 	    --progress-bar off --no-deps -r requirements/torchrec-$$($(@D)/bin/python -c \
-	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt >>$(LOG) 2>&1 \
+	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt -r requirements/moto.txt >>$(LOG) 2>&1 \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
+	@[ -z "$(AFTER)" ] || case $$($(@D)/bin/python -c \
+	        'from nbdist.recsys.triton import serving; print(serving.exists_for_this_machine())') in \
+	    True) $(@D)/bin/python -m venv $(@D)/triton && $(@D)/triton/bin/python -m pip install --disable-pip-version-check \
+	        --no-input --progress-bar off --no-deps -r requirements/triton.txt >>$(LOG) 2>&1 \
+	        || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; } ;; \
+	    False) echo "  no Triton server for this machine (see requirements/triton.txt): tests that start one are skipped" ;; \
+	    *) exit 1 ;; \
+	esac
 	@$(@D)/bin/python -c 'import sys; open("$@", "w").write(sys.prefix)'

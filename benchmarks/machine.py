@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -25,9 +26,9 @@ def cpu() -> str:
     return f"{model}, {cores} cores"
 
 
-def conditions() -> list[str]:
+def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Command, machine and versions, as a Markdown list."""
-    versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in PACKAGES)]
+    versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     return [
         f"- command: `{command}`",

@@ -133,7 +133,7 @@ def train(folder: str, users: int, items: int, ratings: int, epochs: int) -> Non
     with device_agnostic():  # without it fastai's distrib_ctx wants CUDA
         for size in ((50, 50, 1000), (users, items, ratings)):  # a small one first: what is imported late is there
             torch.manual_seed(42)
-            loaders = CollabDataLoaders.from_df(synthetic_ratings(*size), bs=64, seed=42)
+            loaders = CollabDataLoaders.from_df(synthetic_ratings(*size).frame.to_pandas(), bs=64, seed=42)
             learner = collab_learner(loaders, n_factors=50, y_range=(0, 5.5))
             with learner.distrib_ctx():
                 assert hasattr(learner, "distributed_trainer"), "fastai trains each rank alone"

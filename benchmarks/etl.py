@@ -1,0 +1,217 @@
+"""How fast `nbdist.recsys.etl` makes training files of ratings, and in how much memory; pandas does the same beside it.
+
+The work: ratings are joined with the movies' genres; users, movies and the lists of genres become codes by descending
+frequency; a label says whether the rating is above 3; all is shuffled and written to Parquet, in 8 files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from a clone
+from benchmarks import machine
+from nbdist import Session
+from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow
+
+USERS, MOVIES = 162_541, 59_047  # as many as MovieLens 25M has
+GENRES = 20
+FILES = 8
+REQUIRED = {"pandas": 3.0, "peak": 4e9, "ranks": 1.5}
+
+
+def generate(folder: Path, rows: int) -> None:
+    """Ratings of a long tail of users and movies, in 5 files of row groups of 2^17 rows; movies with 0 to 6 genres."""
+    rng = np.random.default_rng(0)
+    names = np.array([f"genre {i}" for i in range(GENRES)])
+    many = rng.choice(7, MOVIES, p=[0.08, 0.35, 0.28, 0.17, 0.08, 0.03, 0.01])
+    genres = [names[rng.choice(GENRES, n, replace=False)].tolist() for n in many]
+    movies = pl.DataFrame({"movie": pl.Series(range(1, MOVIES + 1), dtype=pl.Int32), "genres": genres})
+    movies.write_parquet(folder / "movies.parquet")
+    (folder / "ratings").mkdir()
+    for number in range(5):
+        n = rows // 5
+        user, movie = (
+            (top * rng.random(n) ** power).astype(np.int32) + 1 for top, power in ((USERS, 1.7), (MOVIES, 3.0))
+        )
+        part = {"user": user, "movie": movie, "rating": rng.integers(1, 11, n).astype(np.float32) / 2}
+        part["timestamp"] = rng.integers(789_652_009, 1_574_327_703, n)
+        pl.DataFrame(part).write_parquet(folder / "ratings" / f"{number}.parquet", row_group_size=1 << 17)
+
+
+def ours(folder: Path, out: Path) -> None:
+    workflow = Workflow(
+        Join(folder / "movies.parquet", on="movie", columns="genres"),
+        Categorify("user", "movie", "genres"),
+        Compute(label=pl.col("rating") > 3),
+        Drop("rating", "timestamp"),
+    )
+    workflow.fit(folder / "ratings", progress=False)
+    workflow.transform(folder / "ratings", out, files=FILES, progress=False)
+
+
+def with_pandas(folder: Path, out: Path) -> None:
+    """The same, as one who knows pandas writes it: no Python loop over ratings; genres are coded once per movie."""
+    import pandas as pd
+
+    def codes(counts: pd.Series) -> pd.Series:
+        ordered = (
+            counts.rename("n").rename_axis("value").reset_index().sort_values(["n", "value"], ascending=[False, True])
+        )
+        return pd.Series(np.arange(2, 2 + len(ordered)), index=ordered["value"])
+
+    ratings = pd.read_parquet(folder / "ratings", columns=["user", "movie", "rating"])
+    movies = pd.read_parquet(folder / "movies.parquet")
+    seen = ratings["movie"].value_counts()
+    each = movies.explode("genres").dropna()
+    genre = codes(each["movie"].map(seen).groupby(each["genres"]).sum()).to_dict()
+    movies["genres"] = [[genre[name] for name in names] for names in movies["genres"]]
+    frame = ratings.merge(movies, on="movie", how="left")
+    frame["user"] = frame["user"].map(codes(frame["user"].value_counts()))
+    frame["movie"] = frame["movie"].map(codes(seen))
+    frame["label"] = frame["rating"] > 3
+    frame = frame[["user", "movie", "genres", "label"]].sample(frac=1, random_state=0)
+    out.mkdir()
+    for number in range(FILES):
+        start, stop = (len(frame) * i // FILES for i in (number, number + 1))
+        part = frame.iloc[start:stop]
+        part.to_parquet(out / f"{number}.parquet", index=False, compression="zstd", row_group_size=1 << 17)
+
+
+class Run(NamedTuple):
+    """What a task took, in a process of its own; or the slowest of the ranks, and the memory of all together."""
+
+    seconds: float
+    cpu: float
+    """Seconds of all cores together."""
+    peak: int
+    """The most memory that the process has had in its life, in bytes."""
+
+
+def measured(task: Callable[[Path, Path], None], folder: Path, out: Path) -> Run:
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+    task(folder, out)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(seconds, cpu, after.ru_maxrss << 10)
+
+
+def alone(name: str, folder: Path) -> Run:
+    """In a fresh process, which has no children."""
+    with tempfile.TemporaryDirectory(dir=folder) as out:
+        command = [sys.executable, __file__, "--task", name, str(folder), f"{out}/out"]
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return Run(*json.loads(found))
+
+
+def on_ranks(count: int, folder: Path) -> Run:
+    """On fresh ranks, with one polars thread each."""
+    with (
+        Session(count, env={"POLARS_MAX_THREADS": "1"}) as session,
+        tempfile.TemporaryDirectory(dir=folder) as out,
+    ):
+        threads = session.run_all(pl.thread_pool_size)
+        if threads != [1] * count:
+            raise RuntimeError(f"polars has {threads} threads in the ranks: it was imported before they were forked")
+        found = session.run_all(measured, ours, folder, Path(out) / "out")
+    return Run(max(run.seconds for run in found), max(run.cpu for run in found), sum(run.peak for run in found))
+
+
+def rounds(contestants: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """What each takes, in turn, so that what disturbs one disturbs all."""
+    found: dict[str, list[Run]] = {name: [] for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            found[name].append(run())
+            print(f"{name}: {found[name][-1]}", file=sys.stderr)
+    return found
+
+
+def ratio(slow: list[Run], fast: list[Run]) -> float:
+    """How many times faster: the median of the ratios within a round."""
+    return statistics.median(a.seconds / b.seconds for a, b in zip(slow, fast, strict=True))
+
+
+def verdict(reached: bool) -> str:
+    return "reached" if reached else "**missed**"
+
+
+def row(what: str, rows: int, found: list[Run]) -> str:
+    seconds, cpu = (statistics.median(values) for values in (*zip(*found, strict=True),)[:2])
+    peak = max(run.peak for run in found) / 1e6
+    speed = rows / seconds / 1e6
+    return f"| {what} | {rows / 1e6:g} M | {seconds:.1f} s | {speed:.2f} M | {cpu:.1f} s | {peak:,.0f} MB |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the rows, to see that everything works")
+    parser.add_argument("--print", action="store_true", help="show the table without keeping it in results/")
+    parser.add_argument("--task", nargs=3, metavar=("NAME", "FOLDER", "OUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        name, folder, out = options.task
+        tasks = {"ours": ours, "pandas": with_pandas}
+        print(json.dumps(measured(tasks[name], Path(folder), Path(out))))
+        return
+
+    small, large = (n // (10 if options.quick else 1) for n in (5_000_000, 25_000_000))
+    with tempfile.TemporaryDirectory() as temporary:
+        few, many = Path(temporary) / "few", Path(temporary) / "many"
+        for folder, n in ((few, small), (many, large)):
+            folder.mkdir()
+            generate(folder, n)
+        beside = rounds({name: lambda name=name: alone(name, few) for name in ("ours", "pandas")}, options.repeats)
+        whole = rounds({"ours": lambda: alone("ours", many)}, options.repeats)["ours"]
+        ranked = rounds({str(n): lambda n=n: on_ranks(n, many) for n in (1, 2)}, options.repeats)
+
+    faster, speedup = ratio(beside["pandas"], beside["ours"]), ratio(ranked["1"], ranked["2"])
+    peak = max(run.peak for run in whole)
+    lines = [
+        "# ETL",
+        "",
+        f"Ratings of {USERS:,} users × {MOVIES:,} movies joined with lists of genres; users, movies and genres "
+        f"categorified; label; shuffled; written to {FILES} Parquet files. Median of {options.repeats} rounds, ratios "
+        "within a round; each run in a process, or in ranks, of its own, its imports not counted. Memory is the peak "
+        "of the whole process, libraries included. Of ranks: the slowest one's times, the memory of all together.",
+        "",
+        "| | ratings | time | rows/s | CPU time | peak memory |",
+        "|---|---:|---:|---:|---:|---:|",
+        row("nbdist", small, beside["ours"]),
+        row("pandas", small, beside["pandas"]),
+        row("nbdist", large, whole),
+        row("nbdist, 1 rank, polars held to one thread", large, ranked["1"]),
+        row("nbdist, 2 ranks, polars held to one thread each", large, ranked["2"]),
+        "",
+        "| | measured | required |",
+        "|---|---:|---:|",
+        f"| faster than pandas, {small / 1e6:g} M ratings | {faster:.1f} × | {REQUIRED['pandas']:g} ×: "
+        f"{verdict(faster >= REQUIRED['pandas'])} |",
+        f"| peak memory, {large / 1e6:g} M ratings | {peak / 1e9:.2f} GB | {REQUIRED['peak'] / 1e9:g} GB: "
+        f"{verdict(peak < REQUIRED['peak'])} |",
+        f"| 2 ranks over 1 rank, {large / 1e6:g} M ratings | {speedup:.2f} × | {REQUIRED['ranks']:g} ×: "
+        f"{verdict(speedup >= REQUIRED['ranks'])} |",
+        "",
+        *machine.conditions(["polars", "pyarrow", "pandas", "numpy", "torch"]),
+    ]
+    if options.print:
+        print("\n".join(lines))
+    else:
+        machine.save("etl", lines)
+
+
+if __name__ == "__main__":
+    main()

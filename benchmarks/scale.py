@@ -1,0 +1,182 @@
+"""How launch, data and output grow with ranks and nodes: `python benchmarks/scale.py`.
+
+Nodes are Ray nodes of this one machine, so what nodes would do at the same time they do one after the other here.
+What the notebook's side does by itself (the kernel and its bridge) is the same everywhere: its CPU time is measured
+apart, and what it grows to with 10,000 ranks follows from that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from conftest import start_cluster, stop_cluster  # noqa: E402
+from machine import conditions, save  # noqa: E402
+
+import nbdist.engines.ray  # noqa: E402
+from nbdist import RayOptions, Session, relay  # noqa: E402
+
+#: Ranks and nodes of each measurement.
+SHAPES = [(8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4)]
+#: What each rank prints in the measurement of output: lines, characters of each.
+LINES, WIDTH = 500, 80
+DATA = 100_000_000
+#: Ranks of a node in the model.
+A_NODE = 8
+
+
+BREAKS = """
+What breaks first, in this order: gloo's process group, in which every rank connects to every other (the launch column,
+where two thousand connections and more are made on one machine; NCCL connects in rings and trees); the notebook's limit
+of open files, since the kernel has three descriptors for each rank (`ulimit -n` of 1024 ends at about 330 ranks, 10,000
+need 30,000); then data, of which the bridge puts a copy on its way for each node, and which a tree over the nodes would
+spare it. Connections are not among them: one a node, through Ray.
+""".strip()
+
+
+class Watch:
+    """Wall time, and CPU time of the kernel and of its bridge, of a block."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.wall = self.kernel = self.bridge = 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        group = self._session._group
+        bridge: Any = None if group is None else group.ranks._bridge.process.pid  # type: ignore[attr-defined]
+        return time.perf_counter(), _cpu(os.getpid()), 0.0 if bridge is None else _cpu(bridge)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self.wall, self.kernel, self.bridge = (b - a for a, b in zip(begin, self._now(), strict=True))
+
+
+def _cpu(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def noop() -> None:
+    pass
+
+
+def chatter() -> None:
+    for _ in range(LINES):
+        print("x" * (WIDTH - 1))
+
+
+def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
+    """One shape, in an idle cluster: seconds, CPU seconds."""
+    data = np.random.default_rng(ranks).random(DATA // 8)
+
+    def touches() -> float:
+        return float(data[:: 1 << 12].sum())
+
+    found: dict[str, float] = {"ranks": ranks, "nodes": nodes}
+    options = RayOptions(address=address, cpus=0.5, placement="spread", resources={f"shape{nodes}": 0.001}, wait=60.0)
+    with Session(ranks, engine=options) as session:
+        session.run(noop)  # room and warm processes: what a first call costs, benchmarks/cluster.py says
+    with Session(ranks, engine=options) as session:
+        begin = time.perf_counter()
+        session._ready(relay.Cell())
+        found["fork"] = time.perf_counter() - begin
+        session.run(noop)
+        found["launch"] = time.perf_counter() - begin
+        counts = session._group.ranks._bridge.counts  # type: ignore[union-attr]
+        assert len(counts) == nodes, f"{counts} instead of {nodes} nodes"
+        for name, call in (("call", noop), ("data", touches), ("output", chatter)):
+            watch = Watch(session)
+            with watch(), contextlib.redirect_stdout(io.StringIO()) as shown:
+                session.call(call, output="all")
+            if name == "output":
+                assert shown.getvalue().count("x" * (WIDTH - 1)) == ranks * LINES
+            found |= {name: watch.wall, f"{name} kernel": watch.kernel, f"{name} bridge": watch.bridge}
+    nbdist.engines.ray.release()
+    return found
+
+
+def model(rows: list[dict[str, float]], name: str) -> tuple[float, float, float]:
+    """Base, per rank and per node, fitted by least squares and not below zero."""
+    from scipy.optimize import nnls
+
+    design = np.array([[1.0, row["ranks"], row["nodes"]] for row in rows])
+    base, rank, node = nnls(design, np.array([row[name] for row in rows]))[0]
+    return float(base), float(rank), float(node)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=64, help="the largest number of ranks")
+    most = parser.parse_args().most
+    os.environ["PYTHONPATH"] = str(ROOT)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        # Nodes with a mark of their own for each shape: Ray would use more of them than are wanted.
+        marks = {number: {f"shape{n}": 1.0 for n in (1, 2, 4) if number < n} for number in range(4)}
+        cluster = start_cluster(folder, num_cpus=32, resources=marks[0], second={"num_cpus": 32, "resources": marks[1]})
+        for number in (2, 3):
+            cluster.add_node(num_cpus=32, resources=marks[number], object_store_memory=200 << 20, temp_dir=folder)
+        try:
+            for ranks, nodes in [shape for shape in SHAPES if shape[0] <= most]:
+                rows.append(measure(cluster.address, ranks, nodes))
+                print({name: round(value, 3) for name, value in rows[-1].items()}, file=sys.stderr, flush=True)
+        finally:
+            nbdist.engines.ray.release()
+            stop_cluster(cluster)
+    save("scale", [*report(rows), "", *conditions(), f"- Ray {version('ray')}"])
+
+
+def report(rows: list[dict[str, float]]) -> list[str]:
+    """The measured table, and the modelled one."""
+    lines = [
+        "# How it grows",
+        "",
+        "Measured on this one machine, which is all nodes and all ranks at once; nothing is trained.",
+        "",
+        "| ranks | nodes | fork and connect | launch: the process group is up | a no-op call | 100 MB to all | "
+        f"{LINES} lines of {WIDTH} characters from each rank |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        rate = row["ranks"] * LINES / row["output"] / 1000
+        lines.append(
+            f"| {row['ranks']:.0f} | {row['nodes']:.0f} | {row['fork']:.2f} s | {row['launch']:.2f} s "
+            f"| {1000 * row['call']:.0f} ms | {row['data']:.2f} s | {row['output']:.2f} s, {rate:.0f} k lines/s |"
+        )
+    lines += [
+        "",
+        "What the notebook's side spends of it, in CPU time of kernel and bridge together, and what that becomes with "
+        f"10,000 ranks on {10_000 // A_NODE} nodes:",
+        "",
+        "| | fixed | each rank | each node | 10,000 ranks |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, title in (("call", "a no-op call"), ("data", "100 MB to all"), ("output", f"{LINES} lines each")):
+        summed = [row | {"side": row[f"{name} kernel"] + row[f"{name} bridge"]} for row in rows]
+        base, rank, node = model(summed, "side")
+        total = base + 10_000 * rank + 10_000 // A_NODE * node
+        lines.append(
+            f"| {title} | {1000 * base:.1f} ms | {1000 * rank:.3f} ms | {1000 * node:.2f} ms | {total:.1f} s |"
+        )
+    return [*lines, "", BREAKS]
+
+
+if __name__ == "__main__":
+    main()
