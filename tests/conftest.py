@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,28 @@ def poll(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
     return True
 
 
+def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended. A zombie has: only its parent has not asked for its status yet."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:
     """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters."""
     found: set[psutil.Process] = set()
     family = psutil.Process(pid).children()
-    for raylet in [child for child in family if child.name() == "raylet"]:
+    for child in list(family):
         with contextlib.suppress(psutil.NoSuchProcess):
-            family += raylet.children(recursive=True)
+            if child.name() == "raylet":
+                family += child.children(recursive=True)
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             if any("nbdist.engines.forkserver" in part for part in child.cmdline()):
-                found |= {p for p in child.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE}
+                found.update(living(child.children(recursive=True)))
     return list(found)
 
 
@@ -75,10 +86,14 @@ def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any
 
 
 def stop_cluster(cluster: Any) -> None:
-    """End a cluster and all that runs there."""
+    """End a cluster and all that runs there. A node that lost its head may take long to end by itself."""
     family = psutil.Process().children(recursive=True)
+    raylets = [process for process in family if "raylet" in process.name()]
     cluster.shutdown()
-    assert poll(lambda: not [p for p in family if p.is_running() and "raylet" in p.name()], 20)
+    for raylet in living(raylets):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            raylet.kill()
+    assert poll(lambda: not living(raylets), 20), living(raylets)
 
 
 @pytest.fixture(scope="session")
@@ -194,4 +209,4 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         children = set(psutil.Process(kernel.pid).children(recursive=True))
     finally:
         kernel.close()
-    assert poll(lambda: not any(child.is_running() for child in children), 5), f"outlived the kernel: {children}"
+    assert poll(lambda: not living(children), 5), f"outlived the kernel: {children}"

@@ -72,10 +72,10 @@ def test_any_number_of_ranks_gives_the_same(
     for number, start in enumerate(range(0, rows, 2000)):
         frame[start : start + 2000].write_parquet(inputs / f"{number}.parquet", row_group_size=group)
 
-    def run(folder: Path) -> tuple[dict[str, dict[Any, int]], list[Path]]:
-        one = workflow().fit(inputs, memory=50_000)
+    def run(folder: Path, memory: int = 50_000) -> tuple[dict[str, dict[Any, int]], list[Path]]:
+        one = workflow().fit(inputs, memory=memory)
         one.save(folder / "workflow")
-        options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 200, "memory": 50_000}
+        options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 200, "memory": memory}
         paths = one.transform(inputs, folder / "out", seed=3, **options)
         return {name: vocabulary.mapping() for name, vocabulary in one.vocabularies.items()}, paths
 
@@ -85,6 +85,9 @@ def test_any_number_of_ranks_gives_the_same(
     found = pl.concat(map(pl.read_parquet, paths))
     assert found.sort("row").equals(expected) and (found.equals(expected) or shuffle)
     assert len(paths) == min(files, rows)
+    (tmp_path / "whole").mkdir()
+    in_memory = run(tmp_path / "whole", memory=1 << 30)[1]
+    assert [path.read_bytes() for path in in_memory] == [path.read_bytes() for path in paths]
     for world, session in sessions.items():
         (tmp_path / str(world)).mkdir()
         for theirs, their_paths in session.run_all(run, tmp_path / str(world)):
@@ -212,7 +215,7 @@ Workflow(Categorify("user")).fit(frame, progress=False).transform(
 """
 
 
-@pytest.mark.parametrize("stage", ["0.arrow", "whole/part-00003.parquet"])
+@pytest.mark.parametrize("stage", ["0-0.arrow", "whole/part-00003.parquet"])
 def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     out = tmp_path / "data" / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], env={**os.environ, "PYTHONPATH": os.getcwd()})

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Kernel, poll, ranks_of, shared_memory_names
+from conftest import Kernel, living, poll, ranks_of, shared_memory_names
 from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
 
 from nbdist import RayOptions
@@ -190,7 +190,7 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         family = psutil.Process(kernel.pid).children(recursive=True)
         assert len(family) >= 3  # the fork server and two ranks
         os.kill(kernel.pid, signal.SIGKILL)
-        assert poll(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5), family
+        assert poll(lambda: not living(family), 5), living(family)
         assert not shared_memory_names() - before
         assert not [name for name in os.listdir(temporary) if "nbdist" in name]
     finally:

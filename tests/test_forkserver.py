@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import open_fds, poll
+from conftest import living, open_fds, poll
 
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import local
@@ -34,7 +34,10 @@ def server() -> psutil.Process:
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return not living([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
 
 
 # ----------------------------------------------------------------------------------------------- the server itself
@@ -189,7 +192,7 @@ def test_all_ends_with_the_kernel_whatever_the_ranks_do(tmp_path: Path, signum: 
             descendants = process.children(recursive=True)
         finally:
             kernel.send_signal(signum)
-    assert poll(lambda: not any(p.is_running() for p in descendants), 5), "these outlived the kernel"
+    assert poll(lambda: not living(descendants), 5), "these outlived the kernel"
     assert not any((tmp_path / "tmp").iterdir())
 
 

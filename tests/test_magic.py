@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Kernel, poll, ranks_of
+from conftest import Kernel, living, poll, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -270,7 +270,7 @@ def test_the_kernel_can_end_while_the_background_works(tmp_path: Path) -> None:
     kernel.client.stop_channels()
     kernel.manager.shutdown_kernel(now=False)
     assert time.monotonic() - begin < 10
-    assert poll(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
+    assert poll(lambda: not living(family), 5)
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 20)), min_size=1))

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Kernel, poll, ranks_of, start_cluster, stop_cluster
+from conftest import Kernel, living, poll, ranks_of, start_cluster, stop_cluster
 from test_engines import sums, train
 
 import nbdist.engines.ray
@@ -332,4 +332,4 @@ def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook() 
         with pytest.raises(NbdistError, match="no connection to Ray"):
             in_ddp_on(RayOptions(address=address), 1)
     nbdist.engines.ray.release()
-    assert family and poll(lambda: not any(p.is_running() for p in family), 20)
+    assert family and poll(lambda: not living(family), 20)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Kernel, open_fds, poll, ranks_of
+from conftest import Kernel, living, open_fds, poll, ranks_of
 
 from nbdist import Session, in_ddp
 
@@ -88,10 +88,6 @@ def began(folder: Path, process: subprocess.Popen[str], ranks: int = 2) -> list[
     return family
 
 
-def alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-
-
 def cleaned(folder: Path) -> list[bool]:
     return [(folder / f"cleaned{rank}").exists() for rank in range(2)]
 
@@ -113,7 +109,7 @@ def test_ctrl_c_typed_at_a_terminal(tmp_path: Path) -> None:
             os.write(ours, b"\x03")
             output = process.communicate(timeout=30)[0]
             assert output == "interrupted True True\nagain 2\n" and process.returncode == 0
-            assert poll(lambda: not alive(family), 5)
+            assert poll(lambda: not living(family), 5)
     finally:
         os.close(ours)
         os.close(theirs)
@@ -128,7 +124,7 @@ def test_interrupt_of_the_process_group(tmp_path: Path) -> None:
         assert process.returncode == -signal.SIGINT
         assert output.rstrip().endswith("KeyboardInterrupt") and "time.sleep(300)" in output
         assert cleaned(tmp_path) == [True, True]
-        assert poll(lambda: not alive(family), 5)
+        assert poll(lambda: not living(family), 5)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
@@ -136,7 +132,7 @@ def test_a_script_that_is_killed(tmp_path: Path, name: str) -> None:
     with script(tmp_path, "in_ddp(2, work)") as process:
         family = began(tmp_path, process)
         process.send_signal(getattr(signal, name))
-        assert poll(lambda: not alive(family), 5), alive(family)
+        assert poll(lambda: not living(family), 5), living(family)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +222,7 @@ def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
         family = psutil.Process(kernel.pid).children(recursive=True)
         assert len(family) >= 3
         kernel.manager.restart_kernel(now=now)
-        assert poll(lambda: not alive(family), 5), alive(family)
+        assert poll(lambda: not living(family), 5), living(family)
         kernel.client.wait_for_ready(timeout=60)
         kernel.ok(PRELUDE)
         assert kernel.ok("print(in_ddp(2, dist.get_world_size))").text == "2\n"

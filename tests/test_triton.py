@@ -25,7 +25,7 @@ import pytest
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from conftest import poll, shared_memory_names
+from conftest import living, poll, shared_memory_names
 from google.protobuf import text_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -625,7 +625,7 @@ def test_nothing_is_left_of_a_server(repository: Path, end: str) -> None:
             os.kill(server.pid, signal.SIGKILL)
         if end == "stub killed":
             processes[1].kill()
-    assert poll(lambda: not any(one.is_running() for one in processes), 5)
+    assert poll(lambda: not living(processes), 5)
     assert closed(server) and regions() == before and not server.log_file.exists()
 
 
@@ -645,7 +645,7 @@ with serve({str(repository)!r}) as server:
         processes = family(int(owner.stdout.readline()))
         assert len(regions(owner.pid)) == 2
         owner.kill()
-    assert poll(lambda: not any(one.is_running() for one in processes), 15)
+    assert poll(lambda: not living(processes), 15)
     assert poll(lambda: not regions(owner.pid), 5)
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..loader.prefetch import ahead
 from . import ranks
 from .inputs import Input, Part
 from .permutation import Permutation
 
-T = TypeVar("T")
-
 _POSITION = "position (nbdist)"  # of a row in its bucket
+_THREADS = 2  # half of the work is not polars', and done on one core
+_CHUNK = 1 << 16  # rows
 Progress = Callable[[int], object]
 """Called with a number of rows that are done."""
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
@@ -61,6 +63,7 @@ def write(
     files: Files,
     scratch: Path,
     size: int,
+    whole: bool,
     engine: Any,
     progress: bool,
 ) -> None:
@@ -72,6 +75,7 @@ def write(
         apply: What makes output rows of some input rows, in order.
         scratch: A folder, with ``whole`` in it, that all ranks see.
         size: Rows to have in memory at a time.
+        whole: Whether all rows may be there as they are in the input, beside these.
         engine: Polars' engine for what is on disk.
         progress: Whether rank 0 shows bars.
     """
@@ -81,6 +85,13 @@ def write(
         def rows_of(number: int) -> pl.DataFrame:
             parts = given.parts(buckets[number].start, buckets[number].stop, size)
             return pl.concat(part.read(columns.names(), engine) for part in parts)
+    elif whole and ranks.world_size() == 1 and given.rows < 1 << 32:
+        with ranks.bar("read", given.rows, progress) as bar:
+            rows = _read(given.share(size), columns.names(), engine, bar.update)
+        order = _inverse(Permutation(given.rows, files.seed))
+
+        def rows_of(number: int) -> pl.DataFrame:
+            return rows[order[buckets[number].start : buckets[number].stop]]
     else:
         spill = Spill(scratch, columns, buckets)
         parts = given.share(size)
@@ -89,13 +100,13 @@ def write(
         ranks.barrier()
         rows_of = spill.read
     mine = range(ranks.rank(), files.count, ranks.world_size())
-    made = ((bucket.file, apply(rows_of(i))) for i, bucket in enumerate(buckets) if bucket.file in mine)
-    with (
-        ranks.bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar,
-        contextlib.closing(_ahead(made)) as frames,
-    ):
-        for file, group in itertools.groupby(frames, key=lambda one: one[0]):
-            _write(scratch / "whole" / files.names[file], (frame for _, frame in group), files, bar.update)
+
+    def write_file(file: int, progress: Progress) -> None:
+        frames = (apply(rows_of(i)) for i, bucket in enumerate(buckets) if bucket.file == file)
+        _write(scratch / "whole" / files.names[file], frames, files, progress)
+
+    with ranks.bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar:
+        _in_threads(write_file, mine, bar.update)
 
 
 def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket]:
@@ -118,7 +129,7 @@ def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket
 class Spill:
     """Rows of all ranks on disk, of which any bucket can be read.
 
-    Each rank writes one Arrow IPC file, with a record batch for each bucket out of each part of the input.
+    Each rank writes Arrow IPC files, with a record batch for each bucket out of each part of the input.
 
     Args:
         folder: Where; all ranks see it.
@@ -136,22 +147,22 @@ class Spill:
         starts = np.array([bucket.start for bucket in self._buckets], dtype=np.uint64)
         smallest = np.min_scalar_type(len(starts))  # NumPy sorts 16 bits in linear time
         schema = _arrow(pl.DataFrame(schema=self._kept)).schema
-        read = (part.read(self._schema.names(), engine) for part in parts)
-        with (
-            pa.ipc.new_file(self._folder / f"{ranks.rank()}.arrow", schema) as writer,
-            contextlib.closing(_ahead(read)) as frames,
-        ):
-            for part, rows in zip(parts, frames, strict=True):
-                position = permutation.at(part.first, part.rows)
-                bucket = np.searchsorted(starts, position, side="right") - 1
-                order = np.argsort(bucket.astype(smallest), kind="stable").astype(np.uint32)
-                inside = pl.Series(_POSITION, (position - starts[bucket]).astype(np.uint32))
-                (batch,) = _arrow(rows.with_columns(inside).cast(self._kept)[order].rechunk()).to_batches()
-                first = 0
-                for count in np.bincount(bucket, minlength=len(starts)).tolist():
-                    writer.write_batch(batch.slice(first, count))
-                    first += count
-                progress(part.rows)
+
+        def write(worker: int, progress: Progress) -> None:
+            with pa.ipc.new_file(self._folder / f"{ranks.rank()}-{worker}.arrow", schema) as writer:
+                for part in parts[worker::_THREADS]:
+                    rows = part.read(self._schema.names(), engine)
+                    position = permutation.at(part.first, part.rows)
+                    bucket = (np.searchsorted(starts, position, side="right") - 1).astype(smallest)
+                    order = np.argsort(bucket, kind="stable").astype(np.uint32)
+                    inside = pl.Series(_POSITION, (position - starts[bucket]).astype(np.uint32))
+                    (batch,) = _arrow(rows.with_columns(inside).cast(self._kept)[order].rechunk()).to_batches()
+                    counts = np.bincount(bucket, minlength=len(starts)).tolist()
+                    for first, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
+                        writer.write_batch(batch.slice(first, count))
+                    progress(part.rows)
+
+        _in_threads(write, range(_THREADS), progress)
 
     def read(self, number: int) -> pl.DataFrame:
         """The rows of a bucket, in the order of the output; all ranks must have written."""
@@ -166,6 +177,24 @@ class Spill:
         return rows.drop(_POSITION)[order].cast(self._schema)
 
 
+def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: Progress) -> pl.DataFrame:
+    """The rows of all parts, in one piece."""
+    frames = []
+    for part in parts:
+        frames.append(part.read(columns, engine))
+        progress(part.rows)
+    return pl.concat(frames, rechunk=True)
+
+
+def _inverse(permutation: Permutation) -> npt.NDArray[np.uint32]:
+    """The row at each position."""
+    order = np.empty(permutation.rows, dtype=np.uint32)
+    for first in range(0, len(order), _CHUNK):
+        rows = np.arange(first, min(first + _CHUNK, len(order)), dtype=np.uint32)
+        order[permutation.at(first, len(rows))] = rows
+    return order
+
+
 def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: Progress) -> None:
     """Write frames, one after the other, to a Parquet file."""
     with contextlib.ExitStack() as stack:
@@ -174,27 +203,47 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: P
             table = _arrow(frame)
             if writer is None:
                 # Dictionaries make plain numbers, of which there are many different ones, larger and slower to write.
-                dictionaries = [_leaf(name, dtype) for name, dtype in frame.schema.items() if not dtype.is_numeric()]
+                leaves = dict(_leaf(name, dtype) for name, dtype in frame.schema.items())
                 writer = stack.enter_context(
-                    pq.ParquetWriter(path, table.schema, compression=files.compression, use_dictionary=dictionaries)
+                    pq.ParquetWriter(
+                        path,
+                        table.schema,
+                        compression=files.compression,
+                        use_dictionary=[name for name, dtype in leaves.items() if not dtype.is_numeric()],
+                        column_encoding={
+                            name: "DELTA_BINARY_PACKED" for name, dtype in leaves.items() if dtype.is_integer()
+                        },
+                    )
                 )
             writer.write_table(table, files.row_group_size)
             progress(table.num_rows)
 
 
-def _ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The same, one of them made ahead in a thread: half of the work is not polars', and done on one core."""
-    return ahead(items, 1 if pl.thread_pool_size() > 1 else 0)
+def _in_threads(do: Callable[[int, Progress], None], numbers: Iterable[int], progress: Progress) -> None:
+    """Call `do` with each number and what tells of its progress, which ends it when another one has failed."""
+    stop, one_at_a_time = threading.Event(), threading.Lock()
+
+    def done(rows: int) -> None:
+        if stop.is_set():
+            raise CancelledError
+        with one_at_a_time:
+            progress(rows)
+
+    with ThreadPoolExecutor(min(_THREADS, pl.thread_pool_size()), "nbdist etl") as pool:
+        try:
+            list(pool.map(lambda number: do(number, done), numbers))
+        finally:
+            stop.set()
 
 
 def _arrow(frame: pl.DataFrame) -> pa.Table:
     return frame.to_arrow(compat_level=pl.CompatLevel.oldest())
 
 
-def _leaf(name: str, dtype: pl.DataType) -> str:
-    """What Parquet calls a column, or the values in its lists."""
+def _leaf(name: str, dtype: pl.DataType) -> tuple[str, pl.DataType]:
+    """What Parquet calls a column, or the values in its lists; and their type."""
     inner = dtype.inner if isinstance(dtype, pl.List) else None
-    return _leaf(f"{name}.list.element", inner) if isinstance(inner, pl.DataType) else name
+    return _leaf(f"{name}.list.element", inner) if isinstance(inner, pl.DataType) else (name, dtype)
 
 
 def _plain(dtype: pl.DataType) -> pl.DataType:

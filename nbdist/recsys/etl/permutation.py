@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _ROUNDS, _MORE, _FEW = 6, 12, 1 << 12  # with few rows it takes more rounds until every order is about as likely
-_CHUNK = 1 << 14  # rows at a time: what is computed on the way stays in the cache
+_CHUNK = 1 << 15  # rows at a time: what is computed on the way stays in the cache
 _U = np.uint64
 
 
@@ -60,12 +60,13 @@ def _shift(
     half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: np.uint64, modulus: int
 ) -> npt.NDArray[np.uint64]:
     """``(half + hash of other) % modulus``, without a division."""
-    mixed = (other ^ key) * _U(0x9E3779B97F4A7C15)  # splitmix64's finalizer, shortened
+    mixed = other ^ key
+    mixed *= _U(0x9E3779B97F4A7C15)  # splitmix64's finalizer, shortened
     mixed ^= mixed >> _U(32)
     mixed *= _U(0xBF58476D1CE4E5B9)
     mixed >>= _U(32)
     mixed *= _U(modulus)  # modulus <= 2**31: no overflow
     mixed >>= _U(32)
     mixed += half
-    mixed -= (mixed >= _U(modulus)) * _U(modulus)
+    np.minimum(mixed, mixed - _U(modulus), out=mixed)  # what is below it wraps around and is the greater one
     return mixed

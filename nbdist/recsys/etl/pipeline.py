@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
+from .lookup import Lookup
 from .steps import Categorify, Compute, Drop, Join, Step
 from .vocabulary import Vocabulary
 
@@ -77,6 +78,12 @@ def _codes(name: str) -> str:
 
 
 def _join(table: pl.DataFrame, on: Sequence[str]) -> Pipeline:
+    added = [name for name in table.columns if name not in on]
+    lookup = Lookup.of(table[on[0]], table.select(added)) if len(on) == 1 else None
+    if lookup is not None:
+        columns = {name: lookup.get(name, pl.col(on[0])) for name in added}
+        return lambda frame: frame.with_columns(**columns)
+    table = table.rechunk()
     return lambda frame: frame.join(table.lazy(), on=on, how="left", maintain_order="left")
 
 

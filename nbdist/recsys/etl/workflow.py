@@ -38,6 +38,7 @@ from .pipeline import needed, pipeline
 from .steps import Categorify, Step, type_name
 
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
+_PLACE = 4  # bytes of a row's place in the output
 
 
 class Workflow:
@@ -135,8 +136,9 @@ class Workflow:
         rows and their order in `source`, the workflow, `files`, `shuffle`, `seed`, `row_group_size` and `compression`,
         and not from the number of ranks, `memory` or how the source is divided into files.
 
-        Ranks write different files: say at least as many files as there are ranks. Shuffling needs as much room on
-        the disk of `folder` as the columns that are needed take in memory.
+        Ranks write different files: say at least as many files as there are ranks. Shuffling on several ranks, or of
+        more rows than fit into a quarter of `memory`, needs as much room on the disk of `folder` as the columns that
+        are needed take in memory.
 
         Args:
             source: As for `fit`.
@@ -174,13 +176,13 @@ class Workflow:
         with opened(source) as given:
             raw = self._needs(given.schema, wanted, given.where)
             sample = given.head(raw.names())
-            width = _width(sample) + _width(apply(sample))
-            size = max(1, memory // (_COPIES * width))
+            size = max(1, memory // (_COPIES * (_width(sample) + _width(apply(sample)))))
+            whole = given.rows * (_width(sample) + _PLACE) < memory // 4
             described = output.Files(min(files, given.rows), row_group_size, compression, seed if shuffle else None)
             alike = {**asdict(described), "columns": wanted, "folder": os.fspath(folder), "memory": memory}
             ranks.agree("transform", workflow=self._digest(), rows=given.rows, **alike)
             with appearing(folder, ("part-*.parquet",), overwrite) as scratch:
-                output.write(given, raw, apply, described, scratch, size, chosen, progress)
+                output.write(given, raw, apply, described, scratch, size, whole, chosen, progress)
         return [Path(folder) / name for name in described.names]
 
     @property
