@@ -207,10 +207,7 @@ def main() -> None:
         "",
         *machine.conditions(["polars", "pyarrow", "pandas", "numpy", "torch"]),
     ]
-    if options.print:
-        print("\n".join(lines))
-    else:
-        machine.save("etl", lines)
+    machine.save("etl", lines, keep=not options.print)
 
 
 if __name__ == "__main__":

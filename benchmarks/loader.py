@@ -234,10 +234,7 @@ def main() -> None:
         "",
         *conditions(),
     ]
-    if options.print:
-        print("\n".join(lines))
-    else:
-        save("loader", lines)
+    save("loader", lines, keep=not options.print)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,9 @@ def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     ]
 
 
-def save(name: str, lines: list[str]) -> None:
+def save(name: str, lines: list[str], keep: bool = True) -> None:
     """Print a table, and keep it as `results/<name>.md`."""
     text = "\n".join(lines) + "\n"
     print(text)
-    folder = Path(__file__).resolve().parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.md").write_text(text)
+    if keep:
+        (Path(__file__).resolve().parent / "results" / f"{name}.md").write_text(text)

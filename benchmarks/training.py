@@ -166,10 +166,7 @@ def main() -> None:
             )
             lines += ["", title, "", *table(speeds, required)]
     lines += ["", "Not run on a GPU: none was at hand.", "", *conditions(("torch", "torchrec", "fbgemm-gpu-cpu"))]
-    if options.print:
-        print("\n".join(lines))
-    else:
-        save("training", lines)
+    save("training", lines, keep=not options.print)
 
 
 if __name__ == "__main__":

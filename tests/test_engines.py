@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from calls import boom, on, remember, sums
 from conftest import open_fds, poll, ranks_of
 
 import nbdist
@@ -39,36 +41,21 @@ def session(engine: Engine) -> Iterator[Session]:
         yield session
 
 
-def sums() -> float:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def remember(value: int) -> list[int]:
-    import __main__
-
-    __main__.kept = [*getattr(__main__, "kept", []), value]
-    return [os.getpid(), *__main__.kept]
-
-
-def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums) -> Any:
-    return action() if dist.get_rank() == rank else otherwise()
-
-
-def boom() -> None:
-    raise ValueError("boom")  # the culprit
-
-
 # ------------------------------------------------------------------------------------------------------- what ranks are
 
 
 def test_ranks_stay_and_end_with_the_session(engine: Engine) -> None:
     with Session(2, engine=engine) as own:
+        assert "not started" in repr(own)
         (a, _), (b, _) = own.run_all(remember, 1)
         assert own.run_all(remember, 2) == [[a, 1, 2], [b, 1, 2]] and own.run(sums) == 2.0
+        assert "running" in repr(own)
         assert a != b and psutil.pid_exists(a) and psutil.pid_exists(b)
-    assert not psutil.pid_exists(a) and not psutil.pid_exists(b)
+    assert not psutil.pid_exists(a) and not psutil.pid_exists(b) and "closed" in repr(own)
+    for use in (lambda: own.run(remember, 3), lambda: own.submit(remember, 3), own.restart):
+        with pytest.raises(NbdistError, match="closed"):
+            use()
+    own.close()
 
 
 def test_a_session_that_is_dropped_ends_its_ranks(engine: Engine) -> None:
@@ -150,9 +137,15 @@ def test_ranks_are_seeded_alike(session: Session) -> None:
 def test_some_ranks_only(engine: Engine) -> None:
     with Session(3, engine=engine) as own:
         assert own.call(dist.get_rank, ranks=[2, 0], everyone=True) == [0, 2]
+        assert own.call(dist.get_rank, ranks=[1]) == 1
         with pytest.raises(ValueError, match="boom"):
             own.call(boom, ranks=[2])
         assert own.run(sums) == 3.0
+        for bad, error in ([3], ValueError), ([], ValueError), (["x"], TypeError), ([True], TypeError):
+            with pytest.raises(error, match="rank"):
+                own.call(sums, ranks=bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no rank 7"):
+            own.logs(7)
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -242,6 +235,11 @@ def held_by_ddp() -> None:
     on(1, boom)
 
 
+def in_a_subgroup() -> None:
+    pair = dist.new_group([0, 1])
+    on(1, boom, lambda: dist.all_reduce(torch.ones(1), group=pair))
+
+
 def computes() -> None:
     while True:
         pass
@@ -257,8 +255,9 @@ def computes() -> None:
         lambda: on(1, boom, lambda: None),
         boom,
         held_by_ddp,
+        in_a_subgroup,
     ],
-    ids=["rank 1", "rank 0", "others compute", "others sleep", "others are done", "all", "held"],
+    ids=["rank 1", "rank 0", "others compute", "others sleep", "others are done", "all", "held", "subgroup"],
 )
 def test_an_exception_leaves_ranks_and_state(session: Session, fn: Callable[[], Any]) -> None:
     before = session.run_all(remember, 1)
@@ -273,6 +272,8 @@ def test_an_exception_leaves_ranks_and_state(session: Session, fn: Callable[[], 
 
 
 def test_three_ranks_that_wait_for_one_another(engine: Engine) -> None:
+    """Rank 2 waits for rank 1, which waits for rank 0: only rank 0's leaving lets them go."""
+
     def chain() -> None:
         rank = dist.get_rank()
         if rank == 0:
@@ -289,7 +290,7 @@ def test_three_ranks_that_wait_for_one_another(engine: Engine) -> None:
 def test_what_cannot_travel(session: Session) -> None:
     before = session.run_all(remember, 1)
     with pytest.raises(CaptureError):
-        session.run(print, (i for i in ()))
+        session.run(print, threading.Lock(), (i for i in ()))
     with pytest.raises(CaptureError, match="value"):
         session.run(lambda: (i for i in ()))
     assert [kept[:2] for kept in session.run_all(remember, 2)] == before
@@ -299,10 +300,13 @@ def test_a_dead_rank_is_reported_until_restart(session: Session) -> None:
     with pytest.raises(RankDied, match="exit code 3") as caught:
         session.run(lambda: on(1, lambda: (print("last words", flush=True), os._exit(3))))
     assert (caught.value.rank, caught.value.status) == (1, 3) and "last words" in str(caught.value)
-    with pytest.raises(NbdistError, match=r"rank 1 \(pid \d+\) left with exit code 3.*restart\(\)"):
-        session.run(sums)
+    assert "last words" in session.logs(1)
+    for _ in range(2):
+        with pytest.raises(NbdistError, match=r"rank 1 \(pid \d+\) left with exit code 3.*restart\(\)"):
+            session.run(sums)
+    assert "exit code 3" in repr(session) and "restart()" in str(session.status())
     session.restart()
-    assert session.run(sums) == 2.0
+    assert session.run(sums) == 2.0 and "exit code" not in repr(session)
 
 
 def test_a_rank_that_dies_between_calls(session: Session) -> None:
@@ -310,6 +314,8 @@ def test_a_rank_that_dies_between_calls(session: Session) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert poll(lambda: not psutil.pid_exists(pids[1]))
     with pytest.raises(RankDied, match=r"rank 1 .* SIGKILL"):
+        session.run(sums)
+    with pytest.raises(NbdistError, match=r"rank 1 .* SIGKILL.*restart\(\)"):
         session.run(sums)
     assert poll(lambda: not psutil.pid_exists(pids[0]))
     session.restart()
@@ -335,6 +341,8 @@ def test_ranks_that_do_not_let_go_are_replaced(session: Session, capsys: pytest.
     assert poll(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     assert session.run(sums) == 2.0
     assert "fresh ranks: rank 0 did not leave the last call" in capsys.readouterr().err
+    session.run(sums)
+    assert "fresh ranks" not in capsys.readouterr().err
 
 
 def train(folder: str, crash_at: int) -> tuple[float, int]:
@@ -391,12 +399,14 @@ def test_submit_gives_a_future_and_cancel_lets_ranks_clean_up(session: Session, 
 
     before = session.run_all(remember, 1)
     assert session.submit(lambda x: sums() + x, 3).result(30) == 5.0
-    future, later = session.submit(waits), session.submit(sums)
+    future, later, never = session.submit(waits), session.submit(sums), session.submit(boom)
     assert poll(lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+    assert future.running() and not later.running() and never.cancel() and never.cancelled()
     assert future.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         future.result(30)
-    assert later.result(30) == 2.0 and len(list(tmp_path.glob("cleaned-*"))) == 2
+    assert future.cancelled() and not future.cancel()
+    assert later.result(30) == 2.0 and not later.cancel() and len(list(tmp_path.glob("cleaned-*"))) == 2
     assert [kept[:2] for kept in session.run_all(remember, 2)] == before
 
 

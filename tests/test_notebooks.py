@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,39 @@ def execute() -> ModuleType:
     return module
 
 
+class Executed:
+    """A notebook of ours that ran to its end on 2 ranks, with small data: what its reader sees."""
+
+    def __init__(self, execute: ModuleType, name: str, folder: Path) -> None:
+        self.shown: list[str] = []
+        self.node, status = execute.execute(NOTEBOOKS / f"{name}.ipynb", folder, self.shown.append)
+        assert status == 0, "\n".join(self.shown)
+        self.outputs = [output for cell in self.node.cells for output in cell.get("outputs", [])]
+        self.data = [output.data for output in self.outputs if "data" in output]
+        self.text = "".join(output.text for output in self.outputs if output.output_type == "stream")
+        self.values = [part.get("text/plain", "") for part in self.data]
+        self.plots = sum("image/png" in part for part in self.data)
+        self.result: str = execute.last_result(self.node)
+        assert "Warning" not in self.text
+
+    def tables(self, *words: str) -> int:
+        """How many displays hold an HTML table with these words in it."""
+        pages = [part.get("text/html", "") for part in self.data]
+        return sum("<table" in page and all(word in page for word in words) for page in pages)
+
+
+Run = Callable[[str], Executed]
+
+
+@pytest.fixture
+def run(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    small = {"NBDIST_SMALL": "1", "NBDIST_MOVIELENS": "small", "NBDIST_RANKS": "2", "PYTHONPATH": str(ROOT)}
+    for name, value in small.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NBDIST_RAY_ADDRESS", raising=False)
+    return lambda name: Executed(execute, name, tmp_path)
+
+
 def notebook(folder: Path, *cells: str) -> Path:
     path = folder / "some.ipynb"
     nbformat.write(new_notebook(cells=[new_markdown_cell("# Title"), *map(new_code_cell, cells)]), path)
@@ -46,183 +80,127 @@ def test_committed_without_outputs(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_fastai_collab(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_SMALL", "1")
-    monkeypatch.setenv("NBDIST_RANKS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "01_fastai_collab.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
+def test_fastai_collab(run: Run, tmp_path: Path) -> None:
+    done = run("01_fastai_collab")
 
     # Every model beats the mean; some by far.
-    table = [line.rsplit(maxsplit=2) for line in execute.last_result(node).splitlines()[1:]]
+    table = [line.rsplit(maxsplit=2) for line in done.result.splitlines()[1:]]
     losses = {name: float(valid) for name, _, valid in table}
     mean = losses.pop("the mean")
     assert len(losses) == 8
     assert all(loss < 0.9 * mean for loss in losses.values()), losses
     assert losses["with weight decay"] < 0.8 * mean
 
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    data = [output.data for output in outputs if "data" in output]
-    assert sum("image/png" in part for part in data) == 2
-    assert sum("<table" in part.get("text/html", "") for part in data) >= 4
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "Synthetic ratings" in text
+    assert done.plots == 2 and done.tables() >= 4
+    assert "Synthetic ratings" in done.text
 
     # The learner is whole on this side: it validates to what the ranks reported.
-    results = [re.search(r"\[([\d.]+)\]$", part.get("text/plain", "")) for part in data]
+    results = [re.search(r"\[([\d.]+)\]$", value) for value in done.values]
     (validated,) = [float(result[1]) for result in results if result]
     assert validated == pytest.approx(losses["collab_learner"], abs=2e-3)
 
     # Progress was shown as it went, the loss tables in it.
-    assert sum(line.startswith("[") for line in shown) == sum(cell.cell_type == "code" for cell in node.cells)
+    shown = done.shown
+    assert sum(line.startswith("[") for line in shown) == sum(cell.cell_type == "code" for cell in done.node.cells)
     assert sum("epoch" in line and "valid_loss" in line for line in shown) == 8
     assert "<img" in (tmp_path / "01_fastai_collab.html").read_text()
 
 
 @pytest.mark.slow
-def test_interactive(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("NBDIST_RANKS", raising=False)
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "02_interactive.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    (error,) = [output for output in outputs if output.output_type == "error"]
+def test_interactive(run: Run) -> None:
+    done = run("02_interactive")
+    (error,) = [output for output in done.outputs if output.output_type == "error"]
     assert error.ename == "ZeroDivisionError" and "rank 1 (pid" in "\n".join(error.traceback)
-    data = [output.data for output in outputs if "data" in output]
-    assert sum("image/png" in part for part in data) == 2
-    assert sum("<td>train_on</td>" in part.get("text/html", "") for part in data) == 1
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    first, last = map(float, re.search(r"loss ([\d.]+) → ([\d.]+)", text).groups())  # type: ignore[union-attr]
+    assert done.plots == 2 and done.tables("<td>train_on</td>") == 1
+    first, last = map(float, re.search(r"loss ([\d.]+) → ([\d.]+)", done.text).groups())  # type: ignore[union-attr]
     assert last < 0.6 * first
-    assert (
-        "[rank 1] rank 1 of 2" in text and "(0, 1)" in text and "26 epochs by now" in text and "stopped: True" in text
-    )
-    assert "'still here: 10 epochs'" in [part.get("text/plain") for part in data]
-    assert "closed" in execute.last_result(node)
+    for words in ("[rank 1] rank 1 of 2", "(0, 1)", "26 epochs by now", "stopped: True"):
+        assert words in done.text
+    assert "'still here: 10 epochs'" in done.values
+    assert "closed" in done.result
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_torchrec_sharding(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_RANKS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "03_torchrec_sharding.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
+def test_torchrec_sharding(run: Run) -> None:
+    done = run("03_torchrec_sharding")
 
     # Every kind, and the planner's choice, learn the same; and more than the mean.
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    data = [output.data for output in outputs if "data" in output]
-    (base,) = [float(m[1]) for part in data if (m := re.search(r"has a loss of ([\d.]+)", part.get("text/plain", "")))]
-    table = [line.split() for line in execute.last_result(node).splitlines()[1:]]
+    (base,) = [float(found[1]) for value in done.values if (found := re.search(r"has a loss of ([\d.]+)", value))]
+    table = [line.split() for line in done.result.splitlines()[1:]]
     assert len(table) == 8
     assert all(float(loss) < 0.8 * base for _, loss, _ in table), table
     assert max(float(loss) for _, loss, _ in table) - min(float(loss) for _, loss, _ in table) < 1e-3
     assert all(float(difference) < 1e-4 for *_, difference in table), table
 
-    assert sum("image/png" in part for part in data) == 2
-    assert sum(part.get("text/html", "").count("rank 1") for part in data) == 1 + 7 + 1  # the plans
-    assert not any("Warning" in output.get("text", "") for output in outputs)
+    assert done.plots == 2
+    assert sum(part.get("text/html", "").count("rank 1") for part in done.data) == 1 + 7 + 1  # the plans
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_movielens_pipeline(run: Run) -> None:
+    done = run("04_movielens_pipeline")
+    assert "Synthetic ratings, NOT MovieLens" in done.text and done.text.count("8 files") == 1
+    (base,) = map(float, re.findall(r"^ranking by the movie alone has an AUC of ([\d.]+)", done.text, re.MULTILINE))
+    rows = [line.split() for line in done.result.splitlines()[2:]]
+    epochs, train, valid, auc, speed = zip(*(map(float, row) for row in rows), strict=True)
+    assert epochs == (1, 2, 3, 4) and min(speed) > 1000
+    assert train[0] > train[-1] and valid[0] > valid[-1], "it learns"
+    assert auc[-1] > base + 0.02, "who rates tells more than which movie"
+    assert done.plots == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
-def test_ctr_triton(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_MOVIELENS", "small")
-    monkeypatch.setenv("NBDIST_RANKS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "05_ctr_triton.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
+def test_ctr_triton(run: Run) -> None:
+    done = run("05_ctr_triton")
 
     # The model knows who likes what, which the regression cannot.
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    auc, baseline = map(float, re.findall(r"AUC ([\d.]+), logistic regression ([\d.]+)", text)[0])
+    auc, baseline = map(float, re.findall(r"AUC ([\d.]+), logistic regression ([\d.]+)", done.text)[0])
     assert baseline > 0.6 and auc > baseline + 0.03
     # It is served as it is in the notebook.
-    table = [line.rsplit(maxsplit=2) for line in execute.last_result(node).splitlines()[1:]]
+    table = [line.rsplit(maxsplit=2) for line in done.result.splitlines()[1:]]
     assert [name for name, *_ in table] == [
         f"{protocol}, {how}" for protocol in ("http", "grpc") for how in ("a batch of 4,003", "one by one")
     ]
     assert all(float(difference) < 1e-5 for _, difference, _ in table)
-    assert not any("Warning" in output.get("text", "") for output in outputs)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_multislot(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_SMALL", "1")
-    monkeypatch.delenv("NBDIST_RANKS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "06_multislot.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
+def test_multislot(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBDIST_RANKS")
+    done = run("06_multislot")
 
     # Chance on random labels, and much better on those that can be learnt: the summary is in the last cell.
-    names, *lines = [line.split() for line in execute.last_result(node).splitlines()]
+    names, *lines = [line.split() for line in done.result.splitlines()]
     assert names == ["loss", "valid", "loss", "auc", "samples/s"]
     results = {name: [float(value) for value in values] for name, *values in lines}
     assert results["random"][0] == pytest.approx(0.693, abs=0.02) and abs(results["random"][2] - 0.5) < 0.05
     assert results["planted"][1] < 0.6 and results["planted"][2] > 0.8
 
-    data = [output.data for cell in node.cells for output in cell.get("outputs", []) if "data" in output]
-    assert sum("image/png" in part for part in data) == 2 + 1, "each run's own plot, and the last one"
-    tables = [part["text/html"] for part in data if "text/html" in part]
-    assert sum("rank 7" in table and "row_wise" in table for table in tables) == 1, "the plan"
-    assert not any("Warning" in output.get("text", "") for cell in node.cells for output in cell.get("outputs", []))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_movielens_pipeline(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_MOVIELENS", "small")
-    monkeypatch.setenv("NBDIST_RANKS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "04_movielens_pipeline.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
-
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "Synthetic ratings, NOT MovieLens" in text and text.count("8 files") == 1 and "Warning" not in text
-    (base,) = map(float, re.findall(r"^ranking by the movie alone has an AUC of ([\d.]+)", text, re.MULTILINE))
-    rows = [line.split() for line in execute.last_result(node).splitlines()[2:]]
-    epochs, train, valid, auc, speed = zip(*(map(float, row) for row in rows), strict=True)
-    assert epochs == (1, 2, 3, 4) and min(speed) > 1000
-    assert train[0] > train[-1] and valid[0] > valid[-1], "it learns"
-    assert auc[-1] > base + 0.02, "who rates tells more than which movie"
-    data = [output.data for output in outputs if "data" in output]
-    assert sum("image/png" in part for part in data) == 2
+    assert done.plots == 2 + 1, "each run's own plot, and the last one"
+    assert done.tables("rank 7", "row_wise") == 1, "the plan"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_cluster(execute: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NBDIST_SMALL", "1")
-    monkeypatch.setenv("NBDIST_RANKS", "2")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("NBDIST_RAY_ADDRESS", raising=False)
-    shown: list[str] = []
-    node, status = execute.execute(NOTEBOOKS / "07_cluster.ipynb", tmp_path, shown.append)
-    assert status == 0, "\n".join(shown)
-    outputs = [output for cell in node.cells for output in cell.get("outputs", [])]
-    values = [part for output in outputs if "data" in output for part in [output.data.get("text/plain", "")]]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-
-    (places,) = [value for value in values if "NODE_RANK" in value]
+def test_cluster(run: Run) -> None:
+    done = run("07_cluster")
+    (places,) = [value for value in done.values if "NODE_RANK" in value]
     assert [row.split()[2] for row in places.splitlines()[1:]] == ["0", "1"]  # a rank on each node
-    (said,) = [re.findall(r"loss of ([\d.]+), .* has ([\d.]+)", value)[0] for value in values if "reported" in value]
+    (said,) = [
+        re.findall(r"loss of ([\d.]+), .* has ([\d.]+)", value)[0] for value in done.values if "reported" in value
+    ]
     assert float(said[0]) == pytest.approx(float(said[1]), abs=2e-3)
-    losses = [float(loss) for loss in re.search(r"by epoch: (.*)", text).group(1).split(", ")]  # type: ignore[union-attr]
-    assert losses[-1] < losses[0] and "EmbeddingBagCollection of 655360 numbers, back here" in text
-    assert "'resumed at epoch 2'" in values and "exit code 1" in text and "1 of 1 restarts" in text
+    losses = [float(one) for one in re.search(r"by epoch: (.*)", done.text).group(1).split(", ")]  # type: ignore[union-attr]
+    assert losses[-1] < losses[0] and "EmbeddingBagCollection of 655360 numbers, back here" in done.text
+    assert "'resumed at epoch 2'" in done.values and "exit code 1" in done.text and "1 of 1 restarts" in done.text
 
     # What runs there is what runs on one machine: the cells of the other notebooks.
-    own = [cell.source for cell in node.cells]
+    own = [cell.source for cell in done.node.cells]
     for name, begins in {
         "01_fastai_collab": ["data = synthetic_ratings(", "def train_collab"],
         "03_torchrec_sharding": ["SIZES =", "class TwoTower"],

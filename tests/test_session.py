@@ -1,63 +1,29 @@
-"""Ranks that stay: their state, failures that they survive and that they do not, calls in the background."""
+"""Sessions on this machine, beyond what test_engines.py holds all engines to: the background, post mortem, growth."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import gc
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from calls import boom, on, remember, sums
 from conftest import open_fds, poll
 
-from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, Session, in_ddp, post_mortem
+from nbdist import CaptureError, NbdistError, Session, in_ddp, post_mortem
 
 
 @pytest.fixture
 def session() -> Iterator[Session]:
     with Session(2) as session:
         yield session
-
-
-def sums() -> float:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-
-def remember(value: int) -> list[int]:
-    import __main__
-
-    __main__.kept = [*getattr(__main__, "kept", []), value]
-    return [os.getpid(), *__main__.kept]
-
-
-def test_a_session_keeps_its_ranks_and_their_state() -> None:
-    with Session(2) as own:
-        assert "not started" in repr(own)
-        (a, _), (b, _) = own.run_all(remember, 1)
-        assert own.run_all(remember, 2) == [[a, 1, 2], [b, 1, 2]] and "running" in repr(own)
-        assert psutil.pid_exists(a) and a != b
-    assert not psutil.pid_exists(a) and not psutil.pid_exists(b) and "closed" in repr(own)
-    for use in (lambda: own.run(remember, 3), lambda: own.submit(remember, 3), own.restart):
-        with pytest.raises(NbdistError, match="closed"):
-            use()
-    own.close()
-
-
-def test_a_session_that_is_dropped_ends_its_ranks() -> None:
-    dropped = Session(1)
-    pid = dropped.run(os.getpid)
-    del dropped
-    gc.collect()
-    assert poll(lambda: not psutil.pid_exists(pid), 5)
 
 
 def test_a_session_dropped_after_a_call_in_the_background() -> None:
@@ -67,142 +33,11 @@ def test_a_session_dropped_after_a_call_in_the_background() -> None:
     assert poll(lambda: gc.collect() is not None and not psutil.pid_exists(pid), 5)
 
 
-# ---------------------------------------------------------------------------------------- failures that are survived
-
-
-def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums) -> Any:
-    return action() if dist.get_rank() == rank else otherwise()
-
-
-def boom() -> None:
-    raise ValueError("boom")
-
-
-def computes() -> None:
-    while True:
-        pass
-
-
-def held_by_ddp() -> None:
-    """The process group stays in use by what the function leaves behind."""
-    import __main__
-
-    __main__.model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-    on(1, boom)
-
-
-def in_a_subgroup() -> None:
-    pair = dist.new_group([0, 1])
-    on(1, boom, lambda: dist.all_reduce(torch.ones(1), group=pair))
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda: on(1, boom),
-        lambda: on(0, boom),
-        lambda: on(1, boom, computes),
-        lambda: on(1, boom, lambda: time.sleep(60)),
-        lambda: on(1, boom, lambda: None),
-        boom,
-        held_by_ddp,
-        in_a_subgroup,
-    ],
-    ids=["rank 1", "rank 0", "others compute", "others sleep", "others are done", "all", "held", "subgroup"],
-)
-def test_an_exception_leaves_ranks_and_state(session: Session, fn: Callable[[], Any]) -> None:
-    before = session.run_all(remember, 1)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="boom"):
-            session.run(fn)
-        assert session.run(sums) == 2.0
-    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
-
-
-def test_three_ranks_that_wait_for_one_another() -> None:
-    """Rank 2 waits for rank 1, which waits for rank 0: only rank 0's leaving lets them go."""
-
-    def chain() -> None:
-        rank = dist.get_rank()
-        if rank == 0:
-            boom()
-        dist.recv(torch.zeros(1), src=rank - 1)
-
-    with Session(3) as own:
-        before = own.run_all(remember, 1)
-        with pytest.raises(ValueError, match="boom"):
-            own.run(chain)
-        assert own.run(sums) == 3.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
-
-
-def test_what_cannot_be_sent_costs_nothing(session: Session) -> None:
-    before = session.run_all(remember, 1)
-    with pytest.raises(CaptureError):
-        session.run(print, threading.Lock(), (i for i in ()))
-    with pytest.raises(CaptureError, match="value"):
-        session.run(lambda: (i for i in ()))
-    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
-
-
-def test_a_timeout_leaves_the_ranks_that_let_go() -> None:
-    with Session(2, timeout=1) as own:
-        before = own.run_all(remember, 1)
-        with pytest.raises(RankTimeout):
-            own.run(lambda: on(1, lambda: time.sleep(60)))
-        assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
-
-
-def deaf() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(60)
-
-
-def test_ranks_that_do_not_let_go_are_replaced_and_the_user_is_told(
-    session: Session, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pids = session.run_all(os.getpid)
-    with pytest.raises(ValueError, match="boom"):
-        session.run(lambda: on(1, lambda: (time.sleep(0.3), boom()), deaf))
-    assert poll(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    assert session.run(sums) == 2.0
-    assert "fresh ranks: rank 0 did not leave the last call" in capsys.readouterr().err
-    session.run(sums)
-    assert "fresh ranks" not in capsys.readouterr().err
-
-
 def test_a_call_that_ends_the_process_group_costs_the_next_one_nothing(session: Session) -> None:
     before = session.run_all(remember, 1)
     session.run(dist.destroy_process_group)
     assert session.run(sums) == 2.0 and [kept[:2] for kept in session.run_all(remember, 2)] == before
     session.call(lambda: dist.destroy_process_group(), ranks=[1])
-    assert session.run(sums) == 2.0
-
-
-# ------------------------------------------------------------------------------------------------------------ deaths
-
-
-def test_a_dead_rank_is_reported_until_restart(session: Session) -> None:
-    with pytest.raises(RankDied, match="exit code 3"):
-        session.run(lambda: on(1, lambda: (print("last words", flush=True), os._exit(3))))
-    assert "last words" in session.logs(1)
-    for _ in range(2):
-        with pytest.raises(NbdistError, match=r"rank 1 \(pid \d+\) left with exit code 3.*restart\(\)"):
-            session.run(sums)
-    assert "exit code 3" in repr(session) and "restart()" in str(session.status())
-    session.restart()
-    assert session.run(sums) == 2.0 and "exit code" not in repr(session)
-
-
-def test_a_rank_that_dies_between_calls(session: Session) -> None:
-    pids = session.run_all(os.getpid)
-    os.kill(pids[1], signal.SIGKILL)
-    assert poll(lambda: not psutil.pid_exists(pids[1]))
-    with pytest.raises(RankDied, match=r"rank 1 .* SIGKILL"):
-        session.run(sums)
-    with pytest.raises(NbdistError, match=r"rank 1 .* SIGKILL.*restart\(\)"):
-        session.run(sums)
-    assert poll(lambda: not psutil.pid_exists(pids[0]))
-    session.restart()
     assert session.run(sums) == 2.0
 
 
@@ -286,21 +121,6 @@ def names(folder: Any, start: str) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith(start))
 
 
-def test_cancel_lets_the_ranks_clean_up(session: Session, tmp_path: Any) -> None:
-    before = session.run_all(remember, 1)
-    future = session.submit(waits_for, str(tmp_path))
-    later = session.submit(sums)
-    never = session.submit(boom)
-    assert poll(lambda: len(names(tmp_path, "begun")) == 2)
-    assert future.running() and not later.running() and never.cancel() and never.cancelled()
-    assert future.cancel()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result(30)
-    assert future.cancelled() and not future.cancel() and len(names(tmp_path, "cleaned")) == 2
-    assert later.result(30) == 2.0 and not later.cancel()
-    assert [kept[:2] for kept in session.run_all(remember, 2)] == before
-
-
 def test_close_stops_the_background(tmp_path: Any) -> None:
     with Session(2) as own:
         future = own.submit(waits_for, str(tmp_path))
@@ -323,7 +143,7 @@ def test_two_sessions_work_at_the_same_time(session: Session) -> None:
         assert slow.result(30) == 2.0
 
 
-# ------------------------------------------------------------------------------------------------- status, some ranks
+# ------------------------------------------------------------------------------------------------------------ status
 
 
 def test_status(session: Session) -> None:
@@ -346,20 +166,6 @@ def test_status(session: Session) -> None:
 def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
     with Session(2) as session, session._turns.taken(session._turns.draw()):
         assert session._look().busy and "not started" in session._look().title
-
-
-def test_some_ranks_only() -> None:
-    with Session(4) as own:
-        assert own.call(dist.get_rank, ranks=[3, 1], everyone=True) == [1, 3]
-        assert own.call(dist.get_rank, ranks=[2]) == [2]
-        with pytest.raises(ValueError, match="boom"):
-            own.call(boom, ranks=[2])
-        assert own.run(sums) == 4.0
-        for bad, error in ([4], ValueError), ([], ValueError), (["x"], TypeError), ([True], TypeError):
-            with pytest.raises(error, match="rank"):
-                own.call(sums, ranks=bad)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="no rank 7"):
-            own.logs(7)
 
 
 # ------------------------------------------------------------------------------------------------------- post mortem

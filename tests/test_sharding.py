@@ -216,25 +216,32 @@ def test_the_other_optimizers(sessions: dict[int, Session], optimizer: str, kind
     assert_same(sessions[nranks], Case(kind, optimizer=optimizer, weighted=True), parts)
 
 
-@pytest.mark.slow
+FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHAPES: dict[str, Any] = {
+    "rows": st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    "width": st.integers(1, 4),
+    "optimizer": st.sampled_from(["sgd", "adagrad"]),
+    "longest": st.integers(0, 5),
+    "batches": st.tuples(*[st.integers(0, 9)] * 4),
+    "seed": st.integers(0, 1000),
+}
+POOLINGS = st.sampled_from(["sum", "mean", "weighted"])  # torch itself has no weighted mean
+
+
+def assert_same_shape(session: Session, kind: str, nranks: int, rows: list[int], width: int, **options: Any) -> None:
+    # A part without rows is refused.
+    assume(kind not in ROW_KINDS or all(-(-n // -(-n // nranks)) == nranks for n in rows))
+    assert_same(session, Case(kind, {}, tuple(rows), width * 4 * nranks, **options))
+
+
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_shape(sessions: dict[int, Session], kind: str, nranks: int) -> None:
-    @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(
-        rows=st.lists(st.integers(1, 70), min_size=1, max_size=4),
-        width=st.integers(1, 4),
-        pooling=st.sampled_from(["sum", "mean", "weighted"]),  # torch itself has no weighted mean
-        optimizer=st.sampled_from(["sgd", "adagrad"]),
-        longest=st.integers(0, 5),
-        batches=st.tuples(*[st.integers(0, 9)] * 4),
-        seed=st.integers(0, 1000),
-    )
-    def check(rows: list[int], width: int, pooling: str, **options: Any) -> None:
+    @FEW
+    @given(pooling=POOLINGS, **SHAPES)
+    def check(pooling: str, **options: Any) -> None:
         options |= {"mean": pooling == "mean", "weighted": pooling == "weighted"}
-        # A part without rows is refused.
-        assume(kind not in ROW_KINDS or all(-(-n // -(-n // nranks)) == nranks for n in rows))
-        assert_same(sessions[nranks], Case(kind, {}, tuple(rows), width * 4 * nranks, **options))
+        assert_same_shape(sessions[nranks], kind, nranks, **options)
 
     check()
 
@@ -242,18 +249,10 @@ def test_any_shape(sessions: dict[int, Session], kind: str, nranks: int) -> None
 @pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("kind", SEQUENCE_KINDS)
 def test_sequences_of_any_shape(sessions: dict[int, Session], kind: str, nranks: int) -> None:
-    @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(
-        rows=st.lists(st.integers(1, 70), min_size=1, max_size=3),
-        width=st.integers(1, 4),
-        optimizer=st.sampled_from(["sgd", "adagrad"]),
-        longest=st.integers(0, 5),
-        batches=st.tuples(*[st.integers(0, 9)] * 4),
-        seed=st.integers(0, 1000),
-    )
-    def check(rows: list[int], width: int, **options: Any) -> None:
-        assume(kind != "row_wise" or all(-(-n // -(-n // nranks)) == nranks for n in rows))
-        assert_same(sessions[nranks], Case(kind, {}, tuple(rows), width * 4 * nranks, sequences=True, **options))
+    @FEW
+    @given(**SHAPES)
+    def check(**options: Any) -> None:
+        assert_same_shape(sessions[nranks], kind, nranks, sequences=True, **options)
 
     check()
 

@@ -14,9 +14,10 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from .. import ranks
 from ..loader.parquet import Paths, find
 from ..loader.partition import RowGroup, deal
-from . import ranks, remote
+from . import remote
 
 Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from . import ranks
+from .. import ranks
 from .inputs import Input
 from .pipeline import Pipeline, origin, pipeline
 from .steps import Categorify, Join, Step

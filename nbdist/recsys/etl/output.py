@@ -17,7 +17,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from . import ranks
+from .. import ranks
 from .inputs import Input, Part
 from .permutation import Permutation
 

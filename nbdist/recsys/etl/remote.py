@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -37,8 +38,9 @@ class File:
 
     def select(self, names: Sequence[str]) -> File:
         """The same file with its columns in this order."""
-        self.schema = pl.Schema({name: self.schema[name] for name in names})
-        return self
+        file = copy.copy(self)
+        file.schema = pl.Schema({name: self.schema[name] for name in names})
+        return file
 
     def slice(self, start: int, rows: int) -> pl.LazyFrame:
         """Some rows, fetched when the frame is computed."""

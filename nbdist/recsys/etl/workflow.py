@@ -30,8 +30,9 @@ from typing import Any
 import polars as pl
 import torch
 
-from . import output, ranks, saving
-from .folders import appearing
+from .. import ranks
+from ..folders import appearing
+from . import output, saving
 from .inputs import Source, opened
 from .learning import learn
 from .pipeline import needed, pipeline

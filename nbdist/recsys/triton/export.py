@@ -38,9 +38,9 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from ..etl import ranks
-from ..etl.folders import appearing
+from .. import ranks
 from ..etl.workflow import Workflow
+from ..folders import appearing
 from ..loader.columns import Columns
 from . import served
 from .config import Batching, Tensor, ensemble_config, model_config, write_config

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from ..disk import sync
-from ..loader import storage
 from . import ranks
+from .disk import sync
+from .loader import storage
 
 
 @contextlib.contextmanager
