@@ -202,17 +202,18 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: P
         for frame in frames:
             table = _arrow(frame)
             if writer is None:
-                # Dictionaries make plain numbers, of which there are many different ones, larger and slower to write.
-                leaves = dict(_leaf(name, dtype) for name, dtype in frame.schema.items())
+                # Dictionaries make plain numbers, of which there are many different ones, larger and slower to write;
+                # differences make integers smaller and faster.
+                leaves = dict(_leaf(field.name, field.type) for field in table.schema)
+                integers = [name for name, dtype in leaves.items() if pa.types.is_integer(dtype)]
+                floats = [name for name, dtype in leaves.items() if pa.types.is_floating(dtype)]
                 writer = stack.enter_context(
                     pq.ParquetWriter(
                         path,
                         table.schema,
                         compression=files.compression,
-                        use_dictionary=[name for name, dtype in leaves.items() if not dtype.is_numeric()],
-                        column_encoding={
-                            name: "DELTA_BINARY_PACKED" for name, dtype in leaves.items() if dtype.is_integer()
-                        },
+                        use_dictionary=list(leaves.keys() - {*integers, *floats}),
+                        column_encoding=dict.fromkeys(integers, "DELTA_BINARY_PACKED"),
                     )
                 )
             writer.write_table(table, files.row_group_size)
@@ -240,10 +241,9 @@ def _arrow(frame: pl.DataFrame) -> pa.Table:
     return frame.to_arrow(compat_level=pl.CompatLevel.oldest())
 
 
-def _leaf(name: str, dtype: pl.DataType) -> tuple[str, pl.DataType]:
+def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
     """What Parquet calls a column, or the values in its lists; and their type."""
-    inner = dtype.inner if isinstance(dtype, pl.List) else None
-    return _leaf(f"{name}.list.element", inner) if isinstance(inner, pl.DataType) else (name, dtype)
+    return _leaf(f"{name}.list.element", dtype.value_type) if pa.types.is_large_list(dtype) else (name, dtype)
 
 
 def _plain(dtype: pl.DataType) -> pl.DataType:
