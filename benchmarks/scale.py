@@ -41,7 +41,9 @@ A_NODE = 8
 
 
 BREAKS = """
-What breaks first, in this order: gloo's process group, in which every rank connects to every other (the launch column,
+What breaks first, in this order: the name server, which torch's TCPStore asks in each rank for the name of rank 0's
+address (where it is slow to answer or drops some of many questions, a launch takes 5 seconds more; RES_OPTIONS in the
+ranks' environment shortens that); gloo's process group, in which every rank connects to every other (the launch column,
 where two thousand connections and more are made on one machine; NCCL connects in rings and trees); the notebook's limit
 of open files, since the kernel has three descriptors for each rank (`ulimit -n` of 1024 ends at about 330 ranks, 10,000
 need 30,000); then data, of which the bridge puts a copy on its way for each node, and which a tree over the nodes would
