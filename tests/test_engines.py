@@ -137,7 +137,7 @@ def test_ranks_are_seeded_alike(session: Session) -> None:
 def test_some_ranks_only(engine: Engine) -> None:
     with Session(3, engine=engine) as own:
         assert own.call(dist.get_rank, ranks=[2, 0], everyone=True) == [0, 2]
-        assert own.call(dist.get_rank, ranks=[1]) == 1
+        assert own.call(dist.get_rank, ranks=[1]) == [1]
         with pytest.raises(ValueError, match="boom"):
             own.call(boom, ranks=[2])
         assert own.run(sums) == 3.0
