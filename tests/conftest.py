@@ -86,14 +86,17 @@ def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any
 
 
 def stop_cluster(cluster: Any) -> None:
-    """End a cluster and all that runs there. A node that lost its head may take long to end by itself."""
-    family = psutil.Process().children(recursive=True)
-    raylets = [process for process in family if "raylet" in process.name()]
+    """End a cluster and all that runs there."""
+    nodes = []
+    for node in cluster.list_all_nodes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself when its head was lost
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            nodes += [raylet, *raylet.children(recursive=True)]
     cluster.shutdown()
-    for raylet in living(raylets):
+    for process in living(nodes):  # agents notice late that their raylet is gone
         with contextlib.suppress(psutil.NoSuchProcess):
-            raylet.kill()
-    assert poll(lambda: not living(raylets), 20), living(raylets)
+            process.kill()
+    assert poll(lambda: not living(nodes), 20), living(nodes)
 
 
 @pytest.fixture(scope="session")
