@@ -131,7 +131,7 @@ def test_torchrec_sharding(run: Run) -> None:
     assert len(table) == 8
     assert all(float(loss) < 0.8 * base for _, loss, _ in table), table
     assert (
-        max(float(loss) for _, loss, _ in table) - min(float(loss) for _, loss, _ in table) < 3e-3
+        max(float(loss) for _, loss, _ in table) - min(float(loss) for _, loss, _ in table) < 1e-3
     )  # CPUs round differently
     assert all(float(difference) < 1e-4 for *_, difference in table), table
 
