@@ -70,28 +70,21 @@ class Case:
 
     def tables(self, device: str = "cpu") -> EmbeddingBagCollection | EmbeddingCollection:
         torch.manual_seed(self.seed)
-        if self.sequences:
-            some = [
-                EmbeddingConfig(
-                    name=f"table_{i}",
-                    num_embeddings=rows,
-                    embedding_dim=self.columns,
-                    feature_names=[f"feature_{i}", "again"] if i == 0 else [f"feature_{i}"],
-                )
-                for i, rows in enumerate(self.rows)
-            ]
-            return EmbeddingCollection(tables=some, device=torch.device(device))
-        configs = [
-            EmbeddingBagConfig(
-                name=f"table_{i}",
-                num_embeddings=rows,
-                embedding_dim=self.columns,
+        shapes: list[dict[str, Any]] = [
+            {
+                "name": f"table_{i}",
+                "num_embeddings": rows,
+                "embedding_dim": self.columns,
                 # The first table is looked up by two features.
-                feature_names=[f"feature_{i}", "again"] if i == 0 else [f"feature_{i}"],
-                pooling=PoolingType.MEAN if self.mean else PoolingType.SUM,
-            )
+                "feature_names": [f"feature_{i}", "again"] if i == 0 else [f"feature_{i}"],
+            }
             for i, rows in enumerate(self.rows)
         ]
+        if self.sequences:
+            some = [EmbeddingConfig(**shape) for shape in shapes]
+            return EmbeddingCollection(tables=some, device=torch.device(device))
+        pooling = PoolingType.MEAN if self.mean else PoolingType.SUM
+        configs = [EmbeddingBagConfig(**shape, pooling=pooling) for shape in shapes]
         return EmbeddingBagCollection(tables=configs, is_weighted=self.weighted, device=torch.device(device))
 
     def batch(self, rank: int, step: int) -> KeyedJaggedTensor:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from .. import ranks
 from .adapter import Adapter, known_to_accelerate
 from .blocks import Block, Source
 from .columns import Columns
@@ -101,12 +101,12 @@ class Loader(Adapter):
     @property
     def rank(self) -> int:
         """Whose rows these are."""
-        return self._shard[0] if self._shard else dist.get_rank() if _in_group() else 0
+        return self._shard[0] if self._shard else ranks.rank()
 
     @property
     def world_size(self) -> int:
         """Among how many ranks the rows are divided."""
-        return self._shard[1] if self._shard else dist.get_world_size() if _in_group() else 1
+        return self._shard[1] if self._shard else ranks.world_size()
 
     def __len__(self) -> int:
         """Steps an epoch, the same on all ranks."""
@@ -169,10 +169,9 @@ class Loader(Adapter):
         }
 
     def _agree(self, any_seed: bool) -> None:
-        if self._shard is not None or not _in_group() or dist.get_world_size() == 1:
+        if self._shard is not None or ranks.world_size() == 1:
             return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._identity())
+        everyone = ranks.gather(self._identity())
         if any_seed:
             self.seed = everyone[0]["seed"]
         for rank, theirs in enumerate(everyone):
@@ -187,7 +186,3 @@ class Loader(Adapter):
         """The randomness of one purpose, the same wherever seed and key are."""
         state = np.random.SeedSequence([abs(self.seed), int(self.seed < 0), *key]).generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(state[0]) >> 1)
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()

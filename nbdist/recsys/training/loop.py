@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
 from ...devices import collective_device
+from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from .board import Board
@@ -187,8 +188,7 @@ def _check(
 
 def _same_steps(loader: Loader) -> None:
     """Ranks that have loaders of their own could wait for one another for ever."""
-    lengths: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(lengths, len(loader))
+    lengths = ranks.gather(len(loader))
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
             raise ValueError(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import ranks
 from ..disk import sync
 
 if TYPE_CHECKING:
@@ -99,11 +100,10 @@ class Snapshots:
         """
         if dist.get_rank() == 0 and self.resume:
             self._clear()
-        there: list[Any] = [[str(path) for path in self.all()]]
-        dist.broadcast_object_list(there, src=0)
-        if not there[0]:
+        there = ranks.on_first(self.all)
+        if not there:
             return None
-        newest = Path(there[0][-1])
+        newest = there[-1]
         if not self.resume:
             raise ValueError(
                 f"{self.folder} has snapshots of a run, the newest {newest.name}: say resume=True to go on from it, "
