@@ -1,6 +1,7 @@
 """Big buffers of a rank's answer, which the kernel reads out of the rank's own memory. Both ends are here.
 
-That is one copy, into memory that comes by huge pages; a shared segment is another copy, and its pages come one by one.
+That is one copy, by several cores; a shared segment is another copy, by one. Pages are left to the system: huge ones
+are fewer, but where memory must first be found for them (compacted, or given back by a hypervisor) they come later.
 Linux alone can do it, and does not everywhere allow it (Yama's ptrace_scope, a container's seccomp): where it does not,
 the answer comes in a segment like any other parcel.
 """
@@ -8,7 +9,6 @@ the answer comes in a segment like any other parcel.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import ctypes
 import mmap
 import os
@@ -50,8 +50,6 @@ def fetch(pid: int, loans: Sequence[Loan]) -> list[memoryview]:
         starts.append(end)
         end += -(-loan.size // _ALIGNMENT) * _ALIGNMENT
     memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a Linux without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     pieces = [
         (base + start + done, loan.address + done, min(_PIECE, loan.size - done))
