@@ -114,7 +114,7 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     check_platform()
     modules = capture.modules_named(capture.parse_imports(imports))
     engine = engines.resolve(None)
-    engine.warm(["torch", "torch.distributed", *modules])
+    engine.warm(modules)
     if idle is not None and isinstance(engine, local.LocalEngine):
         engine.idle(idle)
 

@@ -94,14 +94,15 @@ class Session:
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
+        self._output = check_output(output)
         self.nranks = nranks
         self._engine = engines.resolve(engine)
+        self._engine.warm(())  # now: this process has to import torch too, to see the devices
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
         name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
         self._layout = Layout(chosen, name, options, threads, dict(env or {}), seed)
         self._timeout = timeout
-        self._output = check_output(output)
         self._hold, self._restarts = hold_on_error, restarts
         self._group: Group | None = None
         self._logs: list[relay.Log] = []  # of the ranks that there are, or were last
@@ -332,7 +333,7 @@ class Session:
         output = self._output if output is None else check_output(output)
         with self._capturing:
             call = capture.capture_call(fn, args, kwargs, block, names, self._shelf)
-        self._engine.warm(["torch", "torch.distributed", *capture.modules_named(block), *sorted(call.modules)])
+        self._engine.warm([*capture.modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._layout.seed is None else None
         return _Request(call, seeds, sorted(set(targets)), everyone, output, getattr(fn, "__name__", type(fn).__name__))
 

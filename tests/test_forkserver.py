@@ -73,11 +73,15 @@ def huge_pages_can_be_had() -> bool:
 
 
 @pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
-def test_the_memory_of_the_server_is_in_huge_pages() -> None:
+def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
     assert in_ddp(1, all_reduce_of_ones) == 1.0
-    lines = Path(f"/proc/{server().pid}/smaps_rollup").read_text().splitlines()[1:]
-    kilobytes = {name: int(size) for name, size, _ in (line.split() for line in lines)}
-    assert kilobytes["AnonHugePages:"] > kilobytes["Anonymous:"] / 4
+
+    def gathered() -> bool:
+        lines = Path(f"/proc/{server().pid}/smaps_rollup").read_text().splitlines()[1:]
+        kilobytes = {name: int(size) for name, size, _ in (line.split() for line in lines)}
+        return kilobytes["AnonHugePages:"] > kilobytes["Anonymous:"] / 4
+
+    assert poll(gathered)
 
 
 def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:

@@ -97,7 +97,7 @@ class Engine(Protocol):
         """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for."""
 
     def warm(self, modules: Iterable[str]) -> None:
-        """Get ready to start ranks that will import `modules`. Returns at once."""
+        """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""
 
 
 _default: str | RayOptions = "local"

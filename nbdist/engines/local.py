@@ -27,6 +27,9 @@ from ..worker import Place, Setting, connections
 from . import Exit
 from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
 
+#: Where installed modules lie.
+_INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
+
 
 class LocalEngine:
     """Starts ranks through this process's fork server, which it starts at first use and again whenever it died."""
@@ -38,7 +41,7 @@ class LocalEngine:
         return LocalRanks(world_size)
 
     def warm(self, modules: Iterable[str]) -> None:
-        _with_server(lambda server: server.preload(modules))
+        _with_server(lambda server: server.preload(["torch", "torch.distributed", *modules]))
 
     def idle(self, seconds: float) -> None:
         """How long the fork server stays when nothing uses it."""
@@ -275,6 +278,5 @@ def installed(module: str) -> bool:
     top = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
     if top is None:
         return False
-    folders = {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
     places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
-    return any(place.startswith(tuple(folders)) for place in places)
+    return any(place.startswith(_INSTALLED) for place in places)
