@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[str, Show]] = {
             f"frame_{n}_inside": (f"launch with a 500 MB DataFrame, {n} ranks: until all have it", seconds),
             f"frame_{n}": ("… until the call returns", seconds),
             f"held_{n}": ("… read by every rank: growth of all processes (PSS)", megabytes),
-            f"peak_{n}": ("… and at the peak (MemAvailable)", megabytes),
+            f"peak_{n}": ("… and at the peak (AnonPages, Shmem, PageTables)", megabytes),
         }.items()
     },
     "resend_first": ("500 MB DataFrame to 2 live ranks, first time", seconds),
