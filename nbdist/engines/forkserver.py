@@ -59,7 +59,6 @@ class Server:
 
     def serve(self) -> None:
         """Do what the kernel asks until it is gone."""
-        gc.disable()  # imports take a fifth less; ranks turn it on again
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # or it would kill a rank that is not ready to answer it
         wake_read, wake_write = os.pipe()
@@ -291,6 +290,7 @@ def main(argv: list[str]) -> None:
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
+    gc.disable()  # imports take a fifth less; ranks turn it on again
     control = socket.socket(fileno=int(argv[0]))
     control.set_inheritable(False)
     if argv[1] == "notebook":
