@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ if TYPE_CHECKING:
 
 def visible_gpus() -> int:
     """How many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
+    if "torch" not in sys.modules and importlib.metadata.version("torch").endswith("+cpu"):
+        return 0  # without the seconds that importing it takes
     import torch
 
     return torch.cuda.device_count()

@@ -97,7 +97,6 @@ class Session:
         self._output = check_output(output)
         self.nranks = nranks
         self._engine = engines.resolve(engine)
-        self._engine.warm(())  # now: this process has to import torch too, to see the devices
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
         name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
