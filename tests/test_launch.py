@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -107,6 +108,12 @@ def test_more_ranks_than_gpus_names_the_way_to_cpu_ranks(monkeypatch: pytest.Mon
         in_ddp(2, all_reduce_of_ones)
     with Session(2, devices="cpu") as cpu:
         assert cpu.run(all_reduce_of_ones) == 2.0
+
+
+@pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="a torch with CUDA has to be asked for GPUs")
+def test_a_notebook_that_has_not_imported_torch_need_not_do_so() -> None:
+    code = "import sys; from nbdist import in_ddp; print(in_ddp(1, len, 'ab'), 'torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["2", "False"]
 
 
 # ------------------------------------------------------------------------------------------------------- ngpus=0
