@@ -73,10 +73,9 @@ class Server:
             selector.register(self.control, selectors.EVENT_READ)
             selector.register(wake_read, selectors.EVENT_READ)
             while True:
-                tidies = bool(self._scattered and not self.ranks)
-                patience = None if self.ranks else 0.0 if tidies else self.idle
-                ready = [key.fileobj for key, _ in selector.select(patience)]
-                if not ready and tidies:
+                idle = 0.0 if self._scattered else self.idle
+                ready = [key.fileobj for key, _ in selector.select(None if self.ranks else idle)]
+                if not ready and self._scattered:
                     _gather(self._scattered.pop())
                 elif not ready and self._retire():
                     return
