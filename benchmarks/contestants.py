@@ -102,16 +102,33 @@ def ipyparallel(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
         return view.apply_sync(enter, ipp.Reference("rank"), ranks, meeting_file, fn, *args)[0]
 
 
-def torchrun(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
-    import json
+def torchrun(ranks: int, fn: Callable[..., Any], *args: Any) -> None:
+    """As `!torchrun ...` in a cell, which gives it a terminal: fastai shows its bar there, as it does in a notebook."""
+    import shlex
+
+    from IPython import get_ipython
+
+    shell: Any = get_ipython()
+    shell.system(shlex.join(torchrun_command(ranks, fn, *args)))
+    if shell.user_ns["_exit_code"]:
+        raise RuntimeError(f"torchrun ended with {shell.user_ns['_exit_code']}")
+
+
+def torchrun_piped(ranks: int, fn: Callable[..., Any], *args: Any) -> None:
+    """The same without a terminal: nothing shows how far it is."""
     import subprocess
+
+    result = subprocess.run(torchrun_command(ranks, fn, *args), capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(result.stderr)
+
+
+def torchrun_command(ranks: int, fn: Callable[..., Any], *args: Any) -> list[str]:
+    import json
     import sys
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "benchmarks.script", fn.__name__, json.dumps(args)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(result.stderr)
+    return [*command, "-m", "benchmarks.script", fn.__name__, json.dumps(args)]
 
 
 def free_port() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class Run:
         budget: float,
         fresh: bool = False,
     ) -> None:
-        """Let the contestants take turns, so that what disturbs one disturbs all.
+        """Let the contestants take turns, in another order each time, so that what disturbs one disturbs all.
 
         Args:
             rows: The rows this fills, by the number of a turn that goes there.
@@ -81,7 +82,7 @@ class Run:
         spent = dict.fromkeys(names, 0.0)
         active = list(names)
         for _ in range(min(repeats, 2) if self.quick else repeats):
-            for name in list(active):
+            for name in random.sample(active, len(active)):
                 begin = time.monotonic()
                 try:
                     if not fresh:
