@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -82,6 +83,17 @@ def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
         return kilobytes["AnonHugePages:"] > kilobytes["Anonymous:"] / 4
 
     assert poll(gathered)
+
+
+def full_collections() -> int:
+    before = gc.get_stats()[2]["collections"]
+    for _ in range(200):  # enough for one, were all objects new to Python
+        _ = [[] for _ in range(1000)]
+    return int(gc.get_stats()[2]["collections"]) - before
+
+
+def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
+    assert in_ddp(1, full_collections) == 0
 
 
 def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:

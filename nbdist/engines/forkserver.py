@@ -212,6 +212,19 @@ def _gather(page: int) -> None:
     madvise(page, _HUGE, _MADV_COLLAPSE)  # before Linux 6.1 this is an error, and nothing is lost
 
 
+def _pretend_objects(count: int) -> None:
+    """Let Python believe that it has so many objects in which it found no garbage.
+
+    It looks through all when those that are new are a quarter of these. Frozen ones do not count, so in a rank it would
+    look again and again while `fn` makes its own: 0.16 s of a training of 6 s; now 0.03 s, as in a fresh interpreter.
+    To collect after the imports would do too, but leaves holes all over the memory: what a rank puts there copies 5 MB
+    of pages.
+    """
+    objects: list[list[None]] = [[] for _ in range(count)]
+    gc.collect()
+    del objects
+
+
 def _spoilt() -> bool:
     """Whether a fork of this process would be unsafe."""
     torch = sys.modules.get("torch")
@@ -290,6 +303,7 @@ def main(argv: list[str]) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
     gc.disable()  # imports take a fifth less; ranks turn it on again
+    _pretend_objects(400_000)  # about as many as torch and fastai make
     control = socket.socket(fileno=int(argv[0]))
     control.set_inheritable(False)
     if argv[1] == "notebook":
