@@ -23,6 +23,8 @@ PATIENCE = 60.0
 
 
 def first(run: Run) -> None:
+    rows, warmed = {"inside": "first_inside", "returned": "first"}, ["after warm()", "again"]
+
     def turn(name: str) -> dict[str, float]:
         if name == "import":
             begin = time.monotonic()
@@ -40,7 +42,6 @@ def first(run: Run) -> None:
         found: dict[str, float] = kernel.value(f"measure_launch({name}, 2)")
         return found
 
-    rows, warmed = {"inside": "first_inside", "returned": "first"}, ["after warm()", "again"]
     run.sweep(rows, ["import", *CONTESTANTS], turn, 3, 30.0, fresh=True)
     run.sweep(rows, warmed, turn, 11, 200.0, fresh=True)
 
@@ -165,14 +166,14 @@ def live(run: Run) -> None:
 
 
 def training(run: Run) -> None:
-    size = "100, 200, 4000" if run.quick else "943, 1682, 100_000"
+    size = "100, 200, 4000, 1" if run.quick else "943, 1682, 100_000, 1"
     # Compared to within 2 %, and two launches of the same differ by 4 %: they get more turns.
     required = ["nbdist", "torchrun", "torchrun_piped"]
     for names, repeats in (([name for name in CONTESTANTS if name not in required], 2), (required, 15)):
         run.sweep(
             {"rate": "rate", "loss": "loss"},
             names,
-            lambda name: run.prepared(name).value(f"measure_training({name}, {size}, 1)"),
+            lambda name: run.prepared(name).value(f"measure_training({name}, {size})"),
             repeats,
             250.0,
         )

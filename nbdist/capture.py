@@ -264,9 +264,7 @@ def _sources(objects: Iterable[Any]) -> dict[str, str]:
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
     """Where those of `modules` and their parents lie that a fresh interpreter would not find by `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
-    for name in {m.split(".")[0] for m in modules}:
-        if name in sys.builtin_module_names:
-            continue
+    for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)
         found = importlib.machinery.PathFinder.find_spec(name) if top is not None else None
         if top is not None and found is not None and _same_place(top, found):
