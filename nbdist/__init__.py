@@ -1,13 +1,18 @@
 """Run a function of a notebook on every GPU, or on CPU ranks, with one line."""
 
-from typing import Any
+from __future__ import annotations
 
-from .engines import use
-from .engines.options import RayOptions
-from .errors import CaptureError, NbdistError, RankDied, RankTimeout
-from .explanation import explain
-from .launch import in_ddp, post_mortem, warm
-from .session import Session
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .capture.explain import explain
+    from .engines import use
+    from .engines.ray.options import RayOptions
+    from .errors import CaptureError, NbdistError, RankDied, RankTimeout
+    from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.session import Session
 
 __all__ = [
     "CaptureError",
@@ -26,16 +31,47 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_HOMES = {
+    "CaptureError": "errors",
+    "NbdistError": "errors",
+    "RankDied": "errors",
+    "RankTimeout": "errors",
+    "RayOptions": "engines.ray.options",
+    "Session": "kernel.session",
+    "explain": "capture.explain",
+    "in_ddp": "kernel.launch",
+    "post_mortem": "kernel.launch",
+    "use": "engines",
+    "warm": "kernel.launch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # pytest imports this file wherever nbdist is installed, for its plugin: what is not used costs nothing.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'nbdist' has no attribute {name!r}", name=name, obj=None)
+    if sys.platform == "win32" and _HOMES[name].startswith("kernel."):  # there is no module behind them to import
+        raise NotImplementedError(
+            "nbdist forks its ranks, which Windows cannot do. WSL 2 is Linux: say `wsl --install` in PowerShell, and "
+            "install Python, Jupyter and nbdist in there."
+        )
+    value = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext nbdist`: start the fork server in the background, and add `%ddp` and `%%ddp`."""
-    from . import magic
+    from .kernel import magics
 
-    magic.load(shell)
+    magics.load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """`%unload_ext nbdist`."""
-    from . import magic
+    from .kernel import magics
 
-    magic.unload(shell)
+    magics.unload(shell)

@@ -15,24 +15,47 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-#: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics.
-_BETWEEN = re.compile(rf"{re.escape(os.path.dirname(__file__))}/|/concurrent/futures/|/IPython/")
+from .notebook import cell_numbers
+
+#: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics (which
+#: before 8.0 goes through functions that the package `decorator` makes).
+_BETWEEN = re.compile(
+    rf"{re.escape(os.path.dirname(__file__))}/|/concurrent/futures/|/IPython/|/decorator[./]|<decorator-gen-"
+)
 
 
 class NbdistError(Exception):
-    """Base class of the errors nbdist raises on its own account."""
+    """Base class of the errors nbdist raises on its own account.
+
+    Examples:
+        >>> from nbdist import Session
+        >>> session = Session(2)
+        >>> session.close()
+        >>> session.run(print)
+        Traceback (most recent call last):
+        nbdist.errors.NbdistError: this session is closed; make a new one
+    """
 
     def _render_traceback_(self) -> list[str]:  # IPython asks for it
         return render(self)
 
 
 class CaptureError(NbdistError):
-    """Something that a call needs cannot be pickled; the message names the variable and the path inside it."""
+    """Something that a call needs cannot be pickled; the message names the variable and the path inside it.
+
+    Examples:
+        >>> from nbdist import in_ddp
+        >>> data = {"rows": (row for row in range(3))}
+        >>> def count():
+        ...     return len(list(data["rows"]))
+        >>> in_ddp(2, count)
+        Traceback (most recent call last):
+        nbdist.errors.CaptureError: data['rows'] cannot be sent between the notebook and the ranks: it is of type ...
+    """
 
 
 class RankDied(NbdistError):
@@ -40,11 +63,19 @@ class RankDied(NbdistError):
 
     Attributes: `rank`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `reason` (what
     was lost with it, such as its node; else empty).
+
+    Examples:
+        >>> import os
+        >>> from nbdist import in_ddp
+        >>> in_ddp(2, os._exit, 3)
+        Traceback (most recent call last):
+        nbdist.errors.RankDied: rank ... (pid ...) left with exit code 3 before its function returned
     """
 
     def __init__(self, rank: int, pid: int | None, status: int | None, output: str = "", reason: str = "") -> None:
         self.rank, self.pid, self.status, self.output, self.reason = rank, pid, status, output, reason
-        message = f"rank {rank} (pid {pid}) {reason or describe_status(status)}"
+        who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+        message = f"{who} {reason or describe_status(status)}"
         if output:
             message += f"\nLast output of rank {rank}:\n{output.rstrip()}"
         super().__init__(message)
@@ -54,7 +85,16 @@ class RankDied(NbdistError):
 
 
 class RankTimeout(NbdistError, TimeoutError):
-    """A call took longer than its timeout; its ranks were ended."""
+    """A call took longer than its timeout; its ranks were ended.
+
+    Examples:
+        >>> import time
+        >>> from nbdist import Session
+        >>> with Session(2, timeout=0.5) as session:
+        ...     session.run(time.sleep, 60)
+        Traceback (most recent call last):
+        nbdist.errors.RankTimeout: not done after 0.5 s: rank 0 is in ...
+    """
 
 
 class RemoteTraceback(Exception):
@@ -94,12 +134,6 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
     return [f"{place}\n----> {frame.lineno} {frame.line}\n"]
 
 
-def cell_numbers() -> Mapping[str, int]:
-    """The numbers of the notebook's cells, by the file names that IPython makes up for them."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return dict(getattr(getattr(shell, "compile", None), "_filename_map", {}))
-
-
 def describe_status(status: int | None) -> str:
     """A wait status in words: exit code, or the signal by name and its likely reason."""
     if status is None:
@@ -118,15 +152,23 @@ def describe_status(status: int | None) -> str:
     return f"was killed by {name}{hints.get(name, '')}"
 
 
+def text_of(exc: BaseException) -> str:
+    """`str(exc)`, also of an exception whose `__str__` raises."""
+    try:
+        return str(exc)
+    except (Exception, SystemExit):
+        return "<its str() raises>"
+
+
 def stand_ins(exc: BaseException) -> list[BaseException]:
     """What an exception that cannot be pickled or rebuilt as it is arrives as: one of its own type without what was
     attached to it, or else of its base types, nearest first, with its name and text."""
-    text = f"{type(exc).__qualname__}: {exc}"
+    text = f"{type(exc).__qualname__}: {text_of(exc)}"
     found: list[BaseException] = []
     for base in type(exc).__mro__:
         if issubclass(base, BaseException) and base.__module__ != "__main__":
             try:
                 found.append(base(*exc.args) if base is type(exc) else base(text))
-            except Exception:  # one that takes other arguments, such as UnicodeDecodeError
+            except (Exception, SystemExit):  # one that takes other arguments, such as UnicodeDecodeError
                 continue
     return found

@@ -10,12 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import psutil
 import pytest
 from jupyter_client.manager import KernelManager
+
+#: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.
+NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
 
 def poll(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
@@ -48,7 +53,7 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
                 family += child.children(recursive=True)
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("nbdist.engines.forkserver" in part for part in child.cmdline()):
+            if any("nbdist.server.main" in part for part in child.cmdline()):
                 found.update(living(child.children(recursive=True)))
     return list(found)
 
@@ -63,13 +68,20 @@ def shared_memory_names() -> set[str]:
     return {name for name in names if not name.startswith("sem.")}
 
 
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """The names in /dev/shm that were not there `before`, and stay: tests that run beside this one make some, too."""
+    new = {name for name in shared_memory_names() - before if not name.startswith("psm_")}
+    poll(lambda: not new & shared_memory_names())
+    return new & shared_memory_names()
+
+
 @pytest.fixture(autouse=True)
 def nothing_survives() -> Iterator[None]:
     """No rank, child of a rank, or shared-memory name is left after a test."""
     before = shared_memory_names()
     yield
     assert poll(lambda: not ranks_of()), f"these ranks outlived the test: {ranks_of()}"
-    left = {name for name in shared_memory_names() - before if not name.startswith("psm_")}
+    left = left_in_shared_memory(before)
     assert not left, f"left in /dev/shm: {left}"
 
 
@@ -102,7 +114,7 @@ def stop_cluster(cluster: Any) -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A cluster for all tests. It, and what it started for itself, is gone after them."""
-    import nbdist.engines.ray
+    import nbdist.engines.ray.process
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
@@ -110,7 +122,7 @@ def ray_cluster() -> Iterator[Any]:
         try:
             yield cluster
         finally:
-            nbdist.engines.ray.release()
+            nbdist.engines.ray.process.release()
             stop_cluster(cluster)
 
 
@@ -213,3 +225,23 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     finally:
         kernel.close()
     assert poll(lambda: not living(children), 5), f"outlived the kernel: {children}"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for a whole file."""
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+
+
+Cell = Callable[[str], Result]
+
+
+@pytest.fixture
+def cell(notebook: Kernel) -> Cell:
+    """Runs a cell, which must not raise, in a notebook without variables from other tests."""
+    notebook.ok("%reset -f\nfrom nbdist import CaptureError, Session, in_ddp")
+    return lambda code: notebook.ok(dedent(code))

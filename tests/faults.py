@@ -51,6 +51,22 @@ class Unpicklable(LookupError):
         super().__init__(text)
         self.generator = (i for i in ())
 
+class Mute(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+    __repr__ = __str__
+
+class Exits(ValueError):
+    def __str__(self):
+        sys.exit("str")
+    def __reduce__(self):
+        sys.exit("reduce")
+
+class Noted(ValueError):
+    @property
+    def __notes__(self):
+        raise RuntimeError("no notes")
+
 class Thorn:
     def __setstate__(self, state):
         failing()
@@ -121,6 +137,7 @@ FAULTS = [
         """
 def both():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first to fail must not keep the other from it
+    dist.barrier()
     failing()
     raise ValueError(f'boom {dist.get_rank()}')
 in_ddp(2, both)
@@ -151,7 +168,7 @@ in_ddp(2, sums, imports='import no_such')
     Fault(
         "raise while an argument is read",
         "in_ddp(2, lambda thorn: 1, Thorn())",
-        "OSError",
+        "CaptureError",
         ("cannot be read", "__setstate__"),
     ),
     Fault(
@@ -208,6 +225,57 @@ except OwnError as error:
 """,
         "OwnError",
         ("boom",),
+    ),
+    Fault(
+        "the exception's __str__ and __repr__ raise",
+        """
+try:
+    in_ddp(2, only(1, lambda: throw(Mute('boom'))))
+except Mute as error:  # which the notebook itself cannot show
+    raise LookupError('seen') from error.__cause__
+""",
+        "LookupError",
+        ("rank 1 (pid", "in throw"),
+    ),
+    Fault(
+        "the exceptions of both ranks have no text",
+        """
+def both():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first to fail must not keep the other from it
+    dist.barrier()
+    failing()
+    raise Mute(dist.get_rank())
+try:
+    in_ddp(2, both)
+except Mute as error:
+    raise LookupError('seen') from error.__cause__
+""",
+        "LookupError",
+        ("also failed: rank",),
+        ruins=True,
+    ),
+    Fault(
+        "the exception cannot be shown",
+        "in_ddp(2, only(1, lambda: throw(Noted('boom'))))",
+        "Noted",
+        ("rank 1 (pid", "in throw"),
+    ),
+    Fault(
+        "the exception exits when it is looked at",
+        "in_ddp(2, only(1, lambda: throw(Exits('boom'))))",
+        "ValueError",
+        ("Exits", "rank 1 (pid"),
+    ),
+    Fault(
+        "standard output is closed",
+        """
+def closes():
+    sys.stdout.close()
+    sys.stderr = None
+assert in_ddp(2, closes) is None
+""",
+        None,
+        ruins=True,
     ),
     Fault(
         "an exception with a cause",
@@ -277,19 +345,44 @@ in_ddp(2, detaches)
         waits=1,
     ),
     Fault(
+        "a signal handler prints while the rank prints",
+        """
+def handles():
+    ticks = []
+    def tick(*_):
+        ticks.append(1)
+        print('tick', flush=True)
+        print('tock' * 2000)
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
+    signal.signal(signal.SIGALRM, tick)
+    tick()
+    while len(ticks) < 200:
+        print('line', flush=True)
+        print('line' * 2000)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+in_ddp(2, only(1, handles))  # rank 0's output would all go to the cell
+""",
+        None,
+    ),
+    Fault(
         "the notebook is out of descriptors",
         """
 import threading
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 5, hard))
+raise_limit = resource.setrlimit
+raise_limit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 5, hard))
+def not_allowed(*args):
+    raise ValueError("not allowed to raise maximum limit")
+resource.setrlimit = not_allowed
 failing()
 try:
     in_ddp(2, sums)
 finally:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit = raise_limit
+    raise_limit(resource.RLIMIT_NOFILE, (soft, hard))
 """,
-        "OSError",
-        ("Too many open files",),
+        "NbdistError",
+        ("2 ranks need 10 open files in this process", "0 ranks fit"),
         only_fresh=True,
     ),
     Fault(
@@ -367,13 +460,13 @@ in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError('boom'))
     Fault(
         "timeout in a collective",
         """
-with Session(2, timeout=1) as session:
+with Session(2, timeout=4) as session:
     failing()
     session.run(only(1, lambda: None, sums))
 """,
         "RankTimeout",
-        ("rank 0 waits in all_reduce at Cell In[", "rank 1 has returned", "not done after 1 s"),
-        waits=1,
+        ("rank 0 waits in all_reduce at Cell In[", "rank 1 has returned", "not done after 4 s"),
+        waits=4,
     ),
     Fault(
         "a collective's own timeout",

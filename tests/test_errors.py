@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from conftest import Kernel, Result
+from conftest import NUMBERS_CELLS, Kernel, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,7 +69,8 @@ def test_rank_died_travels_whole(rank: int, pid: int | None, status: int | None,
     error = RankDied(rank, pid, status, output)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.rank, copy.pid, copy.status, copy.output) == (rank, pid, status, output)
-    assert str(copy) == str(error) and f"rank {rank} (pid {pid})" in str(error)
+    who = f"rank {rank}" if pid is None else f"rank {rank} (pid {pid})"
+    assert str(copy) == str(error) and str(error).startswith(who)
     assert output.rstrip() in str(error)
 
 
@@ -166,7 +167,7 @@ def test_type_and_arguments_are_kept(error: BaseException) -> None:
     assert str(caught.value) == str(error)
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback) and cause.rank == 0 and cause.pid != os.getpid()
-    assert "raise error" in cause.text and "worker.py" not in cause.text
+    assert "raise error" in cause.text and "loop.py" not in cause.text
 
 
 def test_attributes_and_notes_are_kept() -> None:
@@ -298,14 +299,17 @@ def test_the_failing_lines_of_all_cells(notebook: Kernel) -> None:
     second = number(notebook)
     seen = result.plain_traceback
     assert re.search(r"rank [01] \(pid \d+\) raised ZeroDivisionError", seen)
-    assert f"Cell In[{first}], line 3, in inner(x)" in seen
     assert "----> 3     return y / 0  # here it breaks" in seen
-    assert f"Cell In[{second}], line 2, in outer(x)" in seen
     assert "----> 2     return inner(x)" in seen
     assert f"Cell In[{second}], line 4\n----> 4 in_ddp(2, outer, 41)" in seen
     assert seen.rstrip().splitlines()[-1].startswith("also failed") or "division by zero" in seen.splitlines()[-1]
     # The launcher's own frames are left out, and what only IPython knows: the made-up names of cells' files.
-    assert f"{ROOT.name}/nbdist" not in seen and "ipykernel_" not in seen
+    assert f"{ROOT.name}/nbdist" not in seen
+    if NUMBERS_CELLS:
+        assert f"Cell In[{first}], line 3, in inner(x)" in seen and f"Cell In[{second}], line 2, in outer(x)" in seen
+        assert "ipykernel_" not in seen
+    else:
+        assert " in inner(x)\n" in seen and " in outer(x)\n" in seen
     assert result.message == "division by zero"
 
 
@@ -319,7 +323,7 @@ def test_a_cell_that_was_edited_and_run_again(notebook: Kernel) -> None:
 def test_frames_of_a_module_file(notebook: Kernel) -> None:
     (notebook.cwd / "mine.py").write_text("def broken():\n    return [][1]\n")
     seen = fails(notebook, "import mine\ndef f(): return mine.broken()\nin_ddp(1, f)", "IndexError").plain_traceback
-    assert "mine.py:2, in broken()" in seen and "----> 2     return [][1]" in seen
+    assert re.search(r"mine\.py(:2,)? in broken\(\)", seen) and "----> 2     return [][1]" in seen
 
 
 def test_syntax_error_in_a_rank(notebook: Kernel) -> None:

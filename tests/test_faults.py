@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Kernel, living, poll, ranks_of, shared_memory_names
+from conftest import Kernel, left_in_shared_memory, living, poll, ranks_of, shared_memory_names
 from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
 
 from nbdist import RayOptions
@@ -49,7 +49,7 @@ class Leftovers:
         assert poll(lambda: not ranks_of()), f"left: {ranks_of()}"
         assert poll(lambda: self._kernel.num_fds() <= self._fds), f"descriptors: {self._fds} → {self._kernel.num_fds()}"
         assert self._kernel.num_threads() <= self._threads
-        assert poll(lambda: not shared_memory_names() - self._names), shared_memory_names() - self._names
+        assert not left_in_shared_memory(self._names)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -191,7 +191,7 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         assert len(family) >= 3  # the fork server and two ranks
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not living(family), 5), living(family)
-        assert not shared_memory_names() - before
+        assert not left_in_shared_memory(before)
         assert not [name for name in os.listdir(temporary) if "nbdist" in name]
     finally:
         kernel.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from nbdist.recsys.triton import serving
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
+EXECUTED = ROOT / "build" / "notebooks"
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +36,17 @@ def execute() -> ModuleType:
 
 
 class Executed:
-    """A notebook of ours that ran to its end on 2 ranks, with small data: what its reader sees."""
+    """A notebook of ours that ran to its end on 2 ranks, with small data: what its reader sees.
+
+    It is left in build/notebooks/, where the documentation takes it from.
+    """
 
     def __init__(self, execute: ModuleType, name: str, folder: Path) -> None:
         self.shown: list[str] = []
         self.node, status = execute.execute(NOTEBOOKS / f"{name}.ipynb", folder, self.shown.append)
         assert status == 0, "\n".join(self.shown)
+        EXECUTED.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / f"{name}.ipynb", EXECUTED)
         self.outputs = [output for cell in self.node.cells for output in cell.get("outputs", [])]
         self.data = [output.data for output in self.outputs if "data" in output]
         self.text = "".join(output.text for output in self.outputs if output.output_type == "stream")
@@ -160,6 +167,15 @@ def test_ctr_triton(run: Run) -> None:
     # The model knows who likes what, which the regression cannot.
     auc, baseline = map(float, re.findall(r"AUC ([\d.]+), logistic regression ([\d.]+)", done.text)[0])
     assert baseline > 0.6 and auc > baseline + 0.03
+    # An unknown user is no stranger one than the known are, and is told what they are told on average.
+    unknown, known, low, high, correlation = map(
+        float,
+        re.findall(
+            r"unknown user ([\d.]+), known users ([\d.]+) on average \(from ([\d.]+) to ([\d.]+)\); .* ([\d.]+)",
+            done.text,
+        )[0],
+    )
+    assert low < unknown < high and abs(unknown - known) < 0.15 and correlation > 0.8
     # It is served as it is in the notebook.
     table = [line.rsplit(maxsplit=2) for line in done.result.splitlines()[1:]]
     assert [name for name, *_ in table] == [

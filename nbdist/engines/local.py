@@ -2,281 +2,217 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import fcntl
-import importlib.machinery
+import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import psutil
 
-from .. import affinity, lending, meeting
+from ..cores import numa_nodes, shares, usable_cores
 from ..devices import choose_devices
-from ..relay import notebook_shell
-from ..transport import Channel, readable
-from ..worker import Place, Setting, connections
-from . import Exit
-from .forkserver import REPORT, STACK_SIGNAL, STARTED, command
+from ..wire import rank_memory, stacks
+from ..wire.channel import Channel, readable
+from ..wire.connections import Connection, connections
+from ..wire.forking import STACK_SIGNAL, RankDescriptors
+from ..wire.messages import Setting, Slot
+from ..wire.processes import blind, forget_in_children
+from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
+from .contract import Exit
+from .descriptors import make_room, open_descriptors
+from .forkserver import ForkServer, Variables, read_at_import, with_server
+from .watching import Watch
 
-#: Where installed modules lie.
-_INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
+_told: set[tuple[str, str]] = set()
 
 
 class LocalEngine:
-    """Starts ranks through this process's fork server, which it starts at first use and again whenever it died."""
+    """Starts ranks through this process's fork server, which it starts at first use and again whenever it died.
+
+    `env` is what the ranks will find beside the environment of this process: a server of its own imports what they
+    need where that depends on it.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = dict(env or {})
+        self._modules: dict[str, None] = {}
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         return choose_devices(nranks, devices)
 
     def start(self, world_size: int, notice: Callable[[str], None] | None = None) -> LocalRanks:
-        return LocalRanks(world_size)
+        self._tell_interfaces(notice)
+
+        def start(server: ForkServer) -> LocalRanks:
+            server.preload(self._modules)  # it may be new since the last call
+            return LocalRanks(world_size, server)
+
+        return with_server(start, self._variables())
 
     def warm(self, modules: Iterable[str]) -> None:
-        _with_server(lambda server: server.preload(["torch", "torch.distributed", *modules]))
+        before = len(self._modules)
+        self._modules.update(dict.fromkeys(["torch", "torch.distributed", *modules]))
+        if len(self._modules) != before:
+            self._load()
+
+    def _tell_interfaces(self, notice: Callable[[str], None] | None) -> None:
+        """Say once which variables of the notebook would let ranks listen to the network, and are not used."""
+        for name in INTERFACE_VARIABLES:
+            value = os.environ.get(name, LOOPBACK_INTERFACE)
+            if name in self._env or value == LOOPBACK_INTERFACE:
+                continue
+            if notice is not None and (name, value) not in _told:
+                _told.add((name, value))
+                notice(
+                    f"{name}={value} is not used: ranks of one machine speak to each other over {LOOPBACK_INTERFACE} "
+                    f"alone, where nobody else can reach them. Session(env={{{name!r}: {value!r}}}) lets them use it"
+                )
+
+    def _load(self) -> None:
+        with_server(lambda server: server.preload(self._modules), self._variables())
 
     def idle(self, seconds: float) -> None:
         """How long the fork server stays when nothing uses it."""
-        _with_server(lambda server: server.ask("idle", seconds))
+        with_server(lambda server: server.ask("idle", seconds), self._variables())
+
+    def _variables(self) -> Variables:
+        return read_at_import({**os.environ, **self._env})
 
 
 class LocalRanks:
-    """Processes on this machine: see `engines.Ranks`."""
+    """Processes on this machine: see `contract.Ranks`."""
 
     patience = 0.0  # they are this machine's children: it knows at once
 
-    def __init__(self, world_size: int) -> None:
-        self.pids: list[int | None] = [None] * world_size
+    def __init__(self, world_size: int, server: ForkServer) -> None:
+        """All of them come from one server, which alone hears of their ends. Raises `ConnectionError` if it is lost."""
         self.channels: list[Channel] = []
         self.outputs: list[tuple[int, int]] = []
-        self._reads: list[int] = []  # three pipes a rank: standard output, standard error, stacks
-        self._alive = set(range(world_size))
-        self._asking = threading.RLock()  # another thread may ask for a stack while the ranks are given up
-        self.exits_fd, report = os.pipe()
+        self._stacks: list[socket.socket] = []  # for each rank, where it is asked for its stack
+        # Another thread may ask for a stack while the ranks are given up.
+        self._asking = [threading.RLock() for _ in range(world_size)]
+        self._questions = itertools.cycle(range(1, 256))
+        make_room(world_size, each=5)  # a channel, two pipes, where it is asked for its stack, and the process itself
+        self._watch = Watch(world_size)
+        self._server, self._number = server, -1
         try:
-            os.set_blocking(self.exits_fd, False)
-            for rank in range(world_size):
-                self._fork(rank, report)
+            self._number = server.launch(world_size, self._watch.report)
+            try:
+                for rank in range(world_size):
+                    self._fork(rank)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    server.ask("abandon", self._number, world_size - len(self.channels))
+                raise
+            finally:
+                self._watch.handed_over()
+            forget_in_children(self)
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(report)
 
-    def _fork(self, rank: int, report: int) -> None:
-        ours, theirs = socket.socketpair()
-        self.channels.append(Channel(ours))
-        writes: list[int] = []
-        with theirs:
-            try:
-                for _ in range(3):
-                    read, write = output_pipe()
-                    self._reads.append(read)
-                    writes.append(write)
-                self.outputs.append((self._reads[-3], self._reads[-2]))
-                fds = [theirs.fileno(), *writes, report]
-                _with_server(lambda server: server.ask("fork", rank, fds=fds))
-            finally:
-                for fd in writes:
-                    os.close(fd)
+    def _fork(self, rank: int) -> None:
+        asks, answers = socket.socketpair()
+        try:
+            with answers, open_descriptors(pipes=2) as (channel, reads, (own, out, err)):
+                self._server.ask("fork", self._number, rank, fds=RankDescriptors(own, out, err, answers.fileno()))
+        except BaseException:
+            asks.close()
+            raise
+        asks.setblocking(False)
+        self.channels.append(channel)
+        self.outputs.append((reads[0], reads[1]))
+        self._stacks.append(asks)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the ranks are not its own."""
+        self._asking = [threading.RLock() for _ in self._asking]
+        ends = [*map(Channel.fileno, self.channels), *map(socket.socket.fileno, self._stacks)]
+        blind(*ends, *itertools.chain.from_iterable(self.outputs))
 
     @property
-    def places(self) -> list[Place]:
-        cores, size = affinity.usable_cores(), len(self.pids)
-        shares = affinity.shares(cores, affinity.numa_nodes(), size)
+    def pids(self) -> list[int | None]:
+        return self._watch.pids
+
+    @property
+    def exits_fd(self) -> int:
+        return self._watch.fd
+
+    @property
+    def slots(self) -> list[Slot]:
+        cores, size = usable_cores(), len(self.pids)
+        own = shares(cores, numa_nodes(), size)
         threads = max(1, len(cores) // size)
-        return [Place(0, rank, size, meeting.LOOPBACK_INTERFACE, threads, shares[rank]) for rank in range(size)]
+        return [Slot(0, rank, size, LOOPBACK_INTERFACE, threads, own[rank]) for rank in range(size)]
 
     def inherited(self) -> Mapping[str, str]:
-        return os.environ
+        return {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), lending.POSSIBLE)
+        return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), rank_memory.POSSIBLE)
 
-    def meet(self) -> meeting.MeetingPoint:
-        return meeting.MeetingPoint()
+    def rendezvous(self) -> Rendezvous:
+        return Rendezvous()
 
-    def addresses(self) -> list[tuple[str, int]]:
-        return connections(pid for pid in self.pids if pid is not None)
+    def connections(self) -> list[list[Connection]]:
+        return connections(self.pids)
 
     def exits(self) -> list[Exit]:
-        exits: list[Exit] = []
-        while True:
-            try:
-                data = os.read(self.exits_fd, REPORT.size)
-            except BlockingIOError:
-                return exits
-            if not data:  # only the fork server writes here: it is gone, and cannot end what its ranks have started
-                for rank in self._alive:
-                    pid = self.pids[rank]
-                    if pid is not None:
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            os.killpg(pid, signal.SIGKILL)
-                exits += [Exit(rank, None) for rank in sorted(self._alive)]
-                self._alive.clear()
-                return exits
-            rank, pid, status = REPORT.unpack(data)
-            self.pids[rank] = pid
-            if status != STARTED:
-                self._alive.discard(rank)
-                exits.append(Exit(rank, status))
+        return self._watch.exits()
 
     def signal(self, rank: int, signum: int) -> None:
-        pid = self.pids[rank]
-        if pid is not None and rank in self._alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
+        self._watch.signal(rank, signum)
 
     def stack(self, rank: int) -> str:
-        with self._asking:
-            if not self._reads:
+        with self._asking[rank]:
+            if not self._stacks:
                 return ""
-            text, patience = b"", 0.5
-            self.signal(rank, STACK_SIGNAL)
-            pipe = self._reads[3 * rank + 2]
-            while readable(pipe, patience):
-                data = os.read(pipe, 1 << 16)
-                if not data:
-                    break
-                text, patience = text + data, 0.05  # faulthandler writes in pieces, and does not say when it is done
-            return text.decode(errors="backslashreplace")
+            return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
 
-    def memory(self, rank: int) -> int | None:
-        pid = self.pids[rank]
-        try:
-            return None if pid is None else int(psutil.Process(pid).memory_full_info().uss)
-        except psutil.Error:
-            return None
+    def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
+        return {rank: _private_memory(self.pids[rank]) for rank in ranks}
 
     def close(self, grace: float = 0.0) -> None:
-        for channel in self.channels:
-            with contextlib.suppress(OSError):
-                channel.send(("close",))
-        self._wait_for_exits(grace)
-        for rank in list(self._alive):
-            self.signal(rank, signal.SIGKILL)
-        for channel in self.channels:  # a rank that has not started yet ends when it finds its channel closed
-            channel.close()
-        self._wait_for_exits(5.0)
-        with self._asking:
-            for fd in (*self._reads, self.exits_fd):
-                os.close(fd)
-            self.channels, self.outputs, self._reads = [], [], []
+        try:
+            for channel in self.channels:
+                with contextlib.suppress(OSError):
+                    channel.send(("close",))
+            self._wait_for_exits(grace)
+        finally:  # also where an interrupt says that this takes too long
+            for rank in list(self._watch.alive):
+                self.signal(rank, signal.SIGKILL)
+            if self._watch.alive:  # some may not have been forked yet: the server knows them as soon as they are
+                with contextlib.suppress(OSError):
+                    self._server.ask("abandon", self._number, 0)
+            for channel in self.channels:
+                channel.close()
+            self._wait_for_exits(5.0)
+            with contextlib.ExitStack() as nobody_asks:
+                for lock in self._asking:
+                    nobody_asks.enter_context(lock)
+                for fd in itertools.chain.from_iterable(self.outputs):
+                    os.close(fd)
+                for sock in self._stacks:
+                    sock.close()
+                self._watch.close()
+                self.channels, self.outputs, self._stacks = [], [], []
 
     def _wait_for_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self.exits()
-        while any(self.pids[rank] is not None for rank in self._alive):
+        while any(self.pids[rank] is not None for rank in self._watch.alive):
             if not readable(self.exits_fd, max(0.0, deadline - time.monotonic())):
                 return
             self.exits()
 
 
-def output_pipe() -> tuple[int, int]:
-    """A pipe for what a rank writes: its ends for reading, without waiting, and for writing."""
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    with contextlib.suppress(AttributeError, OSError):  # Linux, and only as far as the user's limit goes
-        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 1 << 20)  # a burst of output does not stall
-    return read, write
-
-
-class _ForkServer:
-    """The kernel's end of the fork server process."""
-
-    def __init__(self) -> None:
-        self._asked: set[str] = set()
-        ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
-        # The server finds nbdist wherever the kernel found it.
-        env = dict(os.environ, PYTHONPATH=os.pathsep.join(p or os.getcwd() for p in sys.path))
-        # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
-        env["OPENBLAS_NUM_THREADS"] = "1"
-        env["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
-        kind = "notebook" if _works_for_notebook or notebook_shell() is not None else "script"
-        with theirs:
-            self.process = subprocess.Popen(
-                command(str(theirs.fileno()), kind),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=env,
-            )
-
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def ask(self, *request: Any, fds: Sequence[int] = ()) -> None:
-        self._control.send(request, fds=fds)
-
-    def preload(self, modules: Iterable[str]) -> None:
-        new = [name for name in modules if name not in self._asked]
-        self._asked.update(new)
-        new = [name for name in new if installed(name)]
-        if new:
-            self.ask("preload", new, sys.path)
-
-    def stop(self) -> None:
-        """Hang up: the server ends its ranks and itself."""
-        self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)
-
-
-_works_for_notebook = False
-
-
-def for_notebook(is_one: bool) -> None:
-    """Say for whom ranks are started from here on, in a process that is no notebook itself."""
-    global _works_for_notebook
-    _works_for_notebook = is_one
-
-
-_lock = threading.Lock()
-_servers: dict[int, _ForkServer] = {}  # by pid: a process forked from the kernel has to start its own
-
-
-def _server() -> _ForkServer:
-    with _lock:
-        server = _servers.get(os.getpid())
-        if server is None or not server.alive():
-            _servers.clear()
-            server = _servers[os.getpid()] = _ForkServer()
-        return server
-
-
-def _with_server(action: Callable[[_ForkServer], None]) -> None:
-    """Do something with the server; with a new one if it has just retired."""
+def _private_memory(pid: int | None) -> int | None:
     try:
-        action(_server())
-    except BrokenPipeError:
-        with _lock:
-            _servers.clear()
-        action(_server())
-
-
-@atexit.register
-def _stop_server() -> None:
-    server = _servers.pop(os.getpid(), None)
-    if server is not None:
-        server.stop()
-
-
-def installed(module: str) -> bool:
-    """Whether `module` is installed, and so does not change while the notebook runs.
-
-    The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import.
-    """
-    top = importlib.machinery.PathFinder.find_spec(module.partition(".")[0])
-    if top is None:
-        return False
-    places = [top.origin] if top.origin else list(top.submodule_search_locations or [])
-    return any(place.startswith(_INSTALLED) for place in places)
+        return None if pid is None else int(psutil.Process(pid).memory_full_info().uss)
+    except psutil.Error:
+        return None

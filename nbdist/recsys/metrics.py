@@ -49,6 +49,15 @@ class AUC(Metric):
 
     Exact, in double precision: keeps the predictions of all rows, and `compute` brings those of all ranks to each.
     (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to it.)
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import AUC
+        >>> auc = AUC()
+        >>> auc.update(torch.tensor([0.9, 0.6]), torch.tensor([1, 0]))  # a batch
+        >>> auc.update(torch.tensor([0.4, 0.2]), torch.tensor([1, 0]))
+        >>> float(auc.compute())
+        0.75
     """
 
     is_differentiable = False
@@ -63,7 +72,15 @@ class AUC(Metric):
         self.add_state("labels", [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Take rows in: scores, higher for what is liked more, and labels; one of each per row."""
+        """Take rows in.
+
+        Args:
+            preds: Scores, one per row, higher for what is liked more.
+            target: Labels, one per row: 0 or 1, or booleans.
+
+        Raises:
+            ValueError: Their numbers differ, a score is not finite, or a label is something else.
+        """
         preds, target = _both(preds, target)
         labels = _labels(target)
         self.scores.append(preds.double())  # type: ignore[union-attr]
@@ -77,7 +94,7 @@ class AUC(Metric):
         super().sync(*args, **kwargs)
 
     def compute(self) -> Tensor:
-        """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where all of them have one label."""
+        """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where there are none, or of one label only."""
         _of_some_rows(self, len(self.scores))
         scores, labels = dim_zero_cat(self.scores), dim_zero_cat(self.labels)
         _of_some_rows(self, len(scores))
@@ -98,6 +115,14 @@ class LogLoss(Metric):
 
     Args:
         logits: Whether predictions are logits; otherwise they are probabilities.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import LogLoss
+        >>> loss = LogLoss(logits=True)
+        >>> loss.update(torch.tensor([0.0, 2.0]), torch.tensor([1, 1]))
+        >>> round(float(loss.compute()), 4)
+        0.41
     """
 
     is_differentiable = False
@@ -113,7 +138,15 @@ class LogLoss(Metric):
         self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Take rows in: one prediction and one label per row. A wrong prediction of exactly 0 or 1 counts as 100."""
+        """Take rows in. A wrong prediction of exactly 0 or 1 counts as 100.
+
+        Args:
+            preds: Probabilities or, with `logits`, logits, one per row.
+            target: Labels, one per row: 0 or 1, or booleans.
+
+        Raises:
+            ValueError: As for `AUC.update`; and where probabilities are outside 0 to 1.
+        """
         preds, target = _both(preds, target)
         labels = _labels(target).double()
         if self.logits:
@@ -126,13 +159,22 @@ class LogLoss(Metric):
         self.rows += len(labels)
 
     def compute(self) -> Tensor:
-        """The mean over all rows of all ranks."""
+        """The mean over all rows of all ranks. Raises `ValueError` where there are none."""
         _of_some_rows(self, self.rows)
         return self.total / self.rows
 
 
 class RMSE(MeanSquaredError):
-    """Root mean squared error, in the unit of the targets."""
+    """Root mean squared error, in the unit of the targets.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.metrics import RMSE
+        >>> rmse = RMSE()
+        >>> rmse.update(torch.tensor([3.0, 4.0]), torch.tensor([4.0, 5.0]))
+        >>> float(rmse.compute())
+        1.0
+    """
 
     def __init__(self) -> None:
         super().__init__(squared=False)
@@ -141,12 +183,20 @@ class RMSE(MeanSquaredError):
         self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Take rows in: one prediction and one target per row."""
+        """Take rows in.
+
+        Args:
+            preds: Predictions, one per row.
+            target: What they should have been.
+
+        Raises:
+            ValueError: There are not as many of the one as of the other, or predictions are not finite.
+        """
         preds, target = _both(preds, target)
         super().update(preds.double(), target.double())
 
     def compute(self) -> Tensor:
-        """Over all rows of all ranks."""
+        """Over all rows of all ranks. Raises `ValueError` where there are none."""
         _of_some_rows(self, self.total)
         return super().compute()
 
@@ -156,6 +206,14 @@ class Throughput(Metric):
 
     The time is that from making the metric, or `reset`, to the last `update`; on a GPU work may still be under way
     then: call `torch.cuda.synchronize()` before the last one.
+
+    Examples:
+        >>> from nbdist.recsys.metrics import Throughput
+        >>> speed = Throughput()
+        >>> for rows in (2048, 2048):  # of each batch
+        ...     speed.update(rows)
+        >>> speed.compute()
+        tensor(..., dtype=torch.float64)
     """
 
     is_differentiable = False
@@ -181,6 +239,6 @@ class Throughput(Metric):
         self.seconds.fill_(time.perf_counter() - self._began)
 
     def compute(self) -> Tensor:
-        """Rows per second."""
+        """Rows per second. Raises `ValueError` where there were none."""
         _of_some_rows(self, self.rows)
         return self.rows / self.seconds

@@ -11,36 +11,36 @@ from tqdm.auto import tqdm
 T = TypeVar("T")
 
 
-def in_group() -> bool:
+def _in_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    return dist.get_rank() if in_group() else 0
+    return dist.get_rank() if _in_group() else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if in_group() else 1
+    return dist.get_world_size() if _in_group() else 1
 
 
 def barrier() -> None:
     """Wait until all ranks are here."""
-    if in_group():
+    if _in_group():
         dist.barrier()
 
 
-def gather(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """The values of all ranks, in their order."""
     everyone: list[Any] = [value]
-    if in_group():
+    if _in_group():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, value)
     return everyone
 
 
-def on_first(fn: Callable[[], T]) -> T:
+def on_rank_0(fn: Callable[[], T]) -> T:
     """What `fn` returns on rank 0, where alone it is called; what it raises there is raised on all ranks."""
-    if not in_group():
+    if not _in_group():
         return fn()
     box: list[Any] = [None, None]
     if rank() == 0:
@@ -56,7 +56,7 @@ def on_first(fn: Callable[[], T]) -> T:
 
 def agree(what: str, **values: Any) -> None:
     """Raise `ValueError` on all ranks where they do not all have the same values."""
-    everyone = gather(values)
+    everyone = all_gather(values)
     for number, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
             if theirs[name] != value:
@@ -66,6 +66,6 @@ def agree(what: str, **values: Any) -> None:
                 )
 
 
-def bar(what: str, rows: int, show: bool) -> Any:
+def progress_bar(what: str, rows: int, show: bool) -> Any:
     """A progress bar over rows, a context manager; only rank 0's is shown."""
     return tqdm(total=rows, desc=what, unit=" rows", unit_scale=True, disable=not show or rank() > 0)

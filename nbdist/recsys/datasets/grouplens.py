@@ -16,7 +16,7 @@ from .download import Unreachable, fetch_folder, holds
 from .ratings import GENRES, SCHEMA, Ratings
 from .synthetic import synthetic_ratings
 
-URL = "https://files.grouplens.org/datasets/movielens/{}.zip"
+_URL = "https://files.grouplens.org/datasets/movielens/{}.zip"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Edition:
     folder: str
     """In the archive, which is called after it."""
     md5: str
-    """Of the archive, as GroupLens publishes it beside that (`URL` + ".md5")."""
+    """Of the archive, as GroupLens publishes it beside that (`_URL` + ".md5")."""
     users: int
     movies: int
     """That have ratings."""
@@ -65,6 +65,14 @@ def movielens(
         urllib.error.URLError: The server answered with an error or a bad certificate.
         ValueError: A file is not what it should be, or there are not as many ratings as the set has; the message names
             the file.
+
+    Examples:
+        >>> from nbdist.recsys.datasets import movielens
+        >>> ratings, movies, source = movielens("100k", synthetic=True)  # invented ones where there is no network
+        >>> ratings.height
+        100000
+        >>> movies.columns
+        ['movie', 'title', 'genres']
     """
     if name not in EDITIONS:
         raise ValueError(f"{name!r} is no MovieLens set that is known here; there are {', '.join(EDITIONS)}")
@@ -83,7 +91,7 @@ def movielens(
         return Ratings(*_read(name, folder), f"MovieLens {name} from fastai's cache, {folder}.")
     if not download:
         raise FileNotFoundError(f"no {files} in {folder}, and download=False")
-    url = url or URL.format(edition.folder)
+    url = url or _URL.format(edition.folder)
     try:
         fetch_folder(url, edition.md5, folder, edition.files)
     except Unreachable as error:

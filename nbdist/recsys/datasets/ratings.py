@@ -32,7 +32,18 @@ GENRES = (
 
 
 class Ratings(NamedTuple):
-    """Ratings, the movies they are of, and where both came from: ``ratings, movies, source = movielens("25m")``."""
+    """Ratings, the movies they are of, and where both came from: ``ratings, movies, source = movielens("25m")``.
+
+    Examples:
+        >>> from nbdist.recsys.datasets import synthetic_ratings
+        >>> data = synthetic_ratings(n_users=50, n_items=20, n_ratings=400)
+        >>> data.frame.columns, data.frame.height
+        (['user', 'movie', 'rating', 'timestamp'], 400)
+        >>> data.movies.columns
+        ['movie', 'title', 'genres']
+        >>> data.with_titles().columns
+        ['user', 'movie', 'rating', 'timestamp', 'title']
+    """
 
     frame: pl.DataFrame
     """One row per rating: `user` and `movie` (Int32, from 1), `rating` (Float32, 0.5 to 5), `timestamp` (Int64,

@@ -13,8 +13,8 @@ from .ratings import GENRES, SCHEMA, Ratings
 _BLOCK = 1 << 18
 """Ratings, or keys, that are made at a time: what working memory is in proportion to."""
 
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+_Floats = NDArray[np.float64]
+_Integers = NDArray[np.int64]
 
 
 def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 100_000, *, seed: int = 42) -> Ratings:
@@ -27,7 +27,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
     users, few popular movies; popular movies are liked more.
 
     Takes 30 bytes per rating while it is made, 20 of them the result, and no Python object per rating: 25 million by
-    162,541 users of 59,047 movies take some ten seconds of one core (tests/test_synthetic.py measures it).
+    162,541 users of 59,047 movies take some ten seconds of one core (tests/recsys/test_synthetic.py measures it).
 
     Args:
         n_users: users, numbered from 1.
@@ -37,6 +37,14 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
 
     Raises:
         ValueError: a size is not positive, or `n_ratings` is too few to cover all or more than all pairs.
+
+    Examples:
+        >>> from nbdist.recsys.datasets import synthetic_ratings
+        >>> ratings, movies, source = synthetic_ratings(n_users=50, n_items=20, n_ratings=400)
+        >>> ratings.shape, movies.shape
+        ((400, 4), (20, 3))
+        >>> print(source)
+        Synthetic ratings, NOT MovieLens: 400 ratings by 50 users of 20 movies, with invented tastes (seed 42).
     """
     if min(n_users, n_items) < 1:
         raise ValueError(f"n_users and n_items must be positive, got {n_users} and {n_items}")
@@ -72,7 +80,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
     return Ratings(frame, movies, f"Synthetic ratings, NOT MovieLens: {sizes}, with invented tastes (seed {seed}).")
 
 
-def _popularity(n_users: int, n_items: int, n_ratings: int) -> Floats:
+def _popularity(n_users: int, n_items: int, n_ratings: int) -> _Floats:
     """How likely each movie is to be drawn, in proportion, the most popular first; shape (n_items,).
 
     In MovieLens 100k, 1m and 25m alike, about half of the users have rated the most popular movie, one user the least
@@ -86,11 +94,11 @@ def _popularity(n_users: int, n_items: int, n_ratings: int) -> Floats:
         bend = (low + high) / 2
         enough = top * np.exp(-np.log(top) * x**bend).sum() >= n_ratings
         low, high = (low, bend) if enough else (bend, high)
-    rate: Floats = np.exp(-np.log(top) * x**high)
+    rate: _Floats = np.exp(-np.log(top) * x**high)
     return rate
 
 
-def _pairs(rate: Floats, n_users: int, n_ratings: int, rng: np.random.Generator) -> Integers:
+def _pairs(rate: _Floats, n_users: int, n_ratings: int, rng: np.random.Generator) -> _Integers:
     """Who rates what, each pair once, in random order: ``user * n_items + item``, both from 0; shape (n_ratings,)."""
     n_items = len(rate)
     # Each movie gets one user to begin with, so that none is left out.
@@ -110,7 +118,7 @@ def _pairs(rate: Floats, n_users: int, n_ratings: int, rng: np.random.Generator)
     return pairs
 
 
-def _shares(weight: Floats, least: Integers, most: int, total: int) -> Integers:
+def _shares(weight: _Floats, least: _Integers, most: int, total: int) -> _Integers:
     """Whole numbers near to proportional to `weight`, each in least..most, that add up to `total`."""
     low, high = 0.0, most / weight.min()
     for _ in range(100):
@@ -121,7 +129,7 @@ def _shares(weight: Floats, least: Integers, most: int, total: int) -> Integers:
     return counts
 
 
-def _draw(counts: Integers, pairs: Integers, rate: Floats, rng: np.random.Generator) -> Integers:
+def _draw(counts: _Integers, pairs: _Integers, rate: _Floats, rng: np.random.Generator) -> _Integers:
     """For some users, `counts` different movies each, drawn by `rate` one after the other.
 
     Args:
@@ -155,7 +163,7 @@ def _draw(counts: Integers, pairs: Integers, rate: Floats, rng: np.random.Genera
     return np.concatenate(done)
 
 
-def _movies(n: int, rng: np.random.Generator) -> tuple[pl.DataFrame, Floats]:
+def _movies(n: int, rng: np.random.Generator) -> tuple[pl.DataFrame, _Floats]:
     """`n` movies as in `Ratings`, and what their genres are like, shape (n, 4), of unit variance."""
     weight = rng.permutation(np.linspace(0.0, 3.0, len(GENRES)))  # log: some genres have many movies
     order = np.argsort(-(weight + rng.gumbel(size=(n, len(GENRES)))), axis=1)[:, :3]  # (n, 3)
@@ -191,10 +199,19 @@ def _titles(n: int, rng: np.random.Generator) -> list[str]:
 
 
 class MultiSlot(NamedTuple):
-    """Samples of several slots (feature fields), each with equally many keys, and a label each."""
+    """Samples of several slots (feature fields), each with equally many keys, and a label each.
+
+    Examples:
+        >>> from nbdist.recsys.datasets import synthetic_multislot
+        >>> samples = synthetic_multislot(samples=8, slots=3, keys_per_slot=2, vocabulary=50)
+        >>> samples.keys[0].shape  # the first sample's
+        (3, 2)
+        >>> samples.labels.shape
+        (8,)
+    """
 
     keys: NDArray[np.int32]
-    """Shape (samples, slots, keys per slot), each in 0 .. vocabulary - 1."""
+    """Shape (samples, slots, keys per slot), each in 0 .. vocabulary - 1; each slot has keys of its own, descending."""
     labels: NDArray[np.float32]
     """0 or 1, shape (samples,)."""
 
@@ -204,9 +221,10 @@ def synthetic_multislot(
 ) -> MultiSlot:
     """Samples as of the DenseDemo of NVIDIA's SparseOperationKit, with labels that can be learnt.
 
-    As there, the keys are uniform over one vocabulary that all slots share; the labels there are random. Here every key
-    has a weight and every slot another, and the log odds of a label of 1 are 3 times the normalised sum of their
-    products. Who knows the weights has an AUC of about 0.9.
+    As there (``generate_random_samples`` in its ``utils.py``), each slot has an equal part of the vocabulary to itself:
+    with v keys a slot, slot s has the keys ``s * v .. (s + 1) * v - 1``, uniformly drawn, and sorted in each sample,
+    the largest first. The labels there are random. Here every key has a weight and every slot another, and the log odds
+    of a label of 1 are 3 times the normalised sum of their products. Who knows the weights has an AUC of about 0.9.
 
     At its full size it takes 1 GB and some seconds.
 
@@ -214,26 +232,39 @@ def synthetic_multislot(
         samples: How many.
         slots: Feature fields of each.
         keys_per_slot: Keys of each of those.
-        vocabulary: Different keys.
+        vocabulary: Different keys, of all slots together; what is left over is not used.
         seed: equal seeds give equal samples.
 
     Raises:
-        ValueError: a size is not positive, or there are more keys than int32 can tell apart.
+        ValueError: a size is not positive, there are fewer keys than slots, or more than int32 can tell apart.
+
+    Examples:
+        >>> from nbdist.recsys.datasets import synthetic_multislot
+        >>> keys, labels = synthetic_multislot(samples=1000, slots=3, keys_per_slot=2, vocabulary=50)
+        >>> keys.shape, labels.shape
+        ((1000, 3, 2), (1000,))
+        >>> bool(keys.max() < 50), sorted(set(labels.tolist()))
+        (True, [0.0, 1.0])
     """
     if min(samples, slots, keys_per_slot, vocabulary) < 1 or vocabulary > 2**31:
         raise ValueError(
             "samples, slots, keys_per_slot and vocabulary must be positive, and the last at most 2**31, got "
             f"{samples}, {slots}, {keys_per_slot} and {vocabulary}"
         )
+    if vocabulary < slots:
+        raise ValueError(f"vocabulary={vocabulary}: at least a key for each of the {slots} slots")
+    each = vocabulary // slots
+    first = np.arange(slots, dtype=np.int32)[:, None] * np.int32(each)  # (slots, 1)
     rng = np.random.default_rng(seed)
-    weight, importance = rng.standard_normal(vocabulary, np.float32), rng.uniform(0.5, 1.5, slots)
-    weight -= weight.mean()  # as many labels of 1 as of 0
+    weight, importance = rng.standard_normal((slots, each), np.float32), rng.uniform(0.5, 1.5, slots)
+    weight -= weight.mean(axis=1, keepdims=True)  # as many labels of 1 as of 0
+    weight = weight.ravel()
     importance *= 3 / np.sqrt(keys_per_slot * (importance**2).sum())
     keys, labels = np.empty((samples, slots, keys_per_slot), np.int32), np.empty(samples, np.float32)
     rows = max(1, _BLOCK // (slots * keys_per_slot))
     for start in range(0, samples, rows):
         block = keys[start : start + rows]
-        block[:] = rng.integers(0, vocabulary, block.shape, dtype=np.int32)
+        block[:] = np.sort(rng.integers(0, each, block.shape, dtype=np.int32), axis=2)[:, :, ::-1] + first
         odds = weight[block].sum(axis=2) @ importance  # (rows,)
         labels[start : start + rows] = rng.random(len(odds)) < 1 / (1 + np.exp(-odds))
     return MultiSlot(keys, labels)

@@ -1,7 +1,8 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
 from .steps import Categorify, Compute, Drop, Join
+from .unknown import fill_unknown
 from .vocabulary import Vocabulary
 from .workflow import Workflow
 
-__all__ = ["Categorify", "Compute", "Drop", "Join", "Vocabulary", "Workflow"]
+__all__ = ["Categorify", "Compute", "Drop", "Join", "Vocabulary", "Workflow", "fill_unknown"]

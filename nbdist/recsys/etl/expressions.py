@@ -34,9 +34,16 @@ def check(expression: Any, where: str) -> None:
 def check_rows(expression: pl.Expr, schema: pl.Schema, where: str) -> None:
     """Raise `ValueError` where an expression over columns of that schema cannot be computed, or not row by row.
 
+    Or where it is something else in each process.
+
     Polars moves the choice of some rows to before the expression only if that makes no difference to them. (What
     `Expr.meta.is_row_separable` says cannot be used: in polars 2.1 it is true of ``x - x.mean()``.)
     """
+    if any(_gives_physical(node, schema) for node in _nodes(to_json(expression, where))):
+        raise ValueError(
+            f"{where}: {expression} takes the physical numbers of a Categorical, which are others in each process: "
+            "Categorify gives codes that stay, and an Enum has physical numbers that do"
+        )
     frame = pl.LazyFrame(schema=schema).with_columns(expression.alias("it"))
     try:
         if frame.slice(1, 1).explain().startswith("SLICE"):
@@ -87,6 +94,24 @@ def from_json(data: Any, where: str, version: str) -> pl.Expr:
         ) from error
 
 
+def _gives_physical(node: Any, schema: pl.Schema) -> bool:
+    """Whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
+    if not isinstance(node, dict) or node.get("function") != "ToPhysical":
+        return False
+    try:
+        operand = pl.Expr.deserialize(io.StringIO(json.dumps(node["input"][0])), format="json")
+        (dtype,) = pl.LazyFrame(schema=schema).select(operand).collect_schema().dtypes()
+    except pl.exceptions.PolarsError:  # an element of a list, say, of which nothing is known here
+        return True
+    return _has_categories(dtype)
+
+
+def _has_categories(dtype: Any) -> bool:
+    if isinstance(dtype, pl.Struct):
+        return any(_has_categories(field.dtype) for field in dtype.fields)
+    return _has_categories(dtype.inner) if isinstance(dtype, (pl.List, pl.Array)) else dtype == pl.Categorical
+
+
 def _has_code(data: Any) -> bool:
     return any(_CODE & node.keys() if isinstance(node, dict) else _is_opaque(node) for node in _nodes(data))
 
@@ -101,8 +126,19 @@ def _is_opaque(items: list[Any]) -> bool:
 
 
 def _nodes(data: Any) -> Iterator[Any]:
-    """All dicts and lists in plain data."""
+    """All dicts and lists in plain data, but for the bytes of a literal, which polars takes for nothing else."""
     if isinstance(data, (dict, list)):
         yield data
+        if _is_bytes_literal(data):
+            return
         for item in data.values() if isinstance(data, dict) else data:
             yield from _nodes(item)
+
+
+def _is_bytes_literal(data: Any) -> bool:
+    """Whether plain data is ``{"Literal": {"Scalar": {"Binary": [...]}}}``."""
+    for key in ("Literal", "Scalar", "Binary"):
+        if not isinstance(data, dict) or data.keys() != {key}:
+            return False
+        data = data[key]
+    return isinstance(data, list) and all(type(item) is int for item in data)

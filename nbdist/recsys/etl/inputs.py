@@ -8,17 +8,21 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
 
+from ...devices import collective_device
 from .. import ranks
-from ..loader.parquet import Paths, find
-from ..loader.partition import RowGroup, deal
-from . import remote
+from ..io import remote
+from ..io.row_groups import RowGroup, slice_groups
+from ..io.storage import Paths, find
 
+_CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 
 
@@ -94,12 +98,12 @@ class Input:
         if not paths:
             raise ValueError("no file is named")
         groups: list[RowGroup] = []
-        frames: list[pl.LazyFrame | remote.File] = []
+        frames: list[pl.LazyFrame | remote.RemoteFile] = []
         schemas: list[pl.Schema] = []
         for number, path in enumerate(paths):
             try:
                 if isinstance(path, str):
-                    file = remote.File(path)
+                    file = remote.RemoteFile(path)
                     frames.append(file)
                     schemas.append(file.schema)
                     metadata = file.footer
@@ -110,7 +114,7 @@ class Input:
                     schemas.append(frame.collect_schema())
             except (pa.ArrowInvalid, pl.exceptions.PolarsError, OSError) as error:
                 raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
-            compare(schemas[0], schemas[-1], str(path), f"in {paths[0]}")
+            _compare(schemas[0], schemas[-1], str(path), f"in {paths[0]}")
             counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             groups += [RowGroup(number, i, rows, 0) for i, rows in enumerate(counts)]
         names = schemas[0].names()  # another file may have them in another order
@@ -138,7 +142,7 @@ class Input:
         for begin, group in zip(begins, self._groups, strict=False):
             offsets.setdefault(group.file, begin)
         spans: list[tuple[int, int, int]] = []  # file, first and last + 1 row in the input
-        for piece in deal(self._groups, first, stop - first):
+        for piece in slice_groups(self._groups, first, stop - first):
             rows = piece.stop - piece.start
             if spans and spans[-1][0] == piece.group.file and spans[-1][2] - spans[-1][1] + rows <= size:
                 spans[-1] = (piece.group.file, spans[-1][1], first + rows)
@@ -158,7 +162,7 @@ def opened(source: Source) -> Iterator[Input]:
     """The input that `source` means. The rows of a lazy frame are kept in a temporary file as long.
 
     A lazy frame need not know how many rows it has, nor give the same ones twice: rank 0 computes it once, streamed to
-    a Parquet file.
+    a Parquet file, and machines that do not see that file get a copy.
     """
     if isinstance(source, pl.DataFrame):
         yield Input.of_frame(source)
@@ -171,13 +175,40 @@ def opened(source: Source) -> Iterator[Input]:
                 source.sink_parquet(path, compression="lz4", row_group_size=1 << 17, maintain_order=True)
                 return path
 
-            yield Input.of_files(ranks.on_first(write))
+            yield Input.of_files(_on_every_machine(ranks.on_rank_0(write), stack))
             ranks.barrier()  # rank 0 takes it away
     else:
         yield Input.of_files(source)
 
 
-def compare(expected: pl.Schema, found: pl.Schema, where: str, what: str) -> None:
+def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
+    """A file of rank 0's, or the copy of it on this rank's machine; those there are go away with `stack`."""
+    machine, sees = os.environ.get("NODE_RANK", "0"), os.path.exists(path)
+    everyone = ranks.all_gather((machine, sees))
+    # Machine → the first rank there that has to write a copy, for itself and its neighbours.
+    writers = {name: rank for rank, (name, there) in reversed(list(enumerate(everyone))) if not there}
+    if not writers:
+        return path
+    copy: str | None = None
+    size, device = ranks.on_rank_0(lambda: os.path.getsize(path)), collective_device()
+    with contextlib.ExitStack() as files:
+        source = files.enter_context(open(path, "rb")) if ranks.rank() == 0 else None
+        target: BinaryIO | None = None
+        if writers.get(machine) == ranks.rank():
+            copy = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-")), "frame.parquet")
+            target = files.enter_context(open(copy, "wb"))
+        for start in range(0, size, _CHUNK):
+            chunk = torch.empty(min(_CHUNK, size - start), dtype=torch.uint8, device=device)
+            if source is not None:
+                chunk.copy_(torch.frombuffer(bytearray(source.read(len(chunk))), dtype=torch.uint8))
+            dist.broadcast(chunk, src=0)
+            if target is not None:
+                target.write(chunk.cpu().numpy().tobytes())
+    copies = ranks.all_gather(copy)
+    return path if sees else str(copies[writers[machine]])
+
+
+def _compare(expected: pl.Schema, found: pl.Schema, where: str, what: str) -> None:
     """Raise `ValueError` where two schemas differ; their order may.
 
     Args:

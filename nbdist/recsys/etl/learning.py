@@ -33,9 +33,9 @@ def learn(
     for i, step in enumerate(steps):
         if not isinstance(step, Categorify):
             continue
-        queries = counting(steps, i, vocabularies, schemas[i])
-        counts = [Counts() for _ in step.adds]
-        with ranks.bar(f"count {', '.join(step.adds)}", sum(part.rows for part in parts), progress) as bar:
+        queries = _counting(steps, i, vocabularies, schemas[i])
+        counts = [_Counts() for _ in step.adds]
+        with ranks.progress_bar(f"count {', '.join(step.adds)}", sum(part.rows for part in parts), progress) as bar:
             for part in parts:
                 found = part.collect(queries(part.scan()), engine)
                 for one, frame in zip(counts, found, strict=True):
@@ -47,10 +47,10 @@ def learn(
     return vocabularies
 
 
-def counting(
+def _counting(
     steps: Sequence[Step], index: int, vocabularies: Mapping[str, Vocabulary], schema: pl.Schema
 ) -> Callable[[pl.LazyFrame], list[pl.LazyFrame]]:
-    """How often each value of the columns of step `index`, a `Categorify`, occurs: `value`, not null, and `count`.
+    """How often each value of the columns of step `index`, a `Categorify`, occurs: `value`, null too, and `count`.
 
     Args:
         vocabularies: Of the steps before it.
@@ -77,23 +77,28 @@ def _count(name: str, join: Join | None, dtype: pl.DataType) -> Pipeline:
 
     def count(frame: pl.LazyFrame) -> pl.LazyFrame:
         if join is None and isinstance(dtype, pl.List):
-            frame = frame.explode(name)
+            frame = _explode(frame, name)
         counted = frame.group_by(keys).agg(pl.len().cast(pl.Int64).alias(_COUNT))
         if join is not None:
-            counted = counted.join(join.table.lazy(), on=keys)
+            counted = counted.join(join.table.lazy(), on=keys, how="left")
             if isinstance(dtype, pl.List):
-                counted = counted.explode(name)
+                counted = _explode(counted, name)
         values = counted.select(pl.col(name).cast(plain).alias("value"), pl.col(_COUNT).alias("count"))
-        return values.drop_nulls("value").group_by("value").agg(pl.col("count").sum())
+        return values.group_by("value").agg(pl.col("count").sum())
 
     return count
+
+
+def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
+    """A row for each element of the lists, and one with null for a list that is null; none for an empty one."""
+    return frame.filter(pl.col(name).list.len().ne_missing(0)).explode(name)
 
 
 def _then(first: Pipeline, second: Pipeline) -> Pipeline:
     return lambda frame: second(first(frame))
 
 
-class Counts:
+class _Counts:
     """How often each value was seen: in some rows, then in others, in the end by all ranks."""
 
     def __init__(self) -> None:
@@ -110,7 +115,7 @@ class Counts:
     def everywhere(self) -> pl.DataFrame:
         """The counts of all ranks together, on each of them; in no particular order."""
         mine = _merge(self._frames).write_ipc(None).getvalue() if self._frames else None  # a rank may have no rows
-        return _merge([pl.read_ipc(data) for data in ranks.gather(mine) if data is not None])
+        return _merge([pl.read_ipc(data) for data in ranks.all_gather(mine) if data is not None])
 
 
 def _merge(counted: Sequence[pl.DataFrame]) -> pl.DataFrame:

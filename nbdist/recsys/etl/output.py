@@ -24,13 +24,13 @@ from .permutation import Permutation
 _POSITION = "position (nbdist)"  # of a row in its bucket
 _THREADS = 2  # half of the work is not polars', and done on one core
 _CHUNK = 1 << 16  # rows
-Progress = Callable[[int], object]
+_Progress = Callable[[int], object]
 """Called with a number of rows that are done."""
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 
 
 @dataclass(frozen=True)
-class Files:
+class OutputFiles:
     """What is written, and how."""
 
     count: int
@@ -47,7 +47,7 @@ class Files:
         return [f"part-{number:05d}.parquet" for number in range(self.count)]
 
 
-class Bucket(NamedTuple):
+class _Bucket(NamedTuple):
     """Rows that come one after the other in an output file, few enough to be in memory together."""
 
     file: int
@@ -60,7 +60,7 @@ def write(
     given: Input,
     columns: pl.Schema,
     apply: Callable[[pl.DataFrame], pl.DataFrame],
-    files: Files,
+    files: OutputFiles,
     scratch: Path,
     size: int,
     whole: bool,
@@ -86,7 +86,7 @@ def write(
             parts = given.parts(buckets[number].start, buckets[number].stop, size)
             return pl.concat(part.read(columns.names(), engine) for part in parts)
     elif whole and ranks.world_size() == 1 and given.rows < 1 << 32:
-        with ranks.bar("read", given.rows, progress) as bar:
+        with ranks.progress_bar("read", given.rows, progress) as bar:
             rows = _read(given.share(size), columns.names(), engine, bar.update)
         order = _inverse(Permutation(given.rows, files.seed))
 
@@ -95,32 +95,32 @@ def write(
     else:
         spill = Spill(scratch, columns, buckets)
         parts = given.share(size)
-        with ranks.bar("shuffle", sum(part.rows for part in parts), progress) as bar:
+        with ranks.progress_bar("shuffle", sum(part.rows for part in parts), progress) as bar:
             spill.write(parts, Permutation(given.rows, files.seed), engine, bar.update)
         ranks.barrier()
         rows_of = spill.read
     mine = range(ranks.rank(), files.count, ranks.world_size())
 
-    def write_file(file: int, progress: Progress) -> None:
+    def write_file(file: int, progress: _Progress) -> None:
         frames = (apply(rows_of(i)) for i, bucket in enumerate(buckets) if bucket.file == file)
         _write(scratch / "whole" / files.names[file], frames, files, progress)
 
-    with ranks.bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar:
+    with ranks.progress_bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar:
         _in_threads(write_file, mine, bar.update)
 
 
-def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket]:
+def divide(rows: int, files: int, row_group_size: int, size: int) -> list[_Bucket]:
     """The buckets of an output, in order.
 
     Args:
-        rows: Of the output. Files have equally many, or one more or less.
+        rows: Of the output. OutputFiles have equally many, or one more or less.
         row_group_size: A bucket ends where a row group does.
         size: Rows that a bucket may have; one row group at least.
     """
     step = max(1, size // row_group_size) * row_group_size
     edges = [rows * file // files for file in range(files + 1)]
     return [
-        Bucket(file, start, min(start + step, edges[file + 1]))
+        _Bucket(file, start, min(start + step, edges[file + 1]))
         for file in range(files)
         for start in range(edges[file], edges[file + 1], step)
     ]
@@ -137,18 +137,18 @@ class Spill:
         buckets: All of them.
     """
 
-    def __init__(self, folder: Path, schema: pl.Schema, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, folder: Path, schema: pl.Schema, buckets: Sequence[_Bucket]) -> None:
         self._folder, self._schema, self._buckets = folder, schema, buckets
         # Categories would be dictionaries, which cannot differ between the batches of an IPC file.
         self._kept = pl.Schema({name: _plain(dtype) for name, dtype in schema.items()} | {_POSITION: pl.UInt32()})
 
-    def write(self, parts: Sequence[Part], permutation: Permutation, engine: Any, progress: Progress) -> None:
+    def write(self, parts: Sequence[Part], permutation: Permutation, engine: Any, progress: _Progress) -> None:
         """Write this rank's parts of the input, each row to the bucket that its place in the output is in."""
         starts = np.array([bucket.start for bucket in self._buckets], dtype=np.uint64)
         smallest = np.min_scalar_type(len(starts))  # NumPy sorts 16 bits in linear time
         schema = _arrow(pl.DataFrame(schema=self._kept)).schema
 
-        def write(worker: int, progress: Progress) -> None:
+        def write(worker: int, progress: _Progress) -> None:
             with pa.ipc.new_file(self._folder / f"{ranks.rank()}-{worker}.arrow", schema) as writer:
                 for part in parts[worker::_THREADS]:
                     rows = part.read(self._schema.names(), engine)
@@ -177,7 +177,7 @@ class Spill:
         return rows.drop(_POSITION)[order].cast(self._schema)
 
 
-def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: Progress) -> pl.DataFrame:
+def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: _Progress) -> pl.DataFrame:
     """The rows of all parts, in one piece."""
     frames = []
     for part in parts:
@@ -195,7 +195,7 @@ def _inverse(permutation: Permutation) -> npt.NDArray[np.uint32]:
     return order
 
 
-def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: Progress) -> None:
+def _write(path: Path, frames: Iterable[pl.DataFrame], files: OutputFiles, progress: _Progress) -> None:
     """Write frames, one after the other, to a Parquet file."""
     with contextlib.ExitStack() as stack:
         writer: pq.ParquetWriter | None = None
@@ -220,7 +220,7 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: Files, progress: P
             progress(table.num_rows)
 
 
-def _in_threads(do: Callable[[int, Progress], None], numbers: Iterable[int], progress: Progress) -> None:
+def _in_threads(do: Callable[[int, _Progress], None], numbers: Iterable[int], progress: _Progress) -> None:
     """Call `do` with each number and what tells of its progress, which ends it when another one has failed."""
     stop, one_at_a_time = threading.Event(), threading.Lock()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
-from .lookup import Lookup
+from .direct_table import DirectTable
 from .steps import Categorify, Compute, Drop, Join, Step
 from .vocabulary import Vocabulary
 
@@ -79,7 +79,7 @@ def _codes(name: str) -> str:
 
 def _join(table: pl.DataFrame, on: Sequence[str]) -> Pipeline:
     added = [name for name in table.columns if name not in on]
-    lookup = Lookup.of(table[on[0]], table.select(added)) if len(on) == 1 else None
+    lookup = DirectTable.of(table[on[0]], table.select(added)) if len(on) == 1 else None
     if lookup is not None:
         columns = {name: lookup.get(name, pl.col(on[0])) for name in added}
         return lambda frame: frame.with_columns(**columns)

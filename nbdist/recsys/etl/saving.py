@@ -10,9 +10,10 @@
     steps             in the order in which they are applied, each with its "kind":
       join            on: columns of the key; columns: {column: type} that are added; table: file with the key and
                       these columns. Keys in it are unique and not null; where no row has the key, the columns are null.
-      categorify      columns: {column: {type, size, min_count, max_size, vocabulary}}. The file `vocabulary` has the
-                      columns `value` and `count`; the value in row i (from 0) has code i + 2. size = rows + 2. In
-                      lists, each element is coded, and a null list becomes [0].
+      categorify      columns: {column: {type, size, min_count, max_size, nulls, unseen, vocabulary}}. The file
+                      `vocabulary` has the columns `value` and `count`; the value in row i (from 0) has code i + 2.
+                      size = rows + 2; nulls and unseen: how often codes 0 and 1 were seen. In lists, each element is
+                      coded, and a null list becomes [0].
       compute         columns: {column: {reads, expression}}: the columns it is computed from, and polars' JSON
       drop            columns: names
 
@@ -30,9 +31,9 @@ import polars as pl
 
 from . import expressions
 from .steps import Categorify, Compute, Drop, Join, Step, type_name
-from .vocabulary import FIRST, NULL, UNSEEN, Vocabulary
+from .vocabulary import FIRST_CODE, NULL_CODE, UNSEEN_CODE, Vocabulary
 
-FORMAT, VERSION = "nbdist.recsys.etl", 1
+_FORMAT, _VERSION = "nbdist.recsys.etl", 1
 FILES = ("workflow.json", "table-*.parquet", "vocabulary-*.parquet")
 
 
@@ -45,11 +46,11 @@ def describe(
 ) -> dict[str, Any]:
     """What ``workflow.json`` holds, as plain data."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": _FORMAT,
+        "version": _VERSION,
         "polars": pl.__version__,
         "rows": rows,
-        "codes": {"null": NULL, "unseen": UNSEEN, "first": FIRST},
+        "codes": {"null": NULL_CODE, "unseen": UNSEEN_CODE, "first": FIRST_CODE},
         "inputs": dict(inputs),
         "outputs": dict(outputs),
         "steps": [_describe(number, step, vocabularies) for number, step in enumerate(steps)],
@@ -69,6 +70,8 @@ def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -
                 "size": vocabularies[name].size,
                 "min_count": step.min_count[name],
                 "max_size": step.max_size[name],
+                "nulls": vocabularies[name].nulls,
+                "unseen": vocabularies[name].unseen,
                 "vocabulary": f"vocabulary-{number}-{i}.parquet",
             }
         return {"kind": "categorify", "columns": columns}
@@ -106,10 +109,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], dict[str, Vocabulary
     path = folder / "workflow.json"
     try:
         description = json.loads(path.read_text("utf8"))
-        if description["format"] != FORMAT:
+        if description["format"] != _FORMAT:
             raise ValueError(f"its format is {description['format']!r}")
-        if description["version"] > VERSION:
-            raise ValueError(f"its version is {description['version']}, this nbdist reads up to {VERSION}")
+        if description["version"] > _VERSION:
+            raise ValueError(f"its version is {description['version']}, this nbdist reads up to {_VERSION}")
         vocabularies: dict[str, Vocabulary] = {}
         steps = [_step(folder, one, description["polars"], vocabularies) for one in description["steps"]]
         return description, steps, vocabularies
@@ -126,7 +129,8 @@ def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: di
     if kind == "categorify":
         for name, one in columns.items():
             frame = _parquet(folder / one["vocabulary"])
-            vocabularies[name] = Vocabulary(frame["value"], frame["count"], one["type"].startswith("list["))
+            lists = one["type"].startswith("list[")
+            vocabularies[name] = Vocabulary(frame["value"], frame["count"], lists, one["nulls"], one["unseen"])
         min_count = {name: one["min_count"] for name, one in columns.items()}
         return Categorify(*columns, min_count=min_count, max_size={n: one["max_size"] for n, one in columns.items()})
     if kind == "compute":

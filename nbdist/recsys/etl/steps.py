@@ -8,9 +8,10 @@ from typing import Any
 
 import polars as pl
 
-from ..loader.parquet import Paths, find
-from . import expressions, remote
-from .vocabulary import FIRST, value_type
+from ..io import remote
+from ..io.storage import Paths, find
+from . import expressions
+from .vocabulary import FIRST_CODE, value_type
 
 
 class Step:
@@ -43,6 +44,15 @@ class Join(Step):
 
     Raises:
         FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Join, Workflow
+        >>> rows = pl.DataFrame({"movie": [20, 30, 10]})
+        >>> movies = pl.DataFrame({"movie": [10, 20], "genre": ["war", "drama"]})
+        >>> workflow = Workflow(Join(movies, on="movie")).fit(rows)
+        >>> workflow.lazy(rows).collect().rows()
+        [(20, 'drama'), (30, None), (10, 'war')]
     """
 
     def __init__(
@@ -94,7 +104,8 @@ class Categorify(Step):
 
     Code 0 is null, 1 a value that is not in the vocabulary, 2 the most frequent value seen by `Workflow.fit`, and so
     on; equally frequent values are in ascending order. A null list becomes a list of the one code 0; an empty list
-    stays empty. Codes are int64.
+    stays empty. Codes are int64. Where no training row has code 0 or 1, nothing trains their rows of a table: see
+    `fill_unknown`.
 
     Args:
         *columns: Of integers, strings, booleans, categoricals, or lists of these.
@@ -103,7 +114,15 @@ class Categorify(Step):
             a mapping from columns to that.
 
     Raises:
-        ValueError: for arguments that make no sense.
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob", "eve", "eve"]})
+        >>> workflow = Workflow(Categorify("user", min_count=2)).fit(rows)
+        >>> workflow.lazy(pl.DataFrame({"user": ["eve", "bob", "ann", None]})).collect()["user"].to_list()
+        [3, 2, 1, 0]
     """
 
     def __init__(
@@ -119,8 +138,10 @@ class Categorify(Step):
             if self.min_count[name] < 1:
                 raise ValueError(f"Categorify: min_count={self.min_count[name]} of column {name!r}: at least 1")
             size = self.max_size[name]
-            if size is not None and size < FIRST:
-                raise ValueError(f"Categorify: max_size={size} of column {name!r}: at least {FIRST}, null and unseen")
+            if size is not None and size < FIRST_CODE:
+                raise ValueError(
+                    f"Categorify: max_size={size} of column {name!r}: at least {FIRST_CODE}, null and unseen"
+                )
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         codes: dict[str, pl.DataType] = {}
@@ -145,6 +166,14 @@ class Compute(Step):
 
     Raises:
         TypeError, ValueError: naming the column: no such expression.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Compute, Workflow
+        >>> rows = pl.DataFrame({"rating": [5.0, 2.0]})
+        >>> workflow = Workflow(Compute(label=pl.col("rating") > 3)).fit(rows)
+        >>> workflow.lazy(rows).collect().rows()
+        [(5.0, True), (2.0, False)]
     """
 
     def __init__(self, **columns: pl.Expr) -> None:
@@ -171,7 +200,21 @@ class Compute(Step):
 
 
 class Drop(Step):
-    """Leave columns out."""
+    """Leave columns out.
+
+    Args:
+        *columns: Their names.
+
+    Raises:
+        TypeError, ValueError: for what is no name, a name given twice, or none at all.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Drop, Workflow
+        >>> rows = pl.DataFrame({"user": [1], "timestamp": [881250949]})
+        >>> Workflow(Drop("timestamp")).fit(rows).outputs
+        {'user': 'int64'}
+    """
 
     def __init__(self, *columns: str) -> None:
         self.columns = _names(columns)

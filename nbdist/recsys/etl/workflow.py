@@ -31,7 +31,7 @@ import polars as pl
 import torch
 
 from .. import ranks
-from ..folders import appearing
+from ..io.folders import atomic_folder
 from . import output, saving
 from .inputs import Source, opened
 from .learning import learn
@@ -39,7 +39,7 @@ from .pipeline import needed, pipeline
 from .steps import Categorify, Step, type_name
 
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
-_PLACE = 4  # bytes of a row's place in the output
+_POSITION = 4  # bytes of a row's position in the output
 
 
 class Workflow:
@@ -55,6 +55,31 @@ class Workflow:
         rows: How many rows `fit` saw.
 
     `fitted` tells whether it is one.
+
+    Raises:
+        TypeError: Something else is among the steps.
+        ValueError: A column is categorified twice.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.datasets import synthetic_ratings
+        >>> from nbdist.recsys.etl import Categorify, Compute, Drop, Workflow
+        >>> ratings = synthetic_ratings(n_users=50, n_items=20, n_ratings=400).frame
+        >>> workflow = Workflow(
+        ...     Categorify("user", "movie"),
+        ...     Compute(label=pl.col("rating") > 3),
+        ...     Drop("rating", "timestamp"),
+        ... )
+        >>> workflow = workflow.fit(ratings)
+        >>> workflow.transform(ratings, "train", files=2)
+        [PosixPath('train/part-00000.parquet'), PosixPath('train/part-00001.parquet')]
+        >>> workflow.outputs
+        {'user': 'int64', 'movie': 'int64', 'label': 'bool'}
+        >>> workflow.embedding_sizes
+        {'user': (52, 15), 'movie': (22, 9)}
+        >>> workflow.save("workflow")
+        >>> Workflow.load("workflow").rows
+        400
     """
 
     def __init__(self, *steps: Step) -> None:
@@ -152,7 +177,8 @@ class Workflow:
             compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
             overwrite: Whether to replace a folder that a transform has written.
             memory: Bytes that a rank may use for rows, beside vocabularies and joined tables.
-            engine, progress: As for `fit`.
+            engine: As for `fit`.
+            progress: As for `fit`.
 
         Returns:
             The files, in order.
@@ -178,11 +204,13 @@ class Workflow:
             raw = self._needs(given.schema, wanted, given.where)
             sample = given.head(raw.names())
             size = max(1, memory // (_COPIES * (_width(sample) + _width(apply(sample)))))
-            whole = given.rows * (_width(sample) + _PLACE) < memory // 4
-            described = output.Files(min(files, given.rows), row_group_size, compression, seed if shuffle else None)
+            whole = given.rows * (_width(sample) + _POSITION) < memory // 4
+            described = output.OutputFiles(
+                min(files, given.rows), row_group_size, compression, seed if shuffle else None
+            )
             alike = {**asdict(described), "columns": wanted, "folder": os.fspath(folder), "memory": memory}
             ranks.agree("transform", workflow=self._digest(), rows=given.rows, **alike)
-            with appearing(folder, ("part-*.parquet",), overwrite) as scratch:
+            with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 output.write(given, raw, apply, described, scratch, size, whole, chosen, progress)
         return [Path(folder) / name for name in described.names]
 
@@ -219,7 +247,7 @@ class Workflow:
             FileExistsError: `folder` is there.
         """
         description = self.describe()
-        with appearing(folder, saving.FILES, overwrite) as scratch:
+        with atomic_folder(folder, saving.FILES, overwrite) as scratch:
             if ranks.rank() == 0:
                 saving.write(scratch / "whole", description, self.steps, self.vocabularies)
 

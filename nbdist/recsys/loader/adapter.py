@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
-from .partition import Plan
+from ..io.partition import Partition
 
 
 class Adapter:
@@ -45,9 +45,9 @@ class Adapter:
         raise NotImplementedError
 
     @property
-    def plan(self) -> Plan:
+    def partition(self) -> Partition:
         """Which rows go to which rank at which step."""
-        return Plan(self.rows, self.world_size, self.batch_size, self.remainder)
+        return Partition(self.rows, self.world_size, self.batch_size, self.remainder)
 
     @property
     def bs(self) -> int:
@@ -91,13 +91,16 @@ class Adapter:
 
     def get_idxs(self) -> Tensor:
         """The row that each of the results gathered by `to_detach` is of, shape (rows,); fastai sorts by it."""
-        plan = self.plan
-        if self.shuffle or plan.world_size == 1:
-            return torch.arange(plan.rows)  # as they come
+        partition = self.partition
+        if self.shuffle or partition.world_size == 1:
+            return torch.arange(partition.rows)  # as they come
         parts = [
-            torch.arange(plan.cut(rank, step), plan.cut(rank, step) + plan.fresh(rank, step))
-            for step in range(plan.steps)
-            for rank in range(plan.world_size)
+            torch.arange(
+                partition.batch_start(rank, step),
+                partition.batch_start(rank, step) + partition.size_without_repeats(rank, step),
+            )
+            for step in range(partition.steps)
+            for rank in range(partition.world_size)
         ]
         return torch.cat(parts)
 
@@ -110,7 +113,7 @@ class Adapter:
         """
         from fastai.torch_core import apply, maybe_gather
 
-        plan, step = self.plan, max(self._step - 1, 0)
+        partition, step = self.partition, max(self._step - 1, 0)
 
         def detach(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -118,9 +121,9 @@ class Adapter:
             x = x.detach()
             if gather and self.world_size > 1 and dist.is_initialized():
                 if x.ndim == 0:
-                    x = _mean(x, plan, step)
-                elif len(x) == plan.size(self.rank, step):
-                    x = _gather(x, plan, step)
+                    x = _mean(x, partition, step)
+                elif len(x) == partition.size(self.rank, step):
+                    x = _gather(x, partition, step)
                 else:  # not one result per row
                     x = maybe_gather(x)
             return x.cpu() if cpu else x
@@ -128,20 +131,20 @@ class Adapter:
         return apply(detach, b)
 
 
-def _gather(x: Tensor, plan: Plan, step: int) -> Tensor:
+def _gather(x: Tensor, partition: Partition, step: int) -> Tensor:
     """Results of one step, shape (rows of this rank, ...), from all ranks, without those of repeated rows."""
-    most = max(plan.size(rank, step) for rank in range(plan.world_size))
+    most = max(partition.size(rank, step) for rank in range(partition.world_size))
     padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-    everyone = [torch.empty_like(padded) for _ in range(plan.world_size)]
+    everyone = [torch.empty_like(padded) for _ in range(partition.world_size)]
     dist.all_gather(everyone, padded)
-    return torch.cat([one[: plan.fresh(rank, step)] for rank, one in enumerate(everyone)])
+    return torch.cat([one[: partition.size_without_repeats(rank, step)] for rank, one in enumerate(everyone)])
 
 
-def _mean(x: Tensor, plan: Plan, step: int) -> Tensor:
+def _mean(x: Tensor, partition: Partition, step: int) -> Tensor:
     """The mean over all rows of a step, of a mean over those of each rank."""
-    everyone = [torch.empty_like(x) for _ in range(plan.world_size)]
+    everyone = [torch.empty_like(x) for _ in range(partition.world_size)]
     dist.all_gather(everyone, x)
-    sizes = [plan.size(rank, step) for rank in range(plan.world_size)]
+    sizes = [partition.size(rank, step) for rank in range(partition.world_size)]
     return torch.stack([one * size for one, size in zip(everyone, sizes, strict=True)]).sum() / sum(sizes)
 
 

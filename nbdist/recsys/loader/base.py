@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from .. import ranks
+from ..io.partition import Partition
 from .adapter import Adapter, known_to_accelerate
-from .blocks import Block, Source
+from .batches import Block, Window
 from .columns import Columns
-from .partition import Plan
 from .prefetch import on_device
 
 
@@ -33,14 +33,15 @@ class Loader(Adapter):
         batch_size: Rows per step on each rank.
         shuffle: A new random order each epoch; otherwise the order of the input.
         seed: What the order follows from, beside the epoch. None: drawn by rank 0 from torch's generator.
-        remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Plan`.
+        remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
         transform: Called with each batch; what it returns is given out instead.
         device: Where batches are to be. A GPU gets them asynchronously, through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
             else 0, which uses no thread.
         pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
-        rank, world_size: Which share of the rows. None: those of the process group, at the time of use; without one,
-            all rows.
+        rank: Whose share of the rows. None: this process's in the process group, at the time of use; without one, all
+            rows.
+        world_size: Among how many ranks the rows are divided. None: those of the process group.
 
     Raises:
         ValueError: for arguments that make no sense, and where ranks do not agree.
@@ -75,24 +76,24 @@ class Loader(Adapter):
         self._epoch = self._step = self._start = 0
         self.seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self._agree(seed is None)
-        self.plan.span(self.rank)
+        self.partition.span(self.rank)
 
-    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
         """The batches of `rank` in `epoch`, from batch `step` on."""
         raise NotImplementedError
 
-    def _everything(self, table: Columns, plan: Plan, rank: int, epoch: int) -> Source:
+    def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
         """The share of `rank` of a table that holds all rows."""
-        kind = torch.int32 if plan.rows < 2**31 else torch.int64
-        start, stop = plan.span(rank)
+        kind = torch.int32 if partition.rows < 2**31 else torch.int64
+        start, stop = partition.span(rank)
         if self.shuffle:
-            order = torch.randperm(plan.rows, generator=self._generator(epoch), dtype=kind)
+            order = torch.randperm(partition.rows, generator=self._generator(epoch), dtype=kind)
         else:
-            order = torch.arange(plan.rows, dtype=kind)
+            order = torch.arange(partition.rows, dtype=kind)
         share = order[start:stop]
-        if stop > plan.rows:  # padded: a row of another rank comes again
+        if stop > partition.rows:  # padded: a row of another rank comes again
             share = torch.cat([share, order[:1]])
-        return Source(start, table, share)
+        return Window(start, table, share)
 
     def _fingerprint(self) -> str:
         """Equal for inputs with equal columns in equal pieces."""
@@ -108,24 +109,30 @@ class Loader(Adapter):
         """Among how many ranks the rows are divided."""
         return self._shard[1] if self._shard else ranks.world_size()
 
+    @property
+    def repeats(self) -> int:
+        """How many rows at the end of the batch given last are those of another rank, which ``"pad"`` has repeated."""
+        partition, step = self.partition, max(self._step - 1, 0)
+        return partition.size(self.rank, step) - partition.size_without_repeats(self.rank, step)
+
     def __len__(self) -> int:
         """Steps an epoch, the same on all ranks."""
-        return self.plan.steps
+        return self.partition.steps
 
     def __iter__(self) -> Iterator[Any]:
-        plan, epoch = self.plan, self._epoch
+        partition, epoch = self.partition, self._epoch
         start, self._start = self._start, 0
         self._step = step = start
         busy = self._waits or self.device.type == "cuda"
         depth = self.prefetch if self.prefetch is not None else 2 if busy else 0
-        placed = on_device(self._blocks(plan, self.rank, epoch, start), self.device, depth, self.pin_memory)
+        placed = on_device(self._blocks(partition, self.rank, epoch, start), self.device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
-                for i in range(len(block.cuts) - 1):
+                for i in range(len(block.boundaries) - 1):
                     batch: Any = self._shape(block.batch(i))
                     step += 1
                     self._epoch, self._step = epoch, step
-                    progress.end_of_dataloader = step == plan.steps
+                    progress.end_of_dataloader = step == partition.steps
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step = epoch + 1, 0
 
@@ -146,7 +153,7 @@ class Loader(Adapter):
         """Let the next iteration go on where `state` was taken: with the rest of that epoch, in the same order.
 
         Raises:
-            ValueError: where the state is of other data, another number of ranks, or another way to deal rows out.
+            ValueError: where the state is of other data, another number of ranks, or another way to divide rows.
         """
         identity = self._identity()
         for name, value in identity.items():
@@ -171,7 +178,7 @@ class Loader(Adapter):
     def _agree(self, any_seed: bool) -> None:
         if self._shard is not None or ranks.world_size() == 1:
             return
-        everyone = ranks.gather(self._identity())
+        everyone = ranks.all_gather(self._identity())
         if any_seed:
             self.seed = everyone[0]["seed"]
         for rank, theirs in enumerate(everyone):

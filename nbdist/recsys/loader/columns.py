@@ -95,6 +95,17 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
     Raises:
         ValueError: for a column that is not there, has another shape, or another dtype than the first.
         ImportError: where TorchRec is not installed.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.loader import MemoryLoader, keyed_jagged
+        >>> rows = pl.DataFrame({"user": [5, 6], "genres": [[1, 2, 3], []], "liked": [True, False]})
+        >>> for batch in MemoryLoader(rows, 2):
+        ...     features = keyed_jagged(batch, ["user", "genres"])
+        >>> features.keys()
+        ['user', 'genres']
+        >>> features["genres"].values(), features["genres"].lengths()
+        (tensor([1, 2, 3]), tensor([3, 0]))
     """
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 

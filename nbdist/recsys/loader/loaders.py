@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
+from ..io.partition import Partition
+from ..io.row_groups import Piece, slice_groups, windows
+from ..io.storage import Paths
 from .base import Loader
-from .blocks import BLOCK, Block, Source, blocks
+from .batches import BLOCK_BYTES, Block, Window, blocks
 from .columns import Columns, rows_of
-from .parquet import ParquetFiles, Paths
-from .partition import Piece, Plan, deal, windows
+from .parquet import ParquetFiles
 from .tables import dtype_of, to_table
 
 
@@ -38,6 +40,15 @@ class MemoryLoader(Loader):
 
     Raises:
         TypeError, ValueError: naming the column: nothing that batches can be made of, nulls, differing row counts.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> rows = {"user": torch.tensor([7, 8, 9]), "liked": torch.tensor([True, False, True])}
+        >>> for batch in MemoryLoader(rows, 2):
+        ...     print(batch["user"], batch["liked"])
+        tensor([7, 8]) tensor([ True, False])
+        tensor([9]) tensor([True])
     """
 
     _waits = False
@@ -58,8 +69,8 @@ class MemoryLoader(Loader):
     def _shape(self, batch: Columns) -> Any:
         return tuple(batch.values()) if self._tuples else batch
 
-    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
-        yield from blocks([self._everything(self._table, plan, rank, epoch)], plan, rank, step)
+    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+        yield from blocks([self._everything(self._table, partition, rank, epoch)], partition, rank, step)
 
     def _fingerprint(self) -> str:
         return _digest([(name, dtype_of(column)) for name, column in self._table.items()])
@@ -69,8 +80,8 @@ class ParquetLoader(Loader):
     """Batches from Parquet files, which may be larger than memory.
 
     If the rows take less than half of `memory`, each rank reads all of them once and the shuffle is as that of
-    `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, deals their
-    rows out to the ranks, and each rank shuffles its rows in windows as large as `memory` allows. Files that were
+    `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, divides
+    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory` allows. Files that were
     written shuffled, with row groups that are small beside the budget, make that as good as a full shuffle.
 
     Args:
@@ -83,6 +94,16 @@ class ParquetLoader(Loader):
     Raises:
         FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory` is too little
             for the largest row group.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import ParquetLoader
+        >>> pl.DataFrame({"user": range(8)}).write_parquet("train.parquet")
+        >>> def users_of_this_rank():
+        ...     return [batch["user"].tolist() for batch in ParquetLoader("train.parquet", 2)]
+        >>> in_ddp(2, users_of_this_rank)
+        [[0, 1], [2, 3]]
     """
 
     def __init__(
@@ -102,9 +123,9 @@ class ParquetLoader(Loader):
         # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if options.get("prefetch") is None else options["prefetch"]
-        self._window = memory - 2 * largest.size - (ahead + 3) * max(BLOCK, batch)
+        self._window = memory - 2 * largest.size - (ahead + 3) * max(BLOCK_BYTES, batch)
         if not self._whole and self._window < largest.size + 8 * largest.rows:
-            need = 3 * largest.size + 8 * largest.rows + (ahead + 3) * max(BLOCK, batch)
+            need = 3 * largest.size + 8 * largest.rows + (ahead + 3) * max(BLOCK_BYTES, batch)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
                 f"{largest.size} bytes; with memory={memory} it cannot be read. Say memory={need} or more, or write "
@@ -116,41 +137,41 @@ class ParquetLoader(Loader):
     def rows(self) -> int:
         return len(self._files)
 
-    def _blocks(self, plan: Plan, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
+    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
         if self._whole:
             if self._table is None:
                 self._table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
-            sources: Iterator[Source] = iter([self._everything(self._table, plan, rank, epoch)])
+            rows: Iterator[Window] = iter([self._everything(self._table, partition, rank, epoch)])
         else:
-            sources = self._windows(plan, rank, epoch, step)
-        yield from blocks(sources, plan, rank, step)
+            rows = self._windows(partition, rank, epoch, step)
+        yield from blocks(rows, partition, rank, step)
 
-    def _windows(self, plan: Plan, rank: int, epoch: int, step: int) -> Iterator[Source]:
+    def _windows(self, partition: Partition, rank: int, epoch: int, step: int) -> Iterator[Window]:
         """What `rank` reads for an epoch, one window after the other; those before batch `step` are not read."""
         groups, shift = self._files.groups, 0
         if self.shuffle:
             generator = self._generator(epoch)
             groups = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
             # The ranks' shares begin elsewhere each time, so that a few large groups are divided differently too.
-            shift = int(torch.randint(plan.rows, (), generator=generator).item())
-        start, stop = plan.span(rank)
-        repeats = plan.repeats(rank)
-        pieces = deal(groups, start + shift, stop - start - repeats)
+            shift = int(torch.randint(partition.rows, (), generator=generator).item())
+        start, stop = partition.span(rank)
+        repeats = partition.repeats(rank)
+        pieces = slice_groups(groups, start + shift, stop - start - repeats)
         # A repeated row has a window of its own: it is to be the last, wherever the others go.
         each = [
             windows(pieces, self._window if self.shuffle else 0),
-            windows(deal(groups, stop - 1 + shift, repeats), 0),
+            windows(slice_groups(groups, stop - 1 + shift, repeats), 0),
         ]
         todo = [(sum(p.stop - p.start for p in window), window) for window in itertools.chain(*each)]
         room = max(rows for rows, _ in todo)
         spare: dict[str, torch.Tensor] = {}
         orders = torch.arange(room)
         for number, (rows, window) in enumerate(todo):
-            if start + rows > plan.cut(rank, step):
+            if start + rows > partition.batch_start(rank, step):
                 order = orders[:rows]
                 if self.shuffle:
                     torch.randperm(rows, generator=self._generator(epoch, rank, number), out=order)
-                yield Source(start, self._files.read(window, spare, room), order)
+                yield Window(start, self._files.read(window, spare, room), order)
             start += rows
 
     def _fingerprint(self) -> str:

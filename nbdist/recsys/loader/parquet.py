@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from . import storage
+from ..io import storage
+from ..io.row_groups import Piece, RowGroup
+from ..io.storage import Paths
 from .columns import Columns, Ragged, join
-from .partition import Piece, RowGroup
 from .tables import check_type, is_list, to_columns
-
-Paths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
-
-
-def find(files: Paths) -> list[storage.Place]:
-    """The Parquet files meant by a file, a folder (its ``*.parquet``), a glob pattern, a URI, or several of these.
-
-    What comes from a folder or pattern is sorted, so that every rank has the same order.
-
-    Raises:
-        FileNotFoundError: for what does not exist or holds no Parquet file.
-        ValueError: for a URI that neither Arrow nor fsspec can read.
-    """
-    if isinstance(files, (str, os.PathLike)):
-        return storage.find(files)
-    return [place for one in files for place in find(one)]
 
 
 class ParquetFiles:
     """The chosen columns of Parquet files with one schema; reads footers only until `read` is called.
 
     Args:
-        files: As for `find`.
+        files: As for `storage.find`.
         columns: Which columns, in this order. None: all.
 
     Raises:
@@ -46,12 +30,12 @@ class ParquetFiles:
     """
 
     def __init__(self, files: Paths, columns: Sequence[str] | None = None) -> None:
-        self.paths = find(files)
+        self.paths = storage.find(files)
         if not self.paths:
             raise ValueError("files= names no file")
         self.types: dict[str, pa.DataType] = {}
         self.groups: list[RowGroup] = []
-        self._footers: dict[storage.Place, Any] = {}  # of remote files, which are far to go for
+        self._footers: dict[storage.Location, Any] = {}  # of remote files, which are far to go for
         for number, path in enumerate(self.paths):
             try:
                 with storage.parquet(path) as opened:
@@ -142,7 +126,7 @@ def _memory(name: str, like: Tensor, rows: int, room: int, spare: dict[str, Tens
     return spare[name][:rows]
 
 
-def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Place) -> dict[str, pa.DataType]:
+def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Location) -> dict[str, pa.DataType]:
     names = list(schema.names if columns is None else columns)
     if not names:
         raise ValueError(f"{path}: no columns")

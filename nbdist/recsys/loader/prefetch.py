@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .blocks import Block
+from .batches import Block
 
 T = TypeVar("T")
 

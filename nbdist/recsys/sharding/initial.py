@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
-from .kinds import Table
+from .strategies import Table
 
 _BLOCK = 2**17
 """Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""

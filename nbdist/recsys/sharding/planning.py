@@ -10,17 +10,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from .kinds import KINDS, Table, column_parts, refusal
-from .plan import Plan, Shard
-
-# After kinds, which makes sure that TorchRec and FBGEMM are there.
-from torchrec.distributed import comm  # isort: skip
-from torchrec.distributed.embedding import EmbeddingCollectionSharder  # isort: skip
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder  # isort: skip
-from torchrec.distributed.planner import EmbeddingShardingPlanner  # isort: skip
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation  # isort: skip
-from torchrec.distributed.planner.types import (  # isort: skip
+from torchrec.distributed import comm
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
     HardwareConfig,
     KernelConfig,
     ParameterConstraints,
@@ -28,13 +23,16 @@ from torchrec.distributed.planner.types import (  # isort: skip
     TopologyFactory,
     TrainerConfig,
 )
-from torchrec.distributed.types import ShardingPlan  # isort: skip
+from torchrec.distributed.types import ShardingPlan
+
+from ..parallel.plan import Plan, Shard
+from .strategies import STRATEGIES, Table, column_parts, refusal
 
 
 def make_sharders(fused: dict[str, Any]) -> list[Any]:
     class Bags(EmbeddingBagCollectionSharder):
         def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(KINDS)  # TorchRec offers those with rows on GPUs only
+            return list(STRATEGIES)  # TorchRec offers those with rows on GPUs only
 
     return [Bags(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
 
@@ -46,7 +44,7 @@ class Planner:
     model: nn.Module
     tables: Mapping[str, Table]
     chosen: Mapping[str, str]
-    """Table → kind, of those that are not left to TorchRec."""
+    """Table → strategy, of those that are not left to TorchRec."""
     sharders: list[Any]
     optimizer: str
     batch_size: int
@@ -71,16 +69,17 @@ class Planner:
         return result
 
     def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
-        why = {kind: refusal(kind, table, self.optimizer, nranks, local) for kind in KINDS}
-        kind = self.chosen.get(table.name)
-        if kind and why[kind]:
-            raise ValueError(f"table {table.name!r} cannot be {kind} on {nranks} ranks: {why[kind]}")
+        why = {strategy: refusal(strategy, table, self.optimizer, nranks, local) for strategy in STRATEGIES}
+        strategy = self.chosen.get(table.name)
+        if strategy and why[strategy]:
+            raise ValueError(f"table {table.name!r} cannot be {strategy} on {nranks} ranks: {why[strategy]}")
         # Left to itself the planner takes no grid: TorchRec's own rule.
-        possible = [kind] if kind else [kind for kind in KINDS if not why[kind] and kind != "grid_shard"]
+        others = [one for one in STRATEGIES if not why[one] and one != "grid_shard"]
+        possible = [strategy] if strategy else others
         if not possible:
             raise ValueError(f"table {table.name!r} cannot be sharded: {why['table_wise']}")
         columns, features = table.config.embedding_dim, list(table.config.feature_names)
-        parts = column_parts(kind or "column_wise", nranks, local)
+        parts = column_parts(strategy or "column_wise", nranks, local)
         return ParameterConstraints(
             sharding_types=possible,
             min_partition=columns // parts if columns % (4 * parts) == 0 else columns,
@@ -126,7 +125,7 @@ class Planner:
             raise ValueError(
                 f"the tables do not fit on {nranks} ranks with {memory:,} bytes each. The largest need is that of "
                 f"table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
-                "batches. Take more ranks, a kind that splits the table, or more memory=. TorchRec says: "
+                "batches. Take more ranks, a strategy that splits the table, or more memory=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         return plan, self._to_look_at(best, nranks)
@@ -135,7 +134,7 @@ class Planner:
         shards = [
             Shard(
                 table=option.name,
-                kind=option.sharding_type,
+                strategy=option.sharding_type,
                 rank=part.rank,
                 row=part.offset[0],
                 rows=part.size[0],

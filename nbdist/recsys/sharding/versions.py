@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.util
 from importlib import metadata
+from pathlib import Path
 
-DISTRIBUTIONS = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_DISTRIBUTIONS = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """Both hold the module `fbgemm_gpu`: built for CUDA, and for CPUs alone."""
 
 
@@ -19,25 +21,26 @@ def check_torchrec() -> None:
     """
     import torch
 
-    release = matching(torch.__version__)
+    versions = matching(torch.__version__)
     build = "fbgemm-gpu" if torch.version.cuda and torch.cuda.is_available() else "fbgemm-gpu-cpu"
+    pair = f"torchrec=={versions['torchrec']}", f"{build}=={versions[build]}"
     advice = (
-        f"For torch {torch.__version__.partition('+')[0]}, install the pair torchrec=={release} and {build}=={release}:"
-        f'\n    pip install "nbdist[torchrec]" && pip install --no-deps torchrec=={release} {build}=={release}'
+        f"For torch {torch.__version__.partition('+')[0]}, install the pair {pair[0]} and {pair[1]}:"
+        f'\n    pip install "nbdist[torchrec]" && pip install --no-deps {pair[0]} {pair[1]}'
     )
-    found = {name: _version(name) for name in ("torchrec", *DISTRIBUTIONS)}
+    found = {name: _version(name) for name in ("torchrec", *_DISTRIBUTIONS)}
     if importlib.util.find_spec("torchrec") is None:
         raise ImportError(f"TorchRec is not installed. {advice}")
     if importlib.util.find_spec("fbgemm_gpu") is None:
         raise ImportError(f"TorchRec needs FBGEMM, which is not installed. {advice}")
-    if all(found[name] for name in DISTRIBUTIONS):
+    if all(found[name] for name in _DISTRIBUTIONS):
         raise ImportError(
             f"fbgemm-gpu {found['fbgemm-gpu']} and fbgemm-gpu-cpu {found['fbgemm-gpu-cpu']} are both installed and "
             f"overwrite each other's files: pip uninstall fbgemm-gpu fbgemm-gpu-cpu. {advice}"
         )
     for name, version in found.items():
         # A build of one's own or a nightly has another name, and no version here: importing it is the test.
-        if version is not None and version.split(".")[:2] != release.split(".")[:2]:
+        if version is not None and version.split(".")[:2] != versions[name].split(".")[:2]:
             raise ImportError(f"{name} {version} is installed, which belongs to another release of torch. {advice}")
     try:
         importlib.import_module("fbgemm_gpu")
@@ -48,15 +51,32 @@ def check_torchrec() -> None:
         raise ImportError(f"TorchRec or FBGEMM cannot be loaded: {type(error).__name__}: {error}. {advice}") from error
 
 
-def matching(torch_version: str) -> str:
-    """The release of torchrec and fbgemm for a torch: theirs count from 1.0 at torch 2.5, one minor version each.
+def matching(torch_version: str) -> dict[str, str]:
+    """The versions of torchrec, fbgemm-gpu and fbgemm-gpu-cpu for a torch, by releases.csv.
 
-    Source: "TorchRec Compatibility" in the documentation of FBGEMM, https://docs.pytorch.org/FBGEMM.
+    Raises:
+        ImportError: There are none.
     """
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
-    if (major, minor) < (2, 5):
-        raise ImportError(f"torch {torch_version} is older than 2.5, the first that nbdist works with")
-    return f"1.{minor - 5}.0"
+    release = tuple(int(part) for part in torch_version.split(".")[:2])
+    table = releases()
+    if release in table:
+        return table[release]
+    first, last = (".".join(map(str, edge(table))) for edge in (min, max))
+    if release < min(table):
+        raise ImportError(f"torch {torch_version} is older than {first}, the first that nbdist works with")
+    raise ImportError(
+        f"for torch {torch_version} there is no TorchRec that this nbdist knows of, only up to torch {last}: install "
+        f"that, or a newer nbdist"
+    )
+
+
+def releases() -> dict[tuple[int, ...], dict[str, str]]:
+    """The releases that belong together, by that of torch.
+
+    Source: "FBGEMM Releases Compatibility" in its documentation, https://docs.pytorch.org/FBGEMM; and what PyPI has.
+    """
+    with (Path(__file__).parent / "releases.csv").open(newline="") as file:
+        return {tuple(int(part) for part in row.pop("torch").split(".")): row for row in csv.DictReader(file)}
 
 
 def _version(name: str) -> str | None:

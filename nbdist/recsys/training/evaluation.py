@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,22 +11,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from ...devices import collective_device
+from .. import ranks
 from ..loader.base import Loader
 
 Predict: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Model and batch → predictions, such as logits of shape (rows,), and targets."""
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], *, bf16: bool = False
 ) -> dict[str, float]:
     """The metrics of a model over all rows of a loader, on all ranks; the model is in evaluation mode meanwhile.
 
+    Each row counts once, also where the loader repeats some (``remainder="pad"``).
+
     All ranks have to call it, and get the same numbers.
+
+    Args:
+        model: The module, such as `model` of what `shard` or `replicate` gave.
+        predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets.
+        loader: The rows, on the device that the model is on; each rank has its share.
+        metrics: Name → metric. They are moved to the rank's device and reset before.
+        bf16: Run `predict` under autocast to bfloat16.
+
+    Returns:
+        Name → value.
+
+    Raises:
+        ValueError: Outside a process group; and where a metric cannot be computed of such rows, such as an AUC where
+            all labels are the same.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.metrics import RMSE
+        >>> from nbdist.recsys.training import evaluate
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]), batch["y"]
+        >>> def error():
+        ...     x = torch.arange(10.0)
+        ...     rows = MemoryLoader({"x": x, "y": x + 1}, 2)
+        ...     return evaluate(torch.nn.Identity(), predict, rows, {"rmse": RMSE()})
+        >>> in_ddp(2, error)
+        {'rmse': 1.0}
     """
+    values, failed = measure(model, predict, loader, metrics, bf16)
+    for name, why in failed.items():
+        raise ValueError(f"{name}: {why}")
+    return values
+
+
+@torch.no_grad()
+def measure(
+    model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], bf16: bool
+) -> tuple[dict[str, float], dict[str, str]]:
+    """What `evaluate` gives, with NaN for what cannot be computed, and why not."""
     was_training = model.training
     model.eval()
     for metric in metrics.values():
@@ -33,14 +77,23 @@ def evaluate(
     try:
         for batch in loader:
             predictions, targets = forward(model, predict, batch, bf16)
+            if loader.repeats:
+                predictions, targets = predictions[: -loader.repeats], targets[: -loader.repeats]
             for metric in metrics.values():
                 metric.update(predictions, targets)
     finally:
         model.train(was_training)
-    values = torch.tensor([float(metric.compute()) for metric in metrics.values()], dtype=torch.float64)
-    values = values.to(collective_device())
+    found, failed = dict.fromkeys(metrics, math.nan), {}
+    for name, metric in metrics.items():
+        try:
+            found[name] = float(metric.compute())
+        except ValueError as error:
+            failed[name] = str(error)
+            with contextlib.suppress(TorchMetricsUserError):  # where it has not got as far
+                metric.unsync()  # it would go on with the rows of all ranks, and could not be reset
+    values = torch.tensor(list(found.values()), dtype=torch.float64, device=collective_device())
     dist.broadcast(values, src=0)  # ranks that stop by them must not differ in the last bit, as sums on a GPU may
-    return dict(zip(metrics, values.tolist(), strict=True))
+    return dict(zip(metrics, values.tolist(), strict=True)), ranks.on_rank_0(lambda: failed)
 
 
 def forward(model: nn.Module, predict: Predict, batch: Any, bf16: bool) -> tuple[Tensor, Tensor]:

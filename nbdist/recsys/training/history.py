@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +16,27 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the table: what was trained since the line before it, and the validation that followed."""
+    """One line of the table: what was trained since the line before it, and the validation that followed.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.metrics import AUC
+        >>> from nbdist.recsys.training import fit, replicate
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train():
+        ...     x = torch.randn(400, 2)
+        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
+        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, show=False)
+        >>> record = in_ddp(2, train)[-1]
+        >>> record.step, record.epoch, record.rates
+        (10, 1.0, [0.1])
+        >>> record.metrics
+        {'auc': 0...}
+    """
 
     step: int
     """Steps done by then."""
@@ -29,10 +49,38 @@ class Record:
     """Learning rates of the last step: each different one that the rank's optimizer has, the largest first."""
     rows_per_second: float
     """Of all ranks together, without the time for validation and snapshots."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Metric that could not be computed → why; its value is NaN."""
 
 
 class History:
-    """The records of a run. A notebook shows them as a table; they go from rank to notebook like any value."""
+    """The records of a run. A notebook shows them as a table; they go from rank to notebook like any value.
+
+    Args:
+        records: In the order of their steps.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.metrics import AUC
+        >>> from nbdist.recsys.training import fit, replicate
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train():
+        ...     x = torch.randn(400, 2)
+        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
+        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        ...     return fit(model, predict, rows, rows, steps=10, every=5, metrics={"auc": AUC()}, show=False)
+        >>> history = in_ddp(2, train)
+        >>> history.frame[["step", "epoch", "lr"]]
+           step  epoch   lr
+        0     5    0.5  0.1
+        1    10    1.0  0.1
+        >>> history.values("auc")
+        [0..., 0...]
+        >>> history.plot().savefig("history.png")
+    """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.records = list(records)
@@ -110,8 +158,9 @@ class History:
         top = "".join(f"<th>{html.escape(name)}</th>" for name in head(self[0]))
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         more = len(self) - len(rows)
+        failed = "".join(f"<p>{html.escape(text)}</p>" for text in failures(self[-1]))
         note = f"<p>{more} earlier ones are in <code>.frame</code>.</p>" if more else ""
-        return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{note}"
+        return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{note}{failed}"
 
 
 def head(record: Record) -> list[str]:
@@ -129,6 +178,11 @@ def cells(record: Record) -> list[str]:
         ", ".join(f"{rate:.3g}" for rate in record.rates),
         f"{record.rows_per_second:,.0f}",
     ]
+
+
+def failures(record: Record) -> list[str]:
+    """What could not be computed, in a sentence each."""
+    return [f"{name} after step {record.step:,} could not be computed: {why}" for name, why in record.failed.items()]
 
 
 def _rate(number: int) -> str:

@@ -19,6 +19,7 @@ It is a convenience: what it uses (`evaluate`, `Snapshots`, loaders, metrics, `s
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -31,10 +32,11 @@ from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
-from .board import Board
+from ..parallel.protocol import Parallel
+from .display import RunDisplay
 from .evaluation import Predict
 from .history import History
-from .run import Parallel, Run
+from .run import Run
 from .schedule import Schedule
 from .snapshots import Snapshots
 
@@ -68,14 +70,17 @@ def fit(
 
     A run that is resumed ends with the same weights and history as one that was never broken off (but for `rows/s`):
     model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
-    follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
+    follow from the step. Build the model and the loaders as for the first time, and give the same arguments. A snapshot
+    is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails costs no
+    training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history, which
+    says why.
 
     Args:
         model: What `shard` or `replicate` gave.
         predict: Called with the model and a batch; returns predictions and targets.
         train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
-            world_size=1`) in equally many steps.
-        valid: Evaluated as a whole, each row once: its remainder has to be "keep".
+            world_size=1`), of which there may be more on some than on others, in equally many steps.
+        valid: Evaluated as a whole, each row once: its remainder may not be "drop".
         steps: How long to train: in steps,
         epochs: or in epochs. One of the two.
         every: Steps from one record, with its evaluation, to the next. None: an epoch. The last step has one too.
@@ -94,6 +99,25 @@ def fit(
         ValueError: Before anything is trained, for arguments that make no sense, loaders that do not suit, ranks with
             different numbers of steps, and snapshots that do not fit.
         RuntimeError: Outside a process group.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.training import fit, replicate
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train():
+        ...     torch.manual_seed(1)
+        ...     x = torch.randn(400, 2)
+        ...     rows = {"x": x, "liked": x[:, 0] > torch.randn(400)}
+        ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+        ...     batches, valid = MemoryLoader(rows, 20, shuffle=True), MemoryLoader(rows, 200)
+        ...     return fit(model, predict, batches, valid, epochs=2, show=False)
+        >>> in_ddp(2, train)
+        step    epoch    loss    valid loss    auc    learning rate    rows/s
+          10     1.00  0...          0...    0...              0.1       ...
+          20     2.00  0...          0...    0...              0.1       ...
     """
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
@@ -105,31 +129,36 @@ def fit(
         if loader is not None:
             loader.to(collective_device())
             _same_steps(loader)
-    run = Run(model, predict, train, loss, bf16)
+    factor = schedule or (lambda step: 1.0)
+    run = Run(model, predict, train, loss, factor, bf16)
     resumed = snapshots is not None and run.restore(snapshots)
     first = run.step
-    factor = schedule or (lambda step: 1.0)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
-    board = Board(run.history, total) if show and dist.get_rank() == 0 else None
-    if board and resumed:
-        board.note(f"resumed after step {first:,}")
+    display = RunDisplay(run.history, total) if show and dist.get_rank() == 0 else None
+    if display and resumed:
+        display.note(f"resumed after step {first:,}")
+    if run.step and (run.step % every == 0 or run.step == total) and not run.recorded:
+        run.record(valid, metrics)
+        if display:
+            display.update()
     stopped = _stale(run.history, metrics, patience)
     with contextlib.closing(_endless(train)) as batches:
         while run.step < total and not stopped:
             run.train_on(*next(batches))
-            recorded = run.step % every == 0 or run.step == total
-            if recorded:
+            due = run.step == total or (snapshots is not None and run.step % (snapshots.every or every) == 0)
+            if snapshots and due:
+                run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
+            if run.step % every == 0 or run.step == total:
                 run.record(valid, metrics)
                 stopped = _stale(run.history, metrics, patience)
-            ends = run.step == total or stopped
-            if snapshots and (ends or run.step % (snapshots.every or every) == 0):
-                run.snapshot(snapshots)
-            if board:
-                board.update() if recorded else board.progress(run.step, first)
+                if snapshots and stopped and not due:
+                    run.snapshot(snapshots)
+            if display:
+                display.update() if run.recorded else display.progress(run.step, first)
             rates.step()
-    if board:
-        board.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
+    if display:
+        display.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
     return run.history
 
 
@@ -149,6 +178,7 @@ def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None
         return False
     name, metric = list(metrics.items())[-1]
     values = [value if metric.higher_is_better else -value for value in history.values(name)]
+    values = [-math.inf if math.isnan(value) else value for value in values]  # what is no number is no improvement
     return len(values) - 1 - values.index(max(values)) >= patience
 
 
@@ -178,17 +208,15 @@ def _check(
                 f"{name} is a {type(loader).__name__}: a ParquetLoader or MemoryLoader is needed, which divides the "
                 "rows among the ranks and can be resumed. For others, write the loop yourself; evaluate() helps"
             )
-    if valid is not None and valid.remainder != "keep":
-        raise ValueError(
-            f"valid has remainder={valid.remainder!r}, so that rows are left out or come twice: make it with 'keep'"
-        )
+    if valid is not None and valid.remainder == "drop":
+        raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
     if patience is not None and (valid is None or not metrics):
         raise ValueError("patience= needs valid= and a metric to go by")
 
 
 def _same_steps(loader: Loader) -> None:
     """Ranks that have loaders of their own could wait for one another for ever."""
-    lengths = ranks.gather(len(loader))
+    lengths = ranks.all_gather(len(loader))
     for rank, length in enumerate(lengths):
         if length != lengths[0]:
             raise ValueError(

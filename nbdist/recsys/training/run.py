@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from ...devices import collective_device
+from .. import ranks
 from ..loader.base import Loader
-from .evaluation import Predict, evaluate, forward
+from ..parallel.protocol import Parallel
+from .evaluation import Predict, forward, measure
 from .history import History, Record
+from .schedule import Schedule
 from .snapshots import Snapshots, random_state, set_random_state
-
-
-class Parallel(Protocol):
-    """A model on all ranks: what `shard` and `replicate` give."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-
-    def save(self, folder: str | os.PathLike[str]) -> None: ...
-
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None: ...
 
 
 class Run:
     """A run between its steps: all that a snapshot has to hold beside the model."""
 
     def __init__(
-        self, model: Parallel, predict: Predict, train: Loader, loss: Callable[[Tensor, Tensor], Tensor], bf16: bool
+        self,
+        model: Parallel,
+        predict: Predict,
+        train: Loader,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        schedule: Schedule,
+        bf16: bool,
     ) -> None:
         self.model, self.predict, self.train, self.loss, self.bf16 = model, predict, train, loss, bf16
+        self.schedule = schedule
         self.step = 0
         self.history = History()
-        plan, rank = train.plan, train.rank
-        ranks = range(plan.world_size)
-        self._sizes = [plan.size(rank, i) for i in range(plan.steps)]
+        # Of all ranks, as each of them may have a loader of rows of its own.
+        everyone = ranks.all_gather((train.partition, train.rank))
+        totals = [sum(partition.size(rank, i) for partition, rank in everyone) for i in range(len(train))]
+        self._sizes = [train.partition.size(train.rank, i) for i in range(len(train))]
         # This rank's part of a step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-        self._parts = [
-            self._sizes[i] * plan.world_size / sum(plan.size(other, i) for other in ranks) for i in range(plan.steps)
-        ]
+        self._parts = [size * len(everyone) / total for size, total in zip(self._sizes, totals, strict=True)]
         # Since the last record:
         self._loss = torch.zeros((), dtype=torch.float64, device=collective_device())
         self._rows, self._seconds = 0, 0.0
@@ -65,6 +59,11 @@ class Run:
         self._rows += self._sizes[number]
         self.step += 1
 
+    @property
+    def recorded(self) -> bool:
+        """Whether the history has the last step."""
+        return bool(len(self.history)) and self.history[-1].step == self.step
+
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric]) -> None:
         """Add to the history what was trained since the last record, and an evaluation."""
         self._stop_clock()
@@ -73,9 +72,16 @@ class Run:
         dist.all_reduce(sums)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         loss, rows = sums.tolist()
-        found = {} if valid is None else evaluate(self.model.model, self.predict, valid, metrics, bf16=self.bf16)
+        found: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        if valid is not None:
+            found, failed = measure(self.model.model, self.predict, valid, metrics, self.bf16)
+        factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
-        rates = {float(f"{group['initial_lr']:.6g}"): group["lr"] for group in self.model.optimizer.param_groups}
+        rates = {
+            float(f"{group['initial_lr']:.6g}"): group["initial_lr"] * factor
+            for group in self.model.optimizer.param_groups
+        }
         self.history.records.append(
             Record(
                 step=self.step,
@@ -84,6 +90,7 @@ class Run:
                 metrics=found,
                 rates=[rates[full] for full in sorted(rates, reverse=True)],
                 rows_per_second=rows / float(slowest),
+                failed=failed,
             )
         )
         self._loss.zero_()

@@ -24,6 +24,12 @@ def warmup_decay(
 
     Raises:
         ValueError: Warm-up and decay do not follow one another within `steps`, or an unknown shape.
+
+    Examples:
+        >>> from nbdist.recsys.training import warmup_decay
+        >>> factor = warmup_decay(8, warmup=4, shape="linear")  # for fit(..., schedule=factor)
+        >>> [factor(step) for step in range(8)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     start = warmup if start is None else start
     if not 0 <= warmup <= start < steps:

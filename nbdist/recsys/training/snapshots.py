@@ -9,17 +9,15 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import ranks
-from ..disk import sync
-
-if TYPE_CHECKING:
-    from .run import Parallel
+from ..io.disk import sync
+from ..parallel.protocol import Parallel
 
 _STATE = "state.json"
 
@@ -30,12 +28,32 @@ class Snapshots:
 
     Each is a folder `step-N` with what `save` of the model writes, and with what else a run goes on from. It is
     written under another name and renamed at the end: a run that is killed while it writes leaves the one before.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.training import Snapshots, fit, replicate
+        >>> def predict(model, batch):
+        ...     return model(batch["x"]).squeeze(1), batch["liked"]
+        >>> def train(steps):
+        ...     x = torch.linspace(-1, 1, 100)[:, None]
+        ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > 0}, 5, shuffle=True, seed=1)
+        ...     model = replicate(torch.nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        ...     snapshots = Snapshots("run", every=5, resume=True)
+        ...     return fit(model, predict, rows, steps=steps, every=5, snapshots=snapshots, show=False)
+        >>> history = in_ddp(2, train, 10)
+        >>> [folder.name for folder in Snapshots("run").all()]
+        ['step-5', 'step-10']
+        >>> history = in_ddp(2, train, 15)  # goes on after step 10
+        >>> [record.step for record in history]
+        [5, 10, 15]
     """
 
     folder: str | os.PathLike[str]
     """One that all ranks reach, of this run alone. It is made if it is not there."""
     every: int | None = None
-    """Steps. None: with each evaluation. The end of a run is one in any case."""
+    """Steps. None: before each evaluation. The end of a run is one in any case."""
     keep: int = 2
     """How many: older ones are removed."""
     resume: bool = False
@@ -100,7 +118,7 @@ class Snapshots:
         """
         if dist.get_rank() == 0 and self.resume:
             self._clear()
-        there = ranks.on_first(self.all)
+        there = ranks.on_rank_0(self.all)
         if not there:
             return None
         newest = there[-1]
@@ -113,7 +131,7 @@ class Snapshots:
         if common["world_size"] != dist.get_world_size():
             raise ValueError(
                 f"{newest} was taken on {common['world_size']} ranks, and here are {dist.get_world_size()}: they would "
-                "deal the rest of the epoch out differently, so the run would not end where it would have. Resume it "
+                "divide the rest of the epoch differently, so the run would not end where it would have. Resume it "
                 f"on {common['world_size']}, or begin another one from its weights: model.load({str(newest)!r})"
             )
         model.load(newest)

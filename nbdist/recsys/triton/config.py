@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 
-class Tensor(NamedTuple):
+class TensorSpec(NamedTuple):
     """An input or output of a model, without the rows."""
 
     name: str
@@ -28,7 +28,7 @@ class Batching(NamedTuple):
 
 
 def model_config(
-    name: str, backend: str, batching: Batching, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    name: str, backend: str, batching: Batching, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
 ) -> Any:
     """The configuration of a model that a backend runs."""
     from tritonclient.grpc import model_config_pb2 as pb
@@ -46,7 +46,7 @@ def model_config(
 
 
 def ensemble_config(
-    name: str, batching: Batching, inputs: Sequence[Tensor], outputs: Sequence[Tensor], steps: Sequence[Any]
+    name: str, batching: Batching, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], steps: Sequence[Any]
 ) -> Any:
     """The configuration of an ensemble of models one after the other, given by their configurations.
 
@@ -71,7 +71,7 @@ def write_config(config: Any, folder: Path) -> None:
     (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
 
 
-def _config(name: str, batching: Batching, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+def _config(name: str, batching: Batching, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Any:
     from tritonclient.grpc import model_config_pb2 as pb
 
     config = pb.ModelConfig(name=name, max_batch_size=batching.rows)

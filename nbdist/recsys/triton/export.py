@@ -21,11 +21,12 @@ A request has each raw column as a tensor of shape (rows, 1): INT64 for integers
 strings (UTF-8), FP32 or FP64. A null is `NULL`, or `NULL_STRING` among strings. Columns of lists have the shape (rows,
 longest), where shorter lists end in `PADDING` or `PADDING_STRING`, and a null list is one of a null. In the Python
 backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
-empty lists are treated as in training.
+empty lists get the codes that they have in training; see `fill` for what the model makes of those it never saw.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -39,22 +40,38 @@ import torch
 from torch import nn
 
 from .. import ranks
+from ..etl.unknown import unknown_filled
 from ..etl.workflow import Workflow
-from ..folders import appearing
+from ..io.folders import atomic_folder
 from ..loader.columns import Columns
 from . import served
-from .config import Batching, Tensor, ensemble_config, model_config, write_config
+from .config import Batching, TensorSpec, ensemble_config, model_config, write_config
 from .onnx import Call, write_onnx
+from .request import arrow_type, served_steps, to_request
 from .served.preprocess import Array
-from .wire import arrow_type, preprocess, to_wire
 
-BACKENDS = ("onnxruntime", "python")
+_BACKENDS = ("onnxruntime", "python")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class Ensemble:
-    """What was exported."""
+    """What was exported.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> from nbdist.recsys.triton import export_ensemble
+        >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob"]}))
+        >>> def click(model, batch):
+        ...     return model(batch["user"]).sigmoid()
+        >>> ensemble = export_ensemble(workflow, torch.nn.Embedding(4, 1), "repository", "ctr", call=click)
+        >>> ensemble.name, ensemble.inputs, ensemble.output
+        ('ctr', {'user': 'string'}, 'output')
+        >>> ensemble.request({"user": ["bob", "zoe"]})
+        {'user': array([[b'bob'], [b'zoe']], dtype=object)}
+    """
 
     path: Path
     """The model repository."""
@@ -81,7 +98,7 @@ class Ensemble:
         missing = [name for name in self.inputs if name not in table.column_names]
         if missing:
             raise ValueError(f"the frame has no column {missing[0]!r}: a request has {', '.join(self.inputs)}")
-        return {name: to_wire(table[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
+        return {name: to_request(table[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
 
 
 def export_ensemble(
@@ -96,6 +113,7 @@ def export_ensemble(
     backend: str = "onnxruntime",
     max_batch_size: int = 4096,
     max_queue_delay: float = 100e-6,
+    fill: bool = True,
     overwrite: bool = False,
 ) -> Ensemble:
     """Write a Triton model repository in which raw columns go in and the model's answers come out.
@@ -114,6 +132,8 @@ def export_ensemble(
         backend: What runs the model in the server: its backend "onnxruntime", or "python" with the wheel onnxruntime.
         max_batch_size: The rows that a request may have, and that requests are put together to.
         max_queue_delay: Seconds that a request may wait for others to be put together with.
+        fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
+            `etl.fill_unknown` has it, in TorchRec's tables; otherwise what their tables happened to begin with.
         overwrite: Whether an ensemble of this name that was written to `path` before is replaced.
 
     Raises:
@@ -122,13 +142,26 @@ def export_ensemble(
         RuntimeError: The workflow is not fitted; or in ranks.
         TypeError: The model is still sharded or wrapped.
         FileExistsError: There is something else at `path`.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> from nbdist.recsys.triton import export_ensemble
+        >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob"]}))
+        >>> model = torch.nn.Embedding(workflow.vocabularies["user"].size, 1)  # stands for a trained one
+        >>> def click(model, batch):
+        ...     return model(batch["user"]).sigmoid()
+        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, output="click")
+        >>> sorted(folder.name for folder in ensemble.path.iterdir())
+        ['ctr', 'ctr_model', 'ctr_preprocess']
     """
     path = Path(path).expanduser().absolute()
     names = (f"{name}_preprocess", f"{name}_model", name)
     if not _NAME.fullmatch(name):
         raise ValueError(f"name={name!r} is none for a model: it may have letters, digits, '_', '-' and '.'")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: one of {', '.join(BACKENDS)}")
+    if backend not in _BACKENDS:
+        raise ValueError(f"backend={backend!r}: one of {', '.join(_BACKENDS)}")
     if max_batch_size < 1 or max_queue_delay < 0:
         raise ValueError(f"{max_batch_size=} has to be at least 1, {max_queue_delay=} at least 0")
     kind = type(model).__name__
@@ -138,25 +171,26 @@ def export_ensemble(
         raise RuntimeError("export_ensemble works in the notebook: return the model's gather() from the ranks")
     if isinstance(workflow, (str, os.PathLike)):
         workflow = Workflow.load(workflow)
-    steps = preprocess(workflow, columns if columns is None else list(columns))
+    steps = served_steps(workflow, columns if columns is None else list(columns))
     if output in {*steps.inputs, *steps.outputs}:
         raise ValueError(f"output={output!r} is the name of a column too: choose another")
 
-    with appearing(path, names, overwrite) as scratch:
+    with atomic_folder(path, names, overwrite) as scratch:
         repository = scratch / "whole"
         folders = [repository / one / "1" for one in names]
         for folder in folders:
             folder.mkdir(parents=True)
         steps.write(folders[0])
         _copy_source("preprocess.py", folders[0])
-        answer = write_onnx(model, steps.outputs, call or _plain_call, output, folders[1] / "model.onnx")
+        with unknown_filled(model, workflow) if fill else contextlib.nullcontext():
+            answer = write_onnx(model, steps.outputs, call or _plain_call, output, folders[1] / "model.onnx")
         if backend == "python":
             _copy_source("predict.py", folders[1])
 
         batching = Batching(max_batch_size, max_queue_delay)
         raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
-        taken = [Tensor(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
-        answers = [Tensor(output, answer.numpy().dtype, answer.shape[1])]
+        taken = [TensorSpec(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
+        answers = [TensorSpec(output, answer.numpy().dtype, answer.shape[1])]
         first = model_config(names[0], "python", batching, raw, taken)
         second = model_config(names[1], backend, batching, taken, answers)
         whole = ensemble_config(names[2], batching, raw, answers, [first, second])
@@ -169,11 +203,11 @@ def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:
     return model(batch)  # type: ignore[no-any-return]
 
 
-def _tensor(column: str, kind: pa.DataType) -> Tensor:
+def _tensor(column: str, kind: pa.DataType) -> TensorSpec:
     is_list = pa.types.is_large_list(kind)
     inner = kind.value_type if is_list else kind
     dtype = object if pa.types.is_large_binary(inner) else inner.to_pandas_dtype()
-    return Tensor(column, dtype, -1 if is_list else 1)
+    return TensorSpec(column, dtype, -1 if is_list else 1)
 
 
 def _copy_source(file: str, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """A trained model as ONNX: plain look-ups instead of embedding bags, any number of rows, checked against the model.
 
 ONNX has no bags of different sizes. So in what is exported, lists are rows padded with -1, and each
-`torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `PaddedBag`. The model's own code
+`torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `_PaddedBag`. The model's own code
 runs unchanged: it sees `Ragged` columns whose lists all have the same length.
 """
 
@@ -13,25 +13,23 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..loader.columns import Columns, Ragged, rows_of
-
-if TYPE_CHECKING:
-    from .wire import Feature
+from .request import Feature
 
 Call: TypeAlias = Callable[[nn.Module, Columns], Tensor]
 """How a batch is put to a model: what it returns is what is served."""
 
-OPSET = 18
+_OPSET = 18
 """Of ONNX; ONNX Runtime has it since 1.14, of February 2023."""
 
 
-class PaddedBag(nn.Module):
+class _PaddedBag(nn.Module):
     """An `nn.EmbeddingBag` whose bags are all of one length, with -1 for what is not there.
 
     Raises:
@@ -72,7 +70,7 @@ class _Served(nn.Module):
                 batch[name] = Ragged(tensor.reshape(-1), torch.arange(rows + 1) * longest)
             else:
                 batch[name] = tensor.squeeze(1)
-        return two_dimensional(self.call(self.model, batch))
+        return _two_dimensional(self.call(self.model, batch))
 
 
 def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, output: str, path: Path) -> Tensor:
@@ -109,7 +107,7 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
                 input_names=list(features),
                 output_names=[output],
                 dynamic_shapes=(shapes,),
-                opset_version=OPSET,
+                opset_version=_OPSET,
                 external_data=True,
                 verbose=False,
             )
@@ -136,7 +134,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def two_dimensional(answer: object) -> Tensor:
+def _two_dimensional(answer: object) -> Tensor:
     """A model's answer, shape (rows,) or (rows, width), as (rows, width)."""
     if not isinstance(answer, Tensor) or answer.ndim not in (1, 2):
         found = f"of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
@@ -148,8 +146,8 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
     for path, module in model.named_modules():
         for name, child in module.named_children():
             if isinstance(child, nn.EmbeddingBag):
-                setattr(module, name, PaddedBag(child, f"{path}.{name}".lstrip(".")))
-    return PaddedBag(model, "the model") if isinstance(model, nn.EmbeddingBag) else model
+                setattr(module, name, _PaddedBag(child, f"{path}.{name}".lstrip(".")))
+    return _PaddedBag(model, "the model") if isinstance(model, nn.EmbeddingBag) else model
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
@@ -184,7 +182,7 @@ def _padded(batch: Columns) -> dict[str, Tensor]:
 def _ask(model: nn.Module, call: Call, batch: Columns) -> Tensor:
     try:
         with torch.no_grad(), _quiet():
-            answer = two_dimensional(call(model, batch))
+            answer = _two_dimensional(call(model, batch))
     except Exception as error:
         raise ValueError(
             f"the model cannot take the workflow's {', '.join(batch)}: {type(error).__name__}: {error}. It is given a "

@@ -39,7 +39,19 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True)
 class Server:
-    """A running server."""
+    """A running server.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> import tritonclient.http
+        >>> from nbdist.recsys.triton import serve
+        >>> Path("repository").mkdir()  # export_ensemble makes one with models
+        >>> with serve("repository") as server:
+        ...     server.http, server.grpc
+        ...     tritonclient.http.InferenceServerClient(server.http).is_server_ready()
+        ('127.0.0.1:...', '127.0.0.1:...')
+        True
+    """
 
     http: str
     """Its address for HTTP, ``host:port``, as `tritonclient.http` takes it."""
@@ -67,11 +79,6 @@ def serve(
 ) -> Iterator[Server]:
     """Run a Triton server on the model repository `path` while a `with` block lasts.
 
-    ::
-
-        with serve("repository") as server:
-            client = tritonclient.http.InferenceServerClient(server.http)
-
     It listens on loopback only, at ports that are free, and has all models of the repository loaded when the block
     begins. When the block ends, or this process dies, the server and what it made in shared memory are gone.
 
@@ -86,6 +93,24 @@ def serve(
         FileNotFoundError: There is no such repository, or no server in `environment`; the message says how to get one.
         RuntimeError: The server ended while it started, as it does when a model cannot be loaded; with what it wrote.
         TimeoutError: It was not ready in time.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> import tritonclient.http as triton
+        >>> from nbdist.recsys.etl import Categorify, Workflow
+        >>> from nbdist.recsys.triton import export_ensemble, serve
+        >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob"]}))
+        >>> model = torch.nn.Embedding.from_pretrained(torch.tensor([[0.0], [0.0], [2.0], [3.0]]))
+        >>> def click(model, batch):
+        ...     return model(batch["user"])
+        >>> ensemble = export_ensemble(workflow, model, "repository", "ctr", call=click, backend="python")
+        >>> [(name, users)] = ensemble.request({"user": ["bob", "ann"]}).items()
+        >>> given = triton.InferInput(name, users.shape, "BYTES").set_data_from_numpy(users)
+        >>> with serve("repository") as server:
+        ...     client = triton.InferenceServerClient(server.http)
+        ...     client.infer("ctr", [given]).as_numpy("output").tolist()
+        [[3.0], [2.0]]
     """
     repository = Path(path).resolve()
     if not repository.is_dir():

@@ -24,7 +24,7 @@ NULL_STRING, PADDING_STRING = b"\x1a", b"\x19"
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
-class Lookup:
+class ValueIndex:
     """Values by their number.
 
     Args:
@@ -54,11 +54,11 @@ class Categorify:
     """Values to codes: 0 null, 1 not known, value i of the vocabulary i + 2; padding stays, as -1."""
 
     def __init__(self, vocabulary: Array) -> None:
-        self._lookup = Lookup(vocabulary)
+        self._index = ValueIndex(vocabulary)
 
     def __call__(self, values: Array) -> Array:
         null, padding = markers(values)
-        codes = self._lookup(values) + 2
+        codes = self._index(values) + 2
         codes[values == null] = 0
         codes[values == padding] = -1
         return codes
@@ -70,17 +70,18 @@ class Join:
     Args:
         keys: The key columns, each of shape (n,), of which no row is there twice.
         columns: The columns to add, each of n + 1 rows.
+        missing: For those that are floats, which rows are null; they are NaN there.
     """
 
-    def __init__(self, keys: list[Array], columns: Mapping[str, Array]) -> None:
-        self._columns = columns
+    def __init__(self, keys: list[Array], columns: Mapping[str, Array], missing: Mapping[str, Array]) -> None:
+        self._columns, self._missing = columns, missing
         # One key after the other, the rows get the number of what they have of the keys so far.
-        self._levels: list[tuple[Lookup, int, Lookup]] = []
+        self._levels: list[tuple[ValueIndex, int, ValueIndex]] = []
         number = np.zeros(len(keys[0]), np.int64)
         for key in keys:
             values, digit = np.unique(key, return_inverse=True)
             pairs, together = np.unique(number * len(values) + digit, return_inverse=True)
-            self._levels.append((Lookup(values), len(values), Lookup(pairs)))
+            self._levels.append((ValueIndex(values), len(values), ValueIndex(pairs)))
             number = together
         self._rows = np.append(np.argsort(number), -1)
 
@@ -89,7 +90,11 @@ class Join:
         for (values, size, pairs), key in zip(self._levels, keys, strict=True):
             digit = values(key[:, 0])
             number = pairs(np.where(digit >= 0, number * size + digit, -1))  # -1, too, stays negative
-        return {name: column[self._rows[number]] for name, column in self._columns.items()}
+        rows = self._rows[number]
+        for name, missing in self._missing.items():
+            if missing[rows].any():
+                raise ValueError(f"{name} is null, which it never was in training")
+        return {name: column[rows] for name, column in self._columns.items()}
 
 
 class Preprocessing:
@@ -104,9 +109,12 @@ class Preprocessing:
 
     def _step(self, step: dict[str, Any], arrays: Mapping[str, Array]) -> tuple[list[str], Any]:
         if step["kind"] == "join":
-            keys = [load(arrays, key) for key in step["keys"]]
-            return step["on"], Join(keys, {name: load(arrays, key) for name, key in step["columns"].items()})
-        return [step["column"]], Categorify(load(arrays, step["vocabulary"]))
+            keys = [load_array(arrays, key) for key in step["keys"]]
+            columns, missing = (
+                {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
+            )
+            return step["on"], Join(keys, columns, missing)
+        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]))
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs, by name, of the inputs.
@@ -116,7 +124,7 @@ class Preprocessing:
         """
         columns = dict(columns)
         for name, values in columns.items():
-            check(name, values, self.inputs[name].startswith("list["))
+            _check(name, values, self.inputs[name].startswith("list["))
         for names, step in self._steps:
             if isinstance(step, Join):
                 columns.update(step([columns[name] for name in names]))
@@ -133,7 +141,7 @@ class Preprocessing:
         return cast
 
 
-def load(arrays: Mapping[str, Array], key: str) -> Array:
+def load_array(arrays: Mapping[str, Array], key: str) -> Array:
     """An array of an npz file; strings are there as the bytes of the distinct ones, where each ends, and numbers."""
     if key in arrays:
         return arrays[key]
@@ -148,7 +156,7 @@ def markers(values: Array) -> tuple[Any, Any]:
     return (NULL_STRING, PADDING_STRING) if values.dtype == object else (NULL, PADDING)
 
 
-def check(name: str, values: Array, is_list: bool) -> None:
+def _check(name: str, values: Array, is_list: bool) -> None:
     if not is_list and (values == markers(values)[1]).any():
         raise ValueError(f"{name} has the value that stands for padding, which is for lists")
     if values.dtype == object:

@@ -1,0 +1,1 @@
+"""What a call takes along, as bytes and back."""

@@ -1,0 +1,159 @@
+"""A call, ready to be sent: the function, its arguments, the names that it needs, the import block."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import io
+import linecache
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..notebook import cell_numbers, hidden_names
+from ..wire.cache import SentCache
+from ..wire.messages import Header
+from ..wire.parcel import Parcel, pack
+from . import reading
+from .depth import deeply
+from .diagnosis import explain_failure
+from .imports import names_given
+from .modules import own_sources
+from .names import namespace_key
+from .need import main_namespace
+from .pickler import Pickler
+from .settings import sender
+from .steps import Call as CallStep
+from .steps import Named, is_constant
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, ready to be sent: the parcel, what goes before it, what comes back by number, what ranks will import."""
+
+    header: Header
+    parcel: Parcel
+    originals: list[Any]
+    modules: set[str]
+
+
+def capture_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    imports: str,
+    need: Mapping[str, Any],
+    cache: SentCache,
+    settings: bool = True,
+) -> Call:
+    """A call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
+
+    What is in the `cache` is not sent again; `settings` says whether the notebook's settings go along. Raises
+    `CaptureError` for what cannot be pickled.
+    """
+    pickler = pickle_call(fn, args, kwargs, imports, need)
+    sources = _sources(pickler.originals)
+    numbers = cell_numbers()
+    header = Header(
+        imports=imports,
+        sources=sources,
+        cells={name: numbers[name] for name in sources if name in numbers},
+        need=frozenset(need),
+        settings=sender.take() if settings else {},
+        places=_places(pickler.modules),
+        own_sources=own_sources(),
+    )
+    parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
+    return Call(header, parcel, pickler.originals, pickler.modules)
+
+
+def pickle_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imports: str, need: Mapping[str, Any]
+) -> Pickler:
+    """Pickle a call; the pickler holds the result, and knows what became of what. Raises `CaptureError`."""
+    given = names_given(imports) - set(need)
+    hidden = hidden_names()
+
+    def skip(key: str, name: str) -> bool:
+        value = main_namespace().get(name)
+        if key == "__main__" and name in given:
+            _warn_if_shadowed(name, value)
+            return True
+        return key == "__main__" and name in hidden and hidden[name] is value
+
+    need_in = dict.fromkeys(("__main__", namespace_key(fn)))
+
+    def write() -> Pickler:
+        pickler = Pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in)
+        # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
+        needed = CallStep(reading.nothing, *pickler.needed()) if need else None
+        positional = [_named(f"argument {number}", value) for number, value in enumerate(args, 1)]
+        by_name = {name: _named(f"argument {name}", value) for name, value in kwargs.items()}
+        pickler.dump((needed, Named("the function", fn), positional, by_name, pickler.originals))
+        return pickler
+
+    try:
+        return deeply(write)
+    except Exception as exc:
+        parts: dict[str, Any] = {**need, "the function": fn}
+        parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))
+        parts.update((f"argument {name}", value) for name, value in kwargs.items())
+        raise explain_failure(exc, parts) from None
+
+
+def _named(name: str, value: Any) -> Any:
+    """A value that errors call by a name, where reading it can raise one."""
+    return value if is_constant(value) else Named(name, value)
+
+
+def _warn_if_shadowed(name: str, value: Any) -> None:
+    if getattr(value, "__module__", None) == "__main__" and isinstance(value, (type, types.FunctionType)):
+        warnings.warn(
+            f"{name!r} is defined in the notebook, but imports= gives that name too: ranks use the imported one. "
+            f"List it in need= to send the notebook's.",
+            stacklevel=2,
+        )
+
+
+def _sources(objects: Iterable[Any]) -> dict[str, str]:
+    sources = {}
+    for obj in objects:
+        name = obj.__code__.co_filename if isinstance(obj, types.FunctionType) else None
+        if name is not None and name not in sources and not os.path.exists(name):
+            lines = linecache.getlines(name)
+            if lines:
+                sources[name] = "".join(lines)
+    return sources
+
+
+def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
+    """Where those of `modules` and their parents lie that a fresh interpreter would not find by `sys.path`."""
+    places: dict[str, tuple[str | None, list[str] | None]] = {}
+    for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
+        top = sys.modules.get(name)
+        if top is not None and _found_by_path(name, id(top), tuple(sys.path)):
+            continue
+        for loaded, module in list(sys.modules.items()):
+            if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
+                file = getattr(module, "__file__", None)
+                folders = list(getattr(module, "__path__", [])) or None
+                if (file and file.endswith(".py")) or folders:
+                    places[loaded] = (file, folders)
+    return places
+
+
+@functools.lru_cache(maxsize=4096)
+def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
+    """Whether `sys.path`, which is `path`, leads to the loaded module."""
+    found = importlib.machinery.PathFinder.find_spec(name)
+    return found is not None and _same_place(sys.modules[name], found)
+
+
+def _same_place(module: types.ModuleType, spec: importlib.machinery.ModuleSpec) -> bool:
+    if spec.origin is not None and spec.origin == getattr(module, "__file__", None):
+        return True
+    return list(spec.submodule_search_locations or []) == list(getattr(module, "__path__", [])) != []

@@ -1,0 +1,93 @@
+"""`imports=`: a block of import statements, checked in the kernel and executed in the ranks."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+import textwrap
+import types
+from collections.abc import Iterable
+from typing import Any
+
+IMPORTS_FILE = "<nbdist imports>"
+
+
+def parse_imports(imports: str | Iterable[str]) -> str:
+    """The import block as one string. Raises `ValueError`, which shows the line, for anything but imports."""
+    if not isinstance(imports, str):
+        imports = list(imports) if isinstance(imports, Iterable) else [imports]
+        if not all(isinstance(line, str) for line in imports):
+            raise TypeError("imports= takes import statements: one string, or a list of strings")
+        imports = "\n".join(textwrap.dedent(line) for line in imports)
+    block = textwrap.dedent(imports).strip("\n")
+    try:
+        statements = ast.parse(block, IMPORTS_FILE).body
+    except SyntaxError as exc:
+        line = (exc.text or _line(block, exc.lineno or 1)).strip()
+        raise ValueError(f"imports= line {exc.lineno} is not valid Python ({exc.msg}): {line}") from None
+    for statement in statements:
+        line = _line(block, statement.lineno)
+        if not isinstance(statement, (ast.Import, ast.ImportFrom)):
+            raise ValueError(f"imports= takes import statements only, but line {statement.lineno} is: {line}")
+        if isinstance(statement, ast.ImportFrom) and statement.level:
+            raise ValueError(
+                f"imports= line {statement.lineno} is a relative import, and a notebook is in no package: {line}"
+            )
+    return block
+
+
+def _line(block: str, lineno: int) -> str:
+    lines = block.splitlines()
+    return lines[lineno - 1].strip() if 0 < lineno <= len(lines) else ""
+
+
+def names_given(block: str) -> set[str]:
+    """The names that the import block binds, as far as that is known here.
+
+    Of `from x import *` they are known where x is loaded in this process; a rank knows them all.
+    """
+    names: set[str] = set()
+    for statement in ast.parse(block).body:
+        assert isinstance(statement, (ast.Import, ast.ImportFrom))
+        for alias in statement.names:
+            if alias.name == "*":
+                module = sys.modules.get(getattr(statement, "module", "") or "")
+                names |= set(_public_names(module)) if module is not None else set()
+            elif isinstance(statement, ast.Import):
+                names.add(alias.asname or alias.name.partition(".")[0])
+            else:
+                names.add(alias.asname or alias.name)
+    return names
+
+
+def modules_named(block: str) -> list[str]:
+    """The modules that the import block names, in its order."""
+    modules: dict[str, None] = {}
+    for statement in ast.parse(block).body:
+        if isinstance(statement, ast.Import):
+            modules.update(dict.fromkeys(alias.name for alias in statement.names))
+        elif isinstance(statement, ast.ImportFrom) and statement.module:
+            modules[statement.module] = None
+    return list(modules)
+
+
+def _public_names(module: types.ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    return [name for name in vars(module) if not name.startswith("_")]
+
+
+def keep_source(file: str, text: str) -> None:
+    """Let tracebacks show the lines of code that is in no file."""
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+
+
+def run_imports(block: str, namespace: dict[str, Any]) -> set[str]:
+    """Execute the import block in `namespace`; returns the names it gave."""
+    keep_source(IMPORTS_FILE, block)
+    given: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(block, IMPORTS_FILE, "exec"), given)
+    del given["__name__"], given["__builtins__"]
+    namespace.update(given)
+    return set(given)

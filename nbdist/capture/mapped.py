@@ -1,0 +1,188 @@
+"""Data that lie in files and are mapped from there: a rank opens the file again, and nothing is copied."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import mmap
+import os
+import socket
+import warnings
+from typing import Any, NamedTuple
+
+from ..errors import NbdistError
+
+#: Data of at least this many bytes are looked for among the mapped files; smaller ones are copied, unless they are of a
+#: kind that is always mapped. A look takes a millisecond.
+LEAST = 16 << 20
+
+READ, WRITE, COPY = mmap.ACCESS_READ, mmap.ACCESS_WRITE, mmap.ACCESS_COPY
+_MODES = {READ: "r", WRITE: "r+", COPY: "c"}
+
+
+class FilePart(NamedTuple):
+    """A part of a file: where it begins and how long it is, in bytes, and how it is mapped."""
+
+    path: str
+    start: int
+    size: int
+    access: int
+
+    def open(self) -> tuple[mmap.mmap, int]:
+        """Map it in this process: the mapping, and where in it the part begins. Raises `NbdistError`."""
+        before = self.start % mmap.ALLOCATIONGRANULARITY
+        try:
+            with open(self.path, "r+b" if self.access == WRITE else "rb") as file:
+                if os.fstat(file.fileno()).st_size < self.start + self.size:
+                    raise OSError("it is shorter now")
+                mapping = mmap.mmap(file.fileno(), before + self.size, access=self.access, offset=self.start - before)
+        except OSError as exc:
+            raise NbdistError(
+                f"the notebook has mapped {self.path}, and this rank on {socket.gethostname()} cannot do so ({exc}): "
+                f"ranks need the file at the same path, or else a copy of the data (`numpy.array(x)`, `tensor.clone()`)"
+            ) from exc
+        return mapping, before
+
+
+class MappedFiles:
+    """Which data of this process lie in files, as the system says at the first question. Linux alone does."""
+
+    def find(self, address: int, size: int) -> FilePart | None:
+        """The part of a file that lies there, if it can be opened again and is the same then."""
+        index = bisect.bisect(self._maps, (address + 1,)) - 1
+        if size <= 0 or index < 0 or address >= self._maps[index][1]:
+            return None
+        start, _, access, position, path = self._maps[index]
+        end = address + size
+        while (mapped_to := self._maps[index][1]) < end:  # one mapping may be told in pieces
+            index += 1
+            if index == len(self._maps) or self._maps[index][::4] != (mapped_to, path):
+                return None
+        if not path.startswith("/") or path.startswith("/dev/") or not os.path.isfile(path):
+            return None  # memory without a file, or one that is deleted or replaced
+        if access == COPY and _changed(start, end):
+            return None
+        return FilePart(path, position + address - start, size, access)
+
+    @functools.cached_property
+    def _maps(self) -> list[tuple[int, int, int, int, str]]:
+        """Start, end, access, position in the file and path of each mapping, in the order of their addresses."""
+        try:
+            with open("/proc/self/maps") as file:
+                lines = [line.rstrip("\n").split(None, 5) for line in file]
+        except OSError:
+            return []
+        found = []
+        for span, allowed, position, _, _, *path in lines:
+            start, end = (int(part, 16) for part in span.split("-"))
+            access = READ if allowed[1] != "w" else WRITE if allowed[3] == "s" else COPY
+            found.append((start, end, access, int(position, 16), path[0] if path else ""))
+        return found
+
+
+def _changed(start: int, end: int) -> bool:
+    """Whether this process has written to the private mappings there: the file does not have that."""
+    with open("/proc/self/smaps") as file:
+        inside = False
+        for line in file:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                first, last = (int(part, 16) for part in name.split("-"))
+                inside = first < end and last > start
+            elif inside and name == "Anonymous:" and rest.split()[0] != "0":
+                return True
+    return False
+
+
+def _warn_of_copy(what: str, nbytes: int) -> None:
+    warnings.warn(
+        f"{what} of {nbytes / 1e9:.2f} GB is mapped from a file, but travels as a copy in shared memory: ranks cannot "
+        f"open that file again (it was deleted or replaced, or its pages were changed in this process alone)",
+        stacklevel=2,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ NumPy arrays
+
+
+def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
+    """How an array is pickled that is mapped from a file; None for any other."""
+    import numpy as np
+
+    is_memmap = type(array) is np.memmap
+    if array.size == 0 or array.dtype.hasobject or not (is_memmap or (array.nbytes >= LEAST and _borrows(array))):
+        return None
+    steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
+    before = -sum(min(step, 0) for step in steps)
+    size = before + sum(max(step, 0) for step in steps) + array.itemsize
+    part = files.find(array.ctypes.data - before, size)
+    if part is None:
+        if is_memmap and array.nbytes >= LEAST and _borrows(array):
+            _warn_of_copy("an array", array.nbytes)
+        return None
+    return _mapped_array, (part, is_memmap, array.dtype, array.shape, array.strides, before, array.flags.writeable)
+
+
+def _borrows(array: Any) -> bool:
+    """Whether an array's memory belongs to something that is no array."""
+    import numpy as np
+
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array is not None
+
+
+def _mapped_array(
+    part: FilePart, is_memmap: bool, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool
+) -> Any:
+    import numpy as np
+
+    mapping, begin = part.open()
+    kind = np.memmap if is_memmap else np.ndarray
+    array: Any = np.ndarray.__new__(kind, shape, dtype, mapping, begin + offset, strides)
+    if is_memmap:
+        array._mmap, array.filename = mapping, part.path
+        array.offset, array.mode = part.start, _MODES[part.access]
+    if not writeable:
+        array.flags.writeable = False
+    return array
+
+
+# --------------------------------------------------------------------------------------- Arrow buffers, torch storages
+
+
+def reduce_buffer(buffer: Any, files: MappedFiles) -> tuple[Any, ...] | None:
+    """How a buffer of Arrow is pickled that is mapped from a file; None for any other."""
+    part = files.find(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= LEAST else None
+    return None if part is None else (_mapped_buffer, (part,))
+
+
+def _mapped_buffer(part: FilePart) -> Any:
+    import pyarrow
+
+    mapping, begin = part.open()
+    return pyarrow.py_buffer(mapping).slice(begin, part.size)
+
+
+def reduce_storage(untyped: Any, files: MappedFiles) -> tuple[Any, ...] | None:
+    """How a storage of torch is pickled that is mapped from a file; None for any other."""
+    if untyped.device.type != "cpu":
+        return None
+    named = getattr(untyped, "filename", None) is not None
+    if not named and untyped.nbytes() < LEAST:
+        return None
+    part = files.find(untyped.data_ptr(), untyped.nbytes())
+    if part is None:
+        if named and untyped.nbytes() >= LEAST:
+            _warn_of_copy("a tensor", untyped.nbytes())
+        return None
+    return _mapped_storage, (part,)
+
+
+def _mapped_storage(part: FilePart) -> Any:
+    import torch
+
+    if part.access == READ:  # a tensor knows no read-only memory
+        part = part._replace(access=COPY)
+    mapping, begin = part.open()
+    return torch.frombuffer(mapping, dtype=torch.uint8, offset=begin, count=part.size).untyped_storage()

@@ -1,0 +1,65 @@
+"""The user's own modules: those that are not installed, and may be edited and reloaded while the notebook runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import types
+import zlib
+from typing import Any
+
+from ..interpreter import INSTALLED
+
+_PACKAGE = __name__.partition(".")[0]
+_lock = threading.Lock()
+_seen: set[str] = set()
+_state: tuple[int, str] = 0, ""
+_executed: dict[str, tuple[Any, int]] = {}  # by name: what changes with each execution, and the source's checksum
+
+
+def own_sources() -> dict[str, int]:
+    """The checksum of the source that this process has executed, for each of the user's own modules that it has."""
+    global _state
+    with _lock:
+        state = len(sys.modules), next(reversed(sys.modules))  # what is new, or was executed again, comes last
+        for name in sys.modules.keys() - _seen if state != _state else ():
+            _seen.add(name)
+            if own_file(sys.modules.get(name), name):
+                _executed[name] = None, 0
+        _state = state
+        for name, (before, _) in list(_executed.items()):
+            module = sys.modules.get(name)
+            file = own_file(module, name)
+            if file is None:
+                del _executed[name]
+                _seen.discard(name)
+                continue
+            # `reload` gives a module another spec. IPython's %autoreload may patch a module without that: where it is
+            # loaded, what is in the file is taken for executed.
+            patched = os.stat(file).st_mtime_ns if _autoreloads() and os.path.exists(file) else 0
+            now = id(getattr(module, "__spec__", None)), getattr(module, "__spec__", None), patched
+            if now != before:
+                _executed[name] = now, checksum(file)
+        return {name: executed[1] for name, executed in _executed.items()}
+
+
+def own_file(module: types.ModuleType | None, name: str) -> str | None:
+    """The source file of one of the user's own modules; None for any other."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or file.startswith(INSTALLED) or not os.path.isabs(file):
+        return None
+    return None if name in ("__main__", "__mp_main__") or name.partition(".")[0] == _PACKAGE else file
+
+
+def checksum(file: str) -> int:
+    """That of a source; 0 where there is none."""
+    try:
+        with open(file, "rb") as source:
+            return zlib.crc32(source.read())
+    except OSError:
+        return 0
+
+
+def _autoreloads() -> bool:
+    return "IPython.extensions.autoreload" in sys.modules

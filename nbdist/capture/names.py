@@ -1,0 +1,149 @@
+"""Which names functions and classes use, and where they find them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import cloudpickle
+
+from ..notebook import shown
+from .need import main_namespace
+
+Namespace = dict[str, Any]
+
+_BY_NAME = frozenset(
+    ["LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"]
+)  # instructions
+
+
+def importable(obj: Any) -> bool:
+    """Whether a reader finds this very function or class by importing its module."""
+    module = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    if module is None or travels_by_value(module):
+        return False
+    found: Any = module
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def travels_by_value(module: Any) -> bool:
+    """Whether `cloudpickle.register_pickle_by_value` was called for the module or for a package that it is in."""
+    registered = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES
+    return bool(registered) and cloudpickle.cloudpickle._is_registered_pickle_by_value(module)
+
+
+def namespace_of(namespace: Namespace) -> tuple[str, bool]:
+    """A key for a function's globals, and whether they have to travel (they do unless a module import gives them)."""
+    name = namespace.get("__name__", "__main__")
+    module = sys.modules.get(name)
+    if module is not None and module.__dict__ is namespace and not travels_by_value(module):
+        return name, name == "__main__"
+    return f"{name}#{id(namespace)}", True  # such as a script run by IPython's %run, or exec with an own dict
+
+
+def namespace_key(fn: Callable[..., Any]) -> str:
+    """The namespace in which `fn`, whatever it is wrapped in, finds its globals."""
+    inner = inspect.unwrap(fn)
+    while isinstance(inner, (functools.partial, types.MethodType)):
+        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
+    return namespace_of(inner.__globals__)[0] if hasattr(inner, "__globals__") else "__main__"
+
+
+def globals_of(fn: types.FunctionType) -> Namespace:
+    """The globals that `fn` uses, by name. Of what the notebook has shown (`Out`), only what `fn` names by number."""
+    namespace = fn.__globals__
+    names = dict.fromkeys(globals_used(fn.__code__))
+    names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))
+    found = {name: namespace[name] for name in names if name in namespace}
+    if "Out" in found and found["Out"] is shown():
+        numbers = {number for code in _codes(fn.__code__) for number in code.co_consts if type(number) is int}
+        found["Out"] = Outputs({number: found["Out"][number] for number in numbers & set(found["Out"])})
+    return found
+
+
+def globals_of_class(cls: type) -> Namespace:
+    """Variables of the notebook that only the text of a class's hints names."""
+    hints = vars(cls).get("__annotations__")
+    if cls.__module__ != "__main__" or not hints:
+        return {}
+    main = main_namespace()
+    return {name: main[name] for name in names_in_hints(hints) if name in main}
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_used(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that `code`, or a function or class inside it, reads or writes."""
+    names = {i.argval: None for i in dis.get_instructions(code) if i.opname in _BY_NAME}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(dict.fromkeys(globals_used(const)))
+    return tuple(names)
+
+
+def names_in_hints(hints: Mapping[str, Any]) -> Iterator[str]:
+    """The names in those hints that are text, wholly (`from __future__ import annotations`) or in part."""
+    for hint in hints.values() if isinstance(hints, Mapping) else ():
+        for text in _texts(hint):
+            try:
+                yield from _names_in(text)
+            except SyntaxError:  # it is text for people
+                continue
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(text: str) -> tuple[str, ...]:
+    return globals_used(compile(text.strip(), "<hint>", "eval"))
+
+
+def _texts(hint: Any) -> Iterable[str]:
+    if isinstance(hint, str):
+        return [hint]
+    if isinstance(hint, typing.ForwardRef):
+        return [hint.__forward_arg__]
+    if type(hint) is type:
+        return []
+    if typing.get_origin(hint) is typing.Literal:
+        return []
+    return [text for part in getattr(hint, "__args__", None) or () for text in _texts(part)]
+
+
+def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.ModuleType]:
+    """The loaded sub-modules of a package that `code` may reach through it, as in `xml.etree.ElementTree`."""
+    if not hasattr(module, "__path__"):
+        return []
+    found = []
+    for name in _attributes(code):
+        inner = sys.modules.get(f"{module.__name__}.{name}")
+        if isinstance(inner, types.ModuleType):
+            found += [inner, *submodules(inner, code)]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _attributes(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for inner in _codes(code) for name in inner.co_names)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
+
+
+class Outputs(dict[int, Any]):
+    """Values that cells have shown, in a rank: those that functions name."""
+
+    def __missing__(self, number: Any) -> Any:
+        raise KeyError(
+            f"Out[{number!r}] did not travel: only those outputs do that the function names by number; "
+            f"need={{'value': Out[{number!r}]}} brings any other"
+        )

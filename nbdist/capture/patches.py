@@ -1,0 +1,96 @@
+"""Functions of the notebook put into libraries: into modules, and into classes as fastcore's `@patch` does."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..notebook import shell
+from .names import importable
+from .need import main_namespace
+
+#: A class or module, the name of its attribute, and what the notebook has put there.
+Patch = tuple[type | types.ModuleType, str, Any]
+
+#: Modules in which a function of the notebook is no patch: a process's own hooks, and what IPython puts there.
+_NO_LIBRARIES = {"__main__", "__mp_main__", "builtins", "sys"}
+#: Code that may put something into a class or module. Assignments to `self` do not.
+_MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE)
+
+
+class Patches:
+    """Finds patches. It looks through all classes and modules, so only when code has been run that may patch."""
+
+    def __init__(self) -> None:
+        self._looked: Any = None
+        self._read = 0  # how many cells
+        self._wary = False
+        self._found: list[Patch] = []
+        self._refused: set[tuple[type | types.ModuleType, str]] = set()
+
+    def find(self, fails: Callable[[Any], bool]) -> list[Patch]:
+        """The patches that can be sent; a warning says, once of each, which cannot."""
+        now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
+        if now != self._looked:
+            self._looked = now
+            self._found = [patch for patch in _search() if self._can_travel(patch, fails)] if self._may_have() else []
+        return self._found
+
+    def _may_have(self) -> bool:
+        cells = getattr(shell(), "user_ns", {}).get("_ih")
+        if cells is None:
+            return True  # a script: it is looked through once
+        new, self._read = cells[min(self._read, len(cells)) :], len(cells)
+        self._wary = self._wary or any(_MAY_PATCH.search(cell) for cell in new)
+        return self._wary
+
+    def _can_travel(self, patch: Patch, fails: Callable[[Any], bool]) -> bool:
+        owner, name, value = patch
+        if isinstance(owner, type) and not importable(owner):
+            return False  # no library's: it travels by value, with all that it has, or not at all
+        if not fails(value):
+            return True
+        if (owner, name) not in self._refused:
+            self._refused.add((owner, name))
+            place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+            warnings.warn(
+                f"{place}.{name}, which the notebook has set, is not set in the ranks: it "
+                f"cannot be sent. Set it inside the function.",
+                stacklevel=2,
+            )
+        return False
+
+
+def _search() -> Iterator[Patch]:
+    main, seen, classes = main_namespace(), {object}, [object]
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType) and module.__name__ not in _NO_LIBRARIES:
+            for name, value in list(vars(module).items()):
+                if type(value) is types.FunctionType and value.__globals__ is main:
+                    yield module, name, value
+    while classes:
+        for cls in type.__subclasses__(classes.pop()):
+            if cls in seen:
+                continue
+            seen.add(cls)
+            classes.append(cls)
+            if cls.__module__ != "__main__":
+                yield from ((cls, name, value) for name, value in list(vars(cls).items()) if _is_own(value, main))
+
+
+def _is_own(value: Any, main: dict[str, Any]) -> bool:
+    if type(value) is types.FunctionType:
+        return value.__globals__ is main
+    if type(value) in (classmethod, staticmethod):
+        return getattr(value.__func__, "__globals__", None) is main
+    if type(value) is property:
+        return any(getattr(fn, "__globals__", None) is main for fn in (value.fget, value.fset))
+    if type(value) is functools.partialmethod:
+        return getattr(value.func, "__globals__", None) is main
+    accessor = getattr(value, "_accessor", None) if "pandas" in sys.modules and not isinstance(value, type) else None
+    return isinstance(accessor, type) and accessor.__module__ == "__main__"

@@ -1,0 +1,313 @@
+"""Notebook objects as bytes: functions and classes by value, big buffers beside the pickle. `reading` reads them.
+
+A function keeps the namespace it lives in: notebook functions find their globals in the rank's `__main__`, all of
+them in the same one. The globals that they use travel too, once each, and end up in that namespace; and so do the
+functions and classes that the notebook knows by their own names, for what pickles by name in a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from . import classes, data, reading, reducers
+from .data import OUT_OF_BAND, Storage, reduce_data, reduce_tensor, typed_storage
+from .mapped import MappedFiles
+from .names import (
+    Outputs,
+    globals_of,
+    globals_of_class,
+    importable,
+    namespace_of,
+    submodules,
+    travels_by_value,
+)
+from .need import main_namespace
+from .steps import (
+    Call,
+    Close,
+    Enter,
+    EnterConstants,
+    EnterOwn,
+    Named,
+    Open,
+    Progress,
+    Step,
+    is_constant,
+    is_definition,
+)
+
+#: Of code, and of data that it refers to.
+Steps = tuple[list[Any], list[Any]]
+
+
+class Pickler(cloudpickle.Pickler):
+    """A C-speed pickler that sends notebook functions by value, with the globals that they use.
+
+    Args:
+        file: Where the pickle goes.
+        skip: Says of a global, by the key of its namespace and its name, that the reader has it already.
+        need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
+        known: The number, by id, of each object that came from the other side. It goes back as that number, so that
+            the notebook gets its own class again and not a copy.
+        to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
+        in_band: Put big buffers into the pickle too.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        *,
+        skip: Callable[[str, str], bool] = lambda key, name: False,
+        need: Mapping[str, Any] | None = None,
+        need_in: Iterable[str] = (),
+        known: Mapping[int, int] | None = None,
+        to_cpu: bool = False,
+        in_band: bool = False,
+    ) -> None:
+        self.file = file
+        self.buffers: list[pickle.PickleBuffer] = []
+        self.originals: list[Any] = []  # functions and classes sent by value, in the order of their numbers
+        self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
+        self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
+        self.captured: dict[str, Any] = {}  # those of them that travel
+        self._progress = Progress()
+        self._skip = skip
+        self._need, self._need_in = need or {}, frozenset(need_in)
+        self._known = known or {}
+        self._to_cpu = to_cpu
+        # What comes back is copied: files of ranks may be short-lived.
+        self._files = None if to_cpu or in_band else MappedFiles()
+        self._skipped: dict[tuple[str, str], bool] = {}
+        self._numbers: dict[int, int] = {}
+        self._storages: dict[int, Storage] = {}
+        self._array = getattr(sys.modules.get("numpy"), "ndarray", None)
+        self._cells: set[int] = set()  # those whose content some function's steps write
+        # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
+        beside = None if in_band else functools.partial(_keep_buffer, self.buffers)
+        super().__init__(file, protocol=5, buffer_callback=beside)
+
+    def dump(self, obj: Any) -> None:
+        """Write the pickle of `obj`. Raises what its objects raise, `RecursionError` for one that is too deep."""
+        pickle.Pickler.dump(self, obj)
+
+    def needed(self) -> tuple[Step, ...]:
+        """What brings all that is needed, whether or not it is seen to be used."""
+        return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
+
+    def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
+        if isinstance(obj, Step):
+            return obj.reduce(self._progress)
+        number = self._known.get(id(obj))
+        if number is not None:
+            return reading.original, (number,)
+        if type(obj) is self._array:  # there may be very many
+            return reduce_data(obj, self._files) or NotImplemented
+        if isinstance(obj, types.FunctionType):
+            if obj in _READERS:
+                return NotImplemented
+            if importable(obj):
+                self.modules.add(obj.__module__)
+                return NotImplemented
+            self._number(obj)
+            return self._reduce_function(obj)
+        if isinstance(obj, type):
+            if obj.__module__ == "builtins" or obj in classes.BUILT_IN:  # where NoneType and its like say they are
+                return super().reducer_override(obj)
+            if importable(obj):
+                self.modules.add(obj.__module__)
+                return NotImplemented
+            self._number(obj)
+            return self._reduce_class(obj)
+        if isinstance(obj, BaseException) and reducers.has_own_init(type(obj)):
+            return reducers.make_exception, (type(obj), obj.args), obj.__dict__
+        if isinstance(obj, types.ModuleType):
+            return self._reduce_module(obj)
+        if isinstance(obj, types.CellType):
+            return self._reduce_cell(obj)
+        if type(obj) in classes.VARIABLES:
+            self._number(obj)
+            return classes.reduce_variable(obj)
+        if type(obj) in reducers.BY_TYPE:
+            return reducers.BY_TYPE[type(obj)](obj)
+        reduction = reduce_data(obj, self._files) or reducers.reduce_fastai(obj) or reducers.reduce_own(obj)
+        if reduction is not None:
+            return reduction
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            if isinstance(obj, torch.Tensor):
+                return reduce_tensor(obj)
+            if isinstance(obj, torch.storage.TypedStorage):
+                return typed_storage, (self._storage(obj._untyped_storage), obj.dtype)
+            if isinstance(obj, torch.UntypedStorage):
+                return typed_storage, (self._storage(obj), None)
+            if type(obj) is torch.device and obj.type == "cuda":
+                # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
+                return torch.device, ("cpu",) if self._to_cpu else ("cuda",)
+        return super().reducer_override(obj)
+
+    def _number(self, obj: Any) -> None:
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.originals)
+            self.originals.append(obj)
+
+    # What follows gives steps in pairs of lists: those of code, and those of data, which wait until all code is there.
+
+    def _reduce_function(self, fn: types.FunctionType) -> tuple[Any, ...]:
+        key, captured = namespace_of(fn.__globals__)
+        names = globals_of(fn)
+        if "#" in key:  # what relative imports go by
+            names.update((name, fn.__globals__[name]) for name in _PACKAGE if name in fn.__globals__)
+        if not captured:  # pytest's rewritten asserts use names such as '@pytest_ar' that no import of the module gives
+            names = {name: value for name, value in names.items() if name.startswith("@")}
+        self.used.update((key, name) for name in names)
+        attributes = {name: value for name in _FUNCTION_ATTRIBUTES if (value := getattr(fn, name, None))}
+        args = (fn.__code__, key, fn.__name__, fn.__module__, fn.__qualname__, fn.__doc__, fn.__closure__)
+        steps = self._definition(
+            self._own_name(fn),
+            [],
+            _attributes(reading.set_function, fn, attributes),
+            _attributes(reading.update_function, fn, fn.__dict__),
+            self._contents(fn),
+            self._reached_modules(fn, names.values() if captured else ()),
+            self._variables(key, names),
+        )
+        return reading.make_function, args, steps, None, None, reading.nothing
+
+    def _reduce_class(self, cls: type) -> tuple[Any, ...]:
+        ctypes = sys.modules.get("ctypes")
+        if ctypes is not None and type(cls) is type(ctypes.Array):
+            return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
+        make, args, attributes, data = classes.reduce_class(cls)
+        steps = self._definition(
+            self._own_name(cls),
+            data,
+            _attributes(classes.set_attributes, cls, attributes),
+            self._variables("__main__", globals_of_class(cls)),
+        )
+        return make, args, steps, None, None, reading.nothing
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        if sys.modules.get(module.__name__) is module and not travels_by_value(module):
+            self.modules.add(module.__name__)
+            return super().reducer_override(module)
+        key, _ = namespace_of(vars(module))
+        names = {name: value for name, value in vars(module).items() if name not in _LOADING}
+        steps = self._definition([], [], self._variables(key, names))
+        return reading.module_for, (key, module.__doc__), steps, None, None, reading.nothing
+
+    def _reduce_cell(self, cell: types.CellType) -> tuple[Any, ...]:
+        # First the empty cell, then its content: two functions that share a cell still do, and recursion ends.
+        if id(cell) in self._cells or (content := _content(cell)) is _EMPTY:
+            return types.CellType, ()
+        return types.CellType, (), (content,), None, None, reading.set_cell_state
+
+    def _definition(self, code: list[Any], data: list[Step], *more: Steps) -> tuple[Any, ...]:
+        for some_code, some_data in more:
+            code += some_code
+            data += some_data
+        return Open(), *code, Close(data)
+
+    def _own_name(self, obj: Any) -> list[Any]:
+        """What lets the reader find `obj` by its name, if the notebook does."""
+        name, *inner = obj.__qualname__.split(".")
+        outermost = main_namespace().get(name) if obj.__module__ == "__main__" else None
+        found = outermost
+        for part in inner:
+            found = getattr(found, part, None)
+        if found is not obj or not self._travels("__main__", name):
+            return []
+        if "__main__" in self._need_in and name in self._need:
+            return []
+        return [Enter("__main__", name, outermost) if inner else EnterOwn("__main__", name, obj)]
+
+    def _contents(self, fn: types.FunctionType) -> Steps:
+        code, data = [], []
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            content = _content(cell)
+            if id(cell) in self._cells or content is _EMPTY:
+                continue
+            self._cells.add(id(cell))
+            if is_constant(content) or is_definition(content):
+                code.append(Call(reading.set_cell, cell, content))
+            else:
+                data.append(Call(reading.set_cell, cell, Named(name, content)))
+        return code, data
+
+    def _reached_modules(self, fn: types.FunctionType, values: Iterable[Any]) -> Steps:
+        contents = (_content(cell) for cell in fn.__closure__ or ())
+        packages = [value for value in (*values, *contents) if isinstance(value, types.ModuleType)]
+        return [inner for package in packages for inner in submodules(package, fn.__code__)], []
+
+    def _variables(self, key: str, names: Mapping[str, Any]) -> Steps:
+        constants: dict[str, Any] = {}
+        code: list[Any] = []
+        data: list[Any] = []
+        for name, value in names.items():
+            if key in self._need_in and name in self._need:
+                value = self._need[name]
+            elif not self._travels(key, name):
+                continue
+            if self._progress.entered.get((key, name)):
+                continue
+            self.captured[name] = value
+            if isinstance(value, Outputs):
+                shown = {number: Named(f"Out[{number}]", output) for number, output in value.items()}
+                data.append(Call(reading.enter_outputs, key, shown))
+            elif is_constant(value):
+                constants[name] = value
+            else:
+                (code if is_definition(value) else data).append(Enter(key, name, value))
+        return [EnterConstants(key, constants), *code] if constants else code, data
+
+    def _travels(self, key: str, name: str) -> bool:
+        if (key, name) not in self._skipped:
+            self._skipped[key, name] = self._skip(key, name)
+        return not self._skipped[key, name]
+
+    def _storage(self, untyped: Any) -> Storage:
+        # Each access to a tensor's storage makes a new Python object: only its address tells that two are one.
+        return self._storages.setdefault(untyped._cdata, Storage(untyped, self._to_cpu, self._files))
+
+
+#: What pickles call when they are read: there wherever a reader is.
+_READERS = frozenset(
+    value
+    for module in (reading, classes, data, reducers, cloudpickle.cloudpickle)
+    for value in vars(module).values()
+    if isinstance(value, types.FunctionType) and importable(value)
+)
+_FUNCTION_ATTRIBUTES = ("__defaults__", "__kwdefaults__", "__annotations__", "__type_params__")
+_PACKAGE = ("__package__", "__path__", "__file__")
+_LOADING = frozenset(["__builtins__", "__name__", "__doc__", "__loader__", "__spec__"])
+_EMPTY = object()
+
+
+def _attributes(setter: Callable[..., None], obj: Any, attributes: Mapping[str, Any]) -> Steps:
+    code: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    for name, value in attributes.items():
+        (code if is_constant(value) or is_definition(value) else data)[name] = value
+    return [Call(setter, obj, code)] if code else [], [Call(setter, obj, data)] if data else []
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _keep_buffer(kept: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+    """Whether `buffer` belongs into the pickle; it is kept beside it otherwise."""
+    if buffer.raw().nbytes < OUT_OF_BAND:
+        return True
+    kept.append(buffer)
+    return False

@@ -1,0 +1,148 @@
+"""What pickles of the notebook's objects call while they are read."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .names import Namespace, Outputs
+
+#: Whether a global that travelled may enter its namespace: (key of the namespace, the namespace, name).
+Keep = Callable[[str, Namespace, str], bool]
+
+
+class Unreadable(Exception):
+    """Reading has raised: the name of what was read is the argument, the exception the cause."""
+
+
+class _Reading(threading.local):
+    """What the functions named in a pickle need to know of the load that they are part of."""
+
+    originals: Sequence[Any] = ()
+    keep: Keep
+    modules: dict[str, types.ModuleType]
+    """Those that are made, by the keys of their namespaces."""
+    names: list[str]
+    """Of the variables and arguments that are being read, the innermost last."""
+
+
+_reading = _Reading()
+
+
+def read(pickled: memoryview, buffers: Iterable[memoryview], *, originals: Sequence[Any], keep: Keep) -> Any:
+    """Read what a `Pickler` wrote.
+
+    A global that travelled is put into its namespace where `keep(key, namespace, name)` allows it. `originals` is
+    what this side once sent by value, in the order of the numbers.
+
+    Raises:
+        Unreadable: When something that has a name could not be read.
+    """
+    saved = vars(_reading).copy()  # reading may lead to reading
+    _reading.originals, _reading.keep, _reading.modules, _reading.names = originals, keep, {}, []
+    try:
+        return pickle.loads(pickled, buffers=buffers)
+    except Exception as exc:
+        if not _reading.names:
+            raise
+        raise Unreadable(_reading.names[-1]) from exc
+    finally:
+        vars(_reading).clear()
+        vars(_reading).update(saved)
+
+
+def original(number: int) -> Any:
+    """An object that this side has sent by value."""
+    return _reading.originals[number]
+
+
+def nothing(*args: Any) -> None:
+    """The pickle needs no more than that these are read in their order."""
+
+
+# -------------------------------------------------------------------------------------------------------- names
+
+
+def begin(name: str) -> bool:
+    """What is read now has this name."""
+    _reading.names.append(name)
+    return True
+
+
+def named(begun: bool, value: Any, done: None = None) -> Any:
+    """What has had a name is read."""
+    _reading.names.pop()
+    return value
+
+
+def enter(begun: bool | None, key: str, name: str, value: Any, done: None = None) -> None:
+    """A variable enters the namespace `key`."""
+    if begun:
+        _reading.names.pop()
+    enter_all(key, {name: value})
+
+
+def enter_all(key: str, names: Mapping[str, Any]) -> None:
+    """Variables enter the namespace `key`."""
+    namespace = namespace_for(key)
+    namespace.update((name, value) for name, value in names.items() if _reading.keep(key, namespace, name))
+
+
+def enter_outputs(key: str, outputs: Mapping[int, Any]) -> None:
+    """Values that the notebook has shown."""
+    namespace = namespace_for(key)
+    if not isinstance(namespace.get("Out"), Outputs):
+        namespace["Out"] = Outputs()
+    namespace["Out"].update(outputs)
+
+
+def namespace_for(key: str) -> Namespace:
+    """The namespace that `names.namespace_of` gave this key."""
+    return module_for(key).__dict__ if "#" in key else importlib.import_module(key).__dict__
+
+
+def module_for(key: str, doc: str | None = None) -> types.ModuleType:
+    """A module that no import gives."""
+    if key not in _reading.modules:
+        module = _reading.modules[key] = types.ModuleType(key.rpartition("#")[0], doc)
+        vars(module)["__builtins__"] = builtins
+    return _reading.modules[key]
+
+
+# ------------------------------------------------------------------------------------------- functions and cells
+
+
+def make_function(
+    code: types.CodeType,
+    key: str,
+    name: str,
+    module: str | None,
+    qualname: str,
+    doc: str | None,
+    closure: tuple[types.CellType, ...] | None,
+) -> types.FunctionType:
+    fn = types.FunctionType(code, namespace_for(key), name, None, closure)
+    fn.__module__, fn.__qualname__, fn.__doc__ = module, qualname, doc  # type: ignore[assignment]
+    return fn
+
+
+def set_function(fn: types.FunctionType, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(fn, name, value)
+
+
+def update_function(fn: types.FunctionType, attributes: Mapping[str, Any]) -> None:
+    fn.__dict__.update(attributes)
+
+
+def set_cell(cell: types.CellType, content: Any) -> None:
+    cell.cell_contents = content
+
+
+def set_cell_state(cell: types.CellType, state: tuple[Any]) -> None:
+    cell.cell_contents = state[0]

@@ -1,0 +1,120 @@
+"""Values that need their own way to be pickled: exceptions, streams, locks and caches, some of fastai's objects."""
+
+from __future__ import annotations
+
+import codecs
+import copyreg
+import functools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+Reduction = tuple[Any, ...]
+
+
+# ------------------------------------------------------------------------------------------ exceptions and streams
+
+
+def has_own_init(cls: type[BaseException]) -> bool:
+    """Whether Python would rebuild such an exception by `__init__(*args)`, though its `__init__` may want others."""
+    return isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__
+
+
+def make_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    exc = cls.__new__(cls, *args)
+    exc.args = args
+    return exc
+
+
+def reduce_own(obj: Any) -> Reduction | None:
+    """What each process has of its own: a standard stream becomes the reader's; None for any other object.
+
+    Raises `TypeError` for a thread and for the end of a pipe.
+    """
+    for name in ("stdout", "stderr"):
+        if obj is getattr(sys, name):
+            return getattr, (sys, name)
+        if obj is getattr(sys, f"__{name}__"):
+            return getattr, (sys, f"__{name}__")
+    connection = sys.modules.get("multiprocessing.connection")
+    own: Any = threading.Thread if connection is None else (threading.Thread, connection._ConnectionBase)
+    if isinstance(obj, own):  # all that it consists of could be sent
+        raise TypeError(f"a {type(obj).__name__} belongs to the process that made it")
+    iostream = sys.modules.get("ipykernel.iostream")
+    if iostream is not None and isinstance(obj, iostream.OutStream):  # while something else is in its place
+        return getattr, (sys, obj.name)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ locks and caches
+
+
+def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:
+    return _make_lru_cache, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _make_lru_cache(fn: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(fn)
+
+
+def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
+    return _make_weakref, (ref(),)
+
+
+def _make_weakref(target: Any) -> Any:
+    class Gone:
+        pass
+
+    return weakref.ref(Gone() if target is None else target)
+
+
+def _reduce_view(view: memoryview) -> Reduction:
+    return _make_view, (view.tobytes() if view.readonly else bytearray(view.tobytes()), view.format, view.shape)
+
+
+def _make_view(data: Any, kind: str, shape: tuple[int, ...]) -> memoryview:
+    view = memoryview(data)
+    return view if (kind, len(shape)) == ("B", 1) else view.cast(kind, shape)  # type: ignore[call-overload]
+
+
+def array_of_c_types(kind: type, length: int) -> Any:
+    """The class of an array of ctypes."""
+    return kind * length  # type: ignore[operator]
+
+
+#: Everyday values that cloudpickle refuses or takes apart wrongly. A lock arrives unlocked, a cache empty.
+BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
+    type(threading.Lock()): lambda lock: (threading.Lock, ()),
+    type(threading.RLock()): lambda lock: (threading.RLock, ()),
+    functools._lru_cache_wrapper: _reduce_lru_cache,
+    memoryview: _reduce_view,
+    codecs.CodecInfo: lambda info: (codecs.lookup, (info.name,)),
+    weakref.ref: _reduce_weakref,
+    weakref.WeakKeyDictionary: lambda d: (weakref.WeakKeyDictionary, (dict(d),)),
+    weakref.WeakValueDictionary: lambda d: (weakref.WeakValueDictionary, (dict(d),)),
+}
+
+
+# ----------------------------------------------------------------------------------------------------- fastai
+
+
+def reduce_fastai(obj: Any) -> tuple[Any, ...] | None:
+    """How those of fastai's objects are pickled that do not give or keep all of themselves; None for any other.
+
+    A `DataLoader` keeps the generator of its last epoch, which cannot be pickled and is of no more use. A `Recorder`
+    gives everything but what it has recorded.
+    """
+    data, learner = sys.modules.get("fastai.data.load"), sys.modules.get("fastai.learner")
+    if data is not None and isinstance(obj, data.DataLoader):
+        make, args, state, *rest = obj.__reduce_ex__(2)
+        return make, args, {**state, "it": None} if "it" in state else state, *rest
+    if learner is not None and isinstance(obj, learner.Recorder):
+        return copyreg.__newobj__, (type(obj),), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
+    return None
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    vars(obj).update(attributes)

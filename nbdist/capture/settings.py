@@ -1,0 +1,185 @@
+"""The state of libraries that people set in cells: logging, warnings, options. Ranks take it over with each call.
+
+What is gathered, and where it comes from:
+
+| setting | source |
+|---|---|
+| levels, and handlers that write to streams or files | `logging` |
+| filters | `warnings.filters` |
+| recursion limit | `sys.getrecursionlimit()` |
+| context | `decimal.getcontext()` |
+| locale | `locale.setlocale(locale.LC_ALL)` |
+| print options, error state | `numpy.get_printoptions()`, `numpy.geterr()` |
+| options that are not at their default | `pandas.get_option` |
+| parameters that are not at their default, but for the backend's | `matplotlib.rcParams` |
+| default dtype, matmul precision, deterministic mode, grad mode, cuDNN's flags | `torch` |
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import locale
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from .patches import Patches
+from .pickler import Pickler
+
+#: Loggers of the notebook's own machinery, by the first part of their names.
+_KERNEL_LOGGERS = frozenset(["IPKernelApp", "ipykernel", "traitlets", "tornado", "asyncio", "jupyter_client"])
+
+
+class SettingsSender:
+    """What of this process's settings goes with a call: pickles by name, made anew when the settings have changed."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self._last: dict[str, Any] = {}
+        self._pickled: dict[str, bytes | None] = {}
+
+    def take(self) -> dict[str, bytes]:
+        """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
+        found = {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}
+        found["patches"] = self._patches.find(lambda value: _pickle(value) is None)
+        for name, value in found.items():
+            # Patches bring the globals that they use as these are now.
+            if name not in self._last or not _same(self._last[name], value) or (name == "patches" and value):
+                self._last[name], self._pickled[name] = value, _pickle(value)
+                if self._pickled[name] is None:
+                    warnings.warn(
+                        f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
+                        f"settings=False sends no settings.",
+                        stacklevel=2,
+                    )
+        return {name: pickled for name, pickled in self._pickled.items() if pickled is not None}
+
+
+#: Of this process.
+sender = SettingsSender()
+
+
+def _same(old: Any, new: Any) -> bool:
+    try:
+        return bool(old == new)
+    except Exception:  # it holds what does not compare, such as arrays
+        return False
+
+
+def _pickle(value: Any) -> bytes | None:
+    file = io.BytesIO()
+    try:
+        Pickler(file, in_band=True).dump(value)
+    except Exception:
+        return None
+    return file.getvalue()
+
+
+def _logging(module: Any) -> Any:
+    # Of a hundred loggers nearly all are as libraries leave them: with nothing, or with a handler that does nothing.
+    nothing = logging.NullHandler
+    touched = [
+        (name, logger)
+        for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
+        if isinstance(logger, logging.Logger)
+        and (
+            logger.level
+            or logger.disabled
+            or not logger.propagate
+            or any(type(handler) is not nothing for handler in logger.handlers)
+        )
+    ]
+    loggers = {}
+    for name, logger in touched:
+        handlers = [spec for handler in logger.handlers if (spec := _handler(handler)) is not None]
+        changed = handlers or logger.level or logger.disabled or not logger.propagate
+        if changed and name.partition(".")[0] not in _KERNEL_LOGGERS:
+            loggers[name] = logger.level, logger.disabled, logger.propagate, handlers
+    return logging.root.manager.disable, loggers
+
+
+def _handler(handler: logging.Handler) -> tuple[Any, ...] | None:
+    """What makes a handler again; None for one that writes elsewhere than to a stream or a file."""
+    if type(handler) is logging.NullHandler:
+        return None
+    if isinstance(handler, logging.FileHandler):
+        target: Any = handler.baseFilename, handler.encoding
+    elif type(handler) is logging.StreamHandler:
+        names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout"}
+        stream = getattr(handler, "stream", None)
+        target = names.get(id(stream)) or ("stdout" if getattr(stream, "name", "") == "stdout" else "stderr")
+    else:
+        return None
+    formatter = handler.formatter
+    if formatter is not None and type(formatter) is logging.Formatter:
+        return target, handler.level, (formatter._fmt, formatter.datefmt, type(formatter._style)), handler.filters
+    return target, handler.level, formatter, handler.filters
+
+
+def _locale(module: Any) -> str:
+    return locale.setlocale(locale.LC_ALL)
+
+
+def _pandas(pandas: Any) -> dict[str, Any]:
+    config = sys.modules["pandas._config.config"]
+    if _unchanged("pandas", getattr(config, "_global_config", None)):
+        return _seen["pandas"][1]
+    options = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of options that are about to go
+        for key, option in config._registered_options.items():
+            value = pandas.get_option(key)
+            if key not in config._deprecated_options and value is not option.defval and value != option.defval:
+                options[key] = value
+    _seen["pandas"] = copy.deepcopy(getattr(config, "_global_config", None)), options
+    return options
+
+
+def _matplotlib(matplotlib: Any) -> dict[str, Any]:
+    style = sys.modules.get("matplotlib.style.core") or sys.modules.get("matplotlib.style")
+    skip = getattr(style, "STYLE_BLACKLIST", {"backend", "interactive"})
+    now, default = dict(dict.items(matplotlib.rcParams)), dict(dict.items(matplotlib.rcParamsDefault))
+    if not _unchanged("matplotlib", now):
+        changed = {key: value for key, value in now.items() if key not in skip and value != default[key]}
+        _seen["matplotlib"] = copy.deepcopy(now), changed
+    return _seen["matplotlib"][1]
+
+
+#: Hundreds of options as they were when they were last compared with their defaults, and the result.
+_seen: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+
+def _unchanged(name: str, now: Any) -> bool:
+    return now is not None and name in _seen and _same(_seen[name][0], now)
+
+
+def _torch(torch: Any) -> dict[str, Any]:
+    cudnn = torch.backends.cudnn
+    return {
+        "dtype": torch.get_default_dtype(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "grad": torch.is_grad_enabled(),
+        "cudnn": (cudnn.benchmark, cudnn.deterministic),
+    }
+
+
+#: By name: the module that has the setting, which is not imported for it, and what reads it.
+_SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "logging": ("logging", _logging),
+    "warnings": ("warnings", lambda module: list(module.filters)),
+    "recursion limit": ("sys", lambda module: module.getrecursionlimit()),
+    "decimal": ("decimal", lambda module: module.getcontext().__reduce__()[1]),
+    "locale": ("locale", _locale),
+    "numpy.printoptions": ("numpy", lambda module: module.get_printoptions()),
+    "numpy.errstate": ("numpy", lambda module: module.geterr()),
+    "pandas": ("pandas", _pandas),
+    "matplotlib": ("matplotlib", _matplotlib),
+    "torch": ("torch", _torch),
+}

@@ -1,0 +1,163 @@
+"""In which order definitions and data are written, so that what a value needs to be rebuilt is there before it.
+
+A function or class is written with its code first: other definitions that it names, constants, modules. What else it
+refers to (global data, closures, defaults, class attributes) may hold instances of the very classes that are being
+defined, and may run their methods when it is read: it is written when the outermost definition is complete.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from . import reading
+
+Reduction = tuple[Any, ...]
+
+_CONSTANTS = frozenset([type(None), bool, int, float, complex, str, bytes, type(...)])
+_DEFINITIONS = (
+    *(types.FunctionType, type, classmethod, staticmethod, property, types.BuiltinFunctionType),
+    *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType),
+)
+
+
+def is_constant(value: Any) -> bool:
+    """Whether reading `value` runs nothing and needs nothing that is not imported."""
+    return type(value) in _CONSTANTS or isinstance(value, types.ModuleType)
+
+
+def is_definition(value: Any) -> bool:
+    """Whether `value` is code."""
+    return isinstance(value, _DEFINITIONS)
+
+
+class Progress:
+    """How far the writing of a pickle has come."""
+
+    def __init__(self) -> None:
+        self.entered: dict[tuple[str, str], bool] = {}
+        """The variables that are written, by the key of their namespace and their name: whether to the end."""
+        self.depth = 0
+        """Of definitions that are being written."""
+        self.waiting: list[Step] = []
+        """What these refer to, and is written after them."""
+
+
+class Step:
+    """Something to be done while a pickle is read, settled when the pickler comes to it."""
+
+    __slots__ = ()
+
+    def reduce(self, progress: Progress) -> Reduction:
+        """How it is pickled."""
+        raise NotImplementedError
+
+
+_NOTHING: Reduction = (reading.nothing, ())
+
+
+class Call(Step):
+    """A function of this package is called."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def reduce(self, progress: Progress) -> Reduction:
+        return self.function, self.args
+
+
+class Named(Step):
+    """A value that errors call by a name."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def reduce(self, progress: Progress) -> Reduction:
+        return reading.named, (Call(reading.begin, self.name), self.value)
+
+
+class Enter(Step):
+    """A variable enters a namespace, once."""
+
+    __slots__ = ("key", "name", "value")
+
+    def __init__(self, key: str, name: str, value: Any) -> None:
+        self.key, self.name, self.value = key, name, value
+
+    def reduce(self, progress: Progress) -> Reduction:
+        done = progress.entered.get((self.key, self.name))
+        if done:
+            return _NOTHING
+        if done is False:  # It is on its way, and leads here: as much of it as there is, is better than no such name.
+            return reading.enter, (None, self.key, self.name, self.value)
+        progress.entered[self.key, self.name] = False
+        begun, end = Call(reading.begin, self.name), _Entered(self.key, self.name)
+        return reading.enter, (begun, self.key, self.name, self.value, end)
+
+
+class EnterOwn(Enter):
+    """A function or class that has just been made enters a namespace."""
+
+    __slots__ = ()
+
+    def reduce(self, progress: Progress) -> Reduction:
+        if progress.entered.get((self.key, self.name)):
+            return _NOTHING
+        progress.entered[self.key, self.name] = True
+        return reading.enter, (None, self.key, self.name, self.value)
+
+
+class EnterConstants(Step):
+    """Variables that need nothing enter a namespace."""
+
+    __slots__ = ("key", "names")
+
+    def __init__(self, key: str, names: Mapping[str, Any]) -> None:
+        self.key, self.names = key, names
+
+    def reduce(self, progress: Progress) -> Reduction:
+        progress.entered.update(((self.key, name), True) for name in self.names)
+        return reading.enter_all, (self.key, dict(self.names))
+
+
+class _Entered(Step):
+    __slots__ = ("key", "name")
+
+    def __init__(self, key: str, name: str) -> None:
+        self.key, self.name = key, name
+
+    def reduce(self, progress: Progress) -> Reduction:
+        progress.entered[self.key, self.name] = True
+        return _NOTHING
+
+
+class Open(Step):
+    """A definition begins."""
+
+    __slots__ = ()
+
+    def reduce(self, progress: Progress) -> Reduction:
+        progress.depth += 1
+        return _NOTHING
+
+
+class Close(Step):
+    """A definition is complete but for the data that it refers to: they follow when the outermost one is."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Sequence[Step]) -> None:
+        self.data = data
+
+    def reduce(self, progress: Progress) -> Reduction:
+        progress.depth -= 1
+        progress.waiting += self.data
+        if progress.depth:
+            return _NOTHING
+        steps, progress.waiting = progress.waiting, []
+        return reading.nothing, tuple(steps)

@@ -1,0 +1,105 @@
+"""What an engine is: it starts ranks and says how they end. Everything else is the same for all engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ..wire.channel import Channel
+from ..wire.connections import Connection
+from ..wire.messages import Setting, Slot
+from ..wire.rendezvous import RendezvousAddress
+
+#: What to say of a rank of which nothing was ever heard.
+NEVER_STARTED = "was never started: the fork server was lost, or is out of descriptors (see ulimit -n)"
+
+
+class Exit(NamedTuple):
+    """A rank's process is gone: its wait status is an exit code, minus a signal, or None where nobody knows."""
+
+    rank: int
+    status: int | None
+    reason: str = ""
+    """Why nobody knows, such as a lost node."""
+
+
+class OpenRendezvous(Protocol):
+    """A store that is open for one process group."""
+
+    @property
+    def address(self) -> RendezvousAddress:
+        """What ranks are told of it."""
+
+    def fds(self, rank: int) -> list[int]:
+        """The descriptors that a rank has to be given from here."""
+
+    def close(self) -> None:
+        """Give up this process's part. The ranks keep theirs."""
+
+
+class Ranks(Protocol):
+    """The ranks of one session, as the kernel holds them. All of its descriptors can be selected on."""
+
+    patience: float
+    """Seconds that it may take until the loss of a rank is noticed."""
+
+    @property
+    def pids(self) -> Sequence[int | None]:
+        """By rank; None as long as the process has not been heard of."""
+
+    @property
+    def exits_fd(self) -> int:
+        """Readable when `exits()` has something to say."""
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """By rank: messages to and from `rank.loop.Rank`."""
+
+    @property
+    def outputs(self) -> Sequence[tuple[int, int]]:
+        """By rank: descriptors to read what the rank writes to its standard output and standard error."""
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """By rank."""
+
+    def inherited(self) -> Mapping[str, str]:
+        """Those of the notebook's environment variables that hold in the ranks, too."""
+
+    def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
+        """What a rank finds around it, `environ` above all."""
+
+    def rendezvous(self) -> OpenRendezvous:
+        """Open a store for a new process group. Raises `NbdistError` where that cannot be; then `exits` may say why."""
+
+    def exits(self) -> list[Exit]:
+        """The ranks that ended since the last call. Waits a moment at most, for how they have."""
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Send a signal to a rank's process, if it still lives."""
+
+    def connections(self) -> list[list[Connection]]:
+        """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""
+
+    def stack(self, rank: int) -> str:
+        """The Python stack of a rank's main thread, as `faulthandler` writes it, wherever the rank is."""
+
+    def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
+        """Bytes of memory that each of these ranks has for itself; None where that is not known."""
+
+    def close(self, grace: float = 0.0) -> None:
+        """Let the ranks leave, kill after `grace` seconds those that have not, with everything that they started,
+        and give up all descriptors."""
+
+
+class Engine(Protocol):
+    """A way to start ranks."""
+
+    def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
+        """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
+
+    def start(self, world_size: int, notice: Callable[[str], None]) -> Ranks:
+        """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for."""
+
+    def warm(self, modules: Iterable[str]) -> None:
+        """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""

@@ -1,0 +1,139 @@
+"""Hearing ranks: what they write, what they say and how they end, of each rank in the order in which it happened."""
+
+from __future__ import annotations
+
+import functools
+import math
+import selectors
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..wire.channel import readable
+from ..wire.parcel import Parcel
+from .contract import NEVER_STARTED, Exit, Ranks
+
+#: What to say of a rank that cannot answer, although it has not ended.
+SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
+
+#: Seconds that a process whose channel is at its end may take until it has ended, too: GPUs take a while to let go.
+_PATIENCE = 3.0
+
+
+class Listener:
+    """Waits for all that comes from ranks, and passes it on.
+
+    What a rank wrote before a message is heard before it, and what it wrote and said before its end before that.
+
+    Args:
+        ranks: Whom to hear.
+        on_output: Reads what a rank has written; given the rank and which of its outputs (0 or 1). Returns False at the
+            output's end.
+        on_message: Takes a rank's message and its parcel.
+        on_exit: Takes the end of a rank.
+        on_start: Takes the rank and the pid of a process that has started.
+        pause: Seconds for which an output is left alone after it was read. Infinite: until `resume`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        on_output: Callable[[int, int], bool],
+        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_exit: Callable[[Exit], None],
+        on_start: Callable[[int, int], None] = lambda rank, pid: None,
+        pause: float = math.inf,
+    ) -> None:
+        self._ranks = ranks
+        self._on_output, self._on_message, self._on_exit, self._on_start = on_output, on_message, on_exit, on_start
+        self._pause, self._resume_at = pause, 0.0
+        self._started: set[int] = set()
+        self._living = set(range(len(ranks.pids)))
+        self._silent: set[int] = set()  # their channel is at its end
+        self._explained_by: dict[int, float] = {}  # when their exit must have explained that
+        self._paused = [(rank, which) for rank in self._living for which in (0, 1)]  # outputs that were just read
+        self._selector = selectors.DefaultSelector()
+        self.watch(ranks.exits_fd, self._exits)
+        for rank, channel in enumerate(ranks.channels):
+            self.watch(channel, functools.partial(self._message, rank))
+        self.resume()
+
+    def watch(self, fd: Any, action: Callable[[], None]) -> None:
+        """Do something whenever there is something to read at a descriptor."""
+        self._selector.register(fd, selectors.EVENT_READ, action)
+
+    def select(self, seconds: float | None) -> None:
+        """Pass on what there is, or the first that comes within so many seconds; None waits for it."""
+        if self._paused and self._pause < math.inf:
+            wait = max(0.0, self._resume_at - time.monotonic())
+            seconds = wait if seconds is None else min(seconds, wait)
+        if self._explained_by:
+            wait = max(0.0, min(self._explained_by.values()) - time.monotonic())
+            seconds = wait if seconds is None else min(seconds, wait)
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:
+            self._on_end(Exit(rank, None, SILENT if self._ranks.pids[rank] is not None else NEVER_STARTED))
+        if self._paused and time.monotonic() >= self._resume_at:
+            self.resume()
+
+    def resume(self) -> None:
+        """Wait for all outputs again."""
+        for rank, which in self._paused:
+            fd = self._ranks.outputs[rank][which]
+            if fd not in self._selector.get_map():  # an interrupt came before it was taken out
+                self.watch(fd, functools.partial(self._output, rank, which))
+        self._paused.clear()
+
+    def drain(self, rank: int) -> None:
+        """Pass on all that a rank has written so far."""
+        for which, fd in enumerate(self._ranks.outputs[rank]):
+            while readable(fd) and self._on_output(rank, which):
+                pass
+
+    def close(self) -> None:
+        self._selector.close()
+
+    def _output(self, rank: int, which: int) -> None:
+        if not self._paused:
+            self._resume_at = time.monotonic() + self._pause
+        self._paused.append((rank, which))  # first of all: an interrupt may come between any two of these lines
+        self._selector.unregister(self._ranks.outputs[rank][which])
+        if not self._on_output(rank, which):
+            self._paused.remove((rank, which))
+
+    def _message(self, rank: int) -> None:
+        channel = self._ranks.channels[rank]
+        if rank in self._silent or not readable(channel):  # it was read since this was found readable
+            return
+        try:
+            message, parcel, _ = channel.receive()
+        except (EOFError, ConnectionError):
+            self._selector.unregister(channel)
+            self._silent.add(rank)
+            if rank in self._living:
+                self._explained_by[rank] = time.monotonic() + _PATIENCE
+            return
+        self.drain(rank)
+        self._on_message(rank, message, parcel)
+
+    def _exits(self) -> None:
+        exits = self._ranks.exits()
+        for rank, pid in enumerate(self._ranks.pids):
+            if pid is not None and rank not in self._started:
+                self._started.add(rank)
+                self._on_start(rank, pid)
+        for exit in exits:
+            while exit.rank not in self._silent and readable(self._ranks.channels[exit.rank]):
+                self._message(exit.rank)
+            self._on_end(exit)
+        if exits and not self._living:  # where the fork server is gone, this stays readable
+            self._selector.unregister(self._ranks.exits_fd)
+
+    def _on_end(self, exit: Exit) -> None:
+        if exit.rank in self._living:
+            self._living.discard(exit.rank)
+            self._explained_by.pop(exit.rank, None)
+            self.drain(exit.rank)
+            self._on_exit(exit)

@@ -1,0 +1,241 @@
+"""Getting connected to a Ray cluster: room for the ranks, a process on each node that has it, and the same versions."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import platform
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ... import __version__
+from ...wire.segments import Segment
+from .connecting import Refused, connect
+from .options import STRATEGIES, RayOptions
+
+#: Packages that have to be the same in the notebook and on the nodes, since what travels depends on them.
+PACKAGES = ("torch", "cloudpickle", "ray")
+#: Seconds that a node, or the head of the cluster, may not answer.
+PATIENCE = 15.0
+
+
+class Link:
+    """One node: its agent, its ranks, what is to be sent to it and what it has."""
+
+    def __init__(self, number: int, host: Any, first: int, count: int) -> None:
+        self.number, self.host, self.first, self.count = number, host, first, count
+        self.outbox: list[tuple[int, Any, Any]] = []
+        self.filled = asyncio.Event()
+        self.has: set[str] = set()
+        self.incoming: dict[str, Segment] = {}
+        self.lost = ""
+        self.gpus: list[str] = []
+        self.name = f"node {number}"
+
+    def forget(self) -> None:
+        """Begin anew, for other ranks."""
+        self.outbox = []
+        self.filled.clear()
+        self.has.clear()
+        for segment in self.incoming.values():
+            segment.close()
+        self.incoming.clear()
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the agent. A call whose connection failed is repeated: the agent lives, or Ray says that it died."""
+        import ray
+
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                # A client's references, for ray:// addresses, cannot be awaited themselves.
+                return await asyncio.wrap_future(getattr(self.host, method).remote(*arguments).future())
+            except ray.exceptions.ActorUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+
+def host_class() -> Any:
+    """What runs on a node before nbdist is known to be there. Ray sends it by value."""
+    import ray
+
+    class Host:
+        def versions(self, packages: Sequence[str]) -> dict[str, str | None]:
+            import importlib.metadata
+            import platform
+
+            found: dict[str, str | None] = {"Python": platform.python_version()}
+            try:
+                import nbdist
+
+                found["nbdist"] = nbdist.__version__
+            except ImportError:
+                found["nbdist"] = None
+            for name in packages:
+                try:
+                    found[name] = importlib.metadata.version(name)
+                except importlib.metadata.PackageNotFoundError:
+                    found[name] = None
+            return found
+
+        def open(self, surroundings: Sequence[Any], *arguments: Any) -> Any:
+            import ray
+
+            from nbdist.engines.ray import node
+
+            described = node.describe(ray.util.get_node_ip_address(), *surroundings)
+            self.agent = node.Agent(*arguments)
+            return described
+
+        def poll(self, number: int) -> Any:
+            return self.agent.poll(number)
+
+        def deliver(self, *arguments: Any) -> None:
+            self.agent.deliver(*arguments)
+
+        def store(self, *arguments: Any) -> None:
+            self.agent.store(*arguments)
+
+        def ask(self, *arguments: Any) -> Any:
+            return self.agent.ask(*arguments)
+
+    for name, group in (("poll", "poll"), ("deliver", "deliver"), ("store", "deliver"), ("ask", "ask")):
+        setattr(Host, name, ray.method(concurrency_group=group)(getattr(Host, name)))
+    remote: Any = ray.remote  # which takes more than it says to type checkers
+    return remote(concurrency_groups={"poll": 1, "deliver": 1, "ask": 4}, num_cpus=0, max_restarts=0)(Host)
+
+
+class Cluster:
+    """The connection to Ray, the resources that are reserved there, and an agent's process on each node."""
+
+    def __init__(self, options: RayOptions, world_size: int, say: Callable[[str], None]) -> None:
+
+        self._options, self._world_size = options, world_size
+        self.takes_folder = "working_dir" not in options.runtime_env
+        """Whether ranks work in the notebook's folder, where there is such a one."""
+        connect(options, say)
+        self._reserve(say)
+        self.links: list[Link] = []
+        self._start_hosts()
+        self._check_versions()
+
+    def _reserve(self, say: Callable[[str], None]) -> None:
+        from ray.util import placement_group
+
+        options, one = self._options, self._options.bundle()
+        self._group = placement_group(
+            [one] * self._world_size,
+            strategy=STRATEGIES[options.placement],
+            bundle_label_selector=[dict(options.labels)] * self._world_size if options.labels else None,
+        )
+        begin = time.monotonic()
+        notice_at = begin + 3.0
+        while not self._group.wait(1):
+            now = time.monotonic()
+            if now - begin > options.wait:
+                raise Refused(
+                    f"the cluster had no room for {self._world_size} ranks for {options.wait:g} s: {self._shortage()}. "
+                    f"Ask for fewer ranks or less for each (RayOptions(cpus=...)), add nodes, or wait longer "
+                    f"(RayOptions(wait=...))"
+                )
+            if now >= notice_at:
+                say(f"waiting for room for {self._world_size} ranks ({now - begin:.0f} s): {self._shortage()}")
+                notice_at = now + 10.0
+
+    def _shortage(self) -> str:
+        """What is wanted and what there is, the scarcest first."""
+        import ray
+
+        wanted = {name: amount * self._world_size for name, amount in self._options.bundle().items()}
+        total, free = ray.cluster_resources(), ray.available_resources()
+        rows = []
+        for name in sorted(wanted, key=lambda name: free.get(name, 0.0) / wanted[name]):
+            rows.append(f"{name}: {wanted[name]:g} wanted, {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}")
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        text = f"{'; '.join(rows)}; {nodes} node{'s' if nodes != 1 else ''}, placement {self._options.placement!r}"
+        return f"{text}, labels {dict(self._options.labels)!r}" if self._options.labels else text
+
+    def _start_hosts(self) -> None:
+        from ray.util import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        def at(bundle: int) -> Any:
+            return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+        where = placement_group_table(self._group)["bundles_to_node_id"]
+        bundles: dict[str, list[int]] = {}
+        for bundle in sorted(where):
+            bundles.setdefault(where[bundle], []).append(bundle)
+        host, first = host_class(), 0
+        for number, own in enumerate(bundles.values()):
+            handle = host.options(scheduling_strategy=at(own[0])).remote()
+            self.links.append(Link(number, handle, first, len(own)))
+            first += len(own)
+        for link, own in zip(self.links, bundles.values(), strict=True):
+            link.gpus = self._gpu_ids([at(bundle) for bundle in own])
+
+    def _gpu_ids(self, places: Sequence[Any]) -> list[str]:
+        """The GPUs that Ray has reserved with these bundles; only what runs in a bundle is told."""
+        import ray
+
+        if not self._options.gpus:
+            return []
+
+        def own() -> list[str]:
+            import ray
+
+            return [str(number) for number in ray.get_gpu_ids()]
+
+        task = ray.remote(num_cpus=0, num_gpus=1)(own)
+        found = ray.get([task.options(scheduling_strategy=place).remote() for place in places])
+        return list(itertools.chain.from_iterable(found))
+
+    def _check_versions(self) -> None:
+        import ray
+
+        packages = [*PACKAGES, *self._options.same]
+        here = {"Python": platform.python_version(), "nbdist": __version__}
+        try:
+            here |= {name: importlib.metadata.version(name) for name in packages}
+        except importlib.metadata.PackageNotFoundError as exc:
+            raise Refused(f"RayOptions(same=...) names {exc.name!r}, which is not installed here") from exc
+        try:
+            there = ray.get([link.host.versions.remote(packages) for link in self.links])
+        except ray.exceptions.RayError as exc:
+            raise Refused(f"no process could be started on a node: {exc}") from exc
+        lines = []
+        for link, found in zip(self.links, there, strict=True):
+            different = [
+                f"{name} is {_base(found[name]) or 'not installed'}, here {_base(here[name])}"
+                for name in here
+                if _base(found[name]) != _base(here[name])
+            ]
+            if different:
+                lines.append(f"node {link.number}: {'; '.join(different)}")
+        if lines:
+            raise Refused(
+                f"the notebook and the cluster's nodes differ: {' | '.join(lines)}. Install the same there (an "
+                f"image, or RayOptions(runtime_env={{'pip': [...]}})), or here"
+            )
+
+    def close(self) -> None:
+        """Give all back."""
+        import ray
+        from ray.util import remove_placement_group
+
+        for link in self.links:
+            ray.kill(link.host)
+        remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def _base(version: str | None) -> str | None:
+    """A version without the build's name: torch's `+cpu` and `+cu130` are the same to what travels."""
+    return None if version is None else version.partition("+")[0]

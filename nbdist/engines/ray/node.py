@@ -1,0 +1,255 @@
+"""On a node of a cluster: its ranks, forked by the engine of that machine, and all that they say in one stream.
+
+`driver.py` speaks to it: it asks what has happened (`poll`), hands over messages (`deliver`) and big data (`store`),
+and has questions (`ask`); each from a thread of its own. Ranks go by their numbers in the whole session.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+
+from ...cores import numa_nodes, shares, usable_cores
+from ...wire.channel import readable
+from ...wire.parcel import Parcel
+from ...wire.rendezvous import Rendezvous, RendezvousAddress
+from ...wire.segments import Segment
+from ..contract import Exit
+from ..forkserver import for_notebook
+from ..listening import Listener
+from ..local import LocalEngine
+
+#: Seconds that output may wait for more of it. It waits once more in the kernel.
+OUTPUT_INTERVAL = 0.1
+#: Seconds after which `poll` answers although nothing has happened: so its caller knows that the node lives.
+HEARTBEAT = 5.0
+#: Bytes of big data in one answer, or in one call of `store`.
+CHUNK = 16 << 20
+
+#: What happened: its kind, and more.
+Event = tuple[Any, ...]
+
+
+class Node(NamedTuple):
+    """What ranks find on a node."""
+
+    address: str
+    host: str
+    interface: str
+    """That has the address; empty if none has."""
+    environ: dict[str, str]
+    cwd: str
+    path: tuple[str, ...]
+    shares: list[list[int]]
+    """Cores for each rank, where ranks are bound."""
+
+
+def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[str], count: int) -> Node:
+    """What `count` ranks find on this node.
+
+    Args:
+        address: Of this node in the cluster.
+        path: The notebook's `sys.path`: what of it is here, too, holds.
+        cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
+        gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
+    """
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    interfaces = [name for name, found in psutil.net_if_addrs().items() if any(a.address == address for a in found)]
+    own = tuple(part for part in sys.path if not part.endswith(os.path.join("ray", "_private", "workers")))
+    there = tuple(part for part in path if not part or os.path.exists(part))
+    ordered = (*there, *own) if cwd is not None else (*own, *there)
+    folder = cwd if cwd is not None and os.path.isdir(cwd) else os.getcwd()
+    own_shares = shares(usable_cores(), numa_nodes(), count)
+    merged = tuple(dict.fromkeys(ordered))
+    return Node(address, socket.gethostname(), (interfaces or [""])[0], dict(os.environ), folder, merged, own_shares)
+
+
+class Agent:
+    """The ranks `first` to `first + count - 1` of a session."""
+
+    def __init__(self, first: int, count: int, modules: Iterable[str], notebook: bool, env: Mapping[str, str]) -> None:
+        for_notebook(notebook)
+        engine = LocalEngine(env)
+        engine.warm(modules)
+        self._engine, self._first = engine, first
+        self._ranks = engine.start(count)
+        self._rendezvous: Rendezvous | None = None
+        self._rendezvous_number = 0
+        self._opening = threading.Lock()
+        self._joining: set[int] = set()
+        self._segments: dict[str, Segment] = {}
+        self.received = 0
+        """Bytes of big data that have come here."""
+        self._delivered = 0
+        self._told: tuple[int, list[Event]] = 0, []
+        self._news: collections.deque[Event] = collections.deque()
+        self._due = float("inf")
+        self._output_at = 0.0
+        self._sent = 0
+        self._polling = threading.Lock()
+        self._closing = False
+        self._woken, self._wake = os.pipe()
+        self._listener = Listener(
+            self._ranks,
+            on_output=self._on_output,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            on_start=lambda number, pid: self._tell("started", self._first + number, pid),
+        )
+        self._listener.watch(self._woken, lambda: None)
+
+    # ------------------------------------------------------------------------------------------------- what happens
+
+    def poll(self, number: int) -> tuple[int, list[Event]]:
+        """The next events, with the number of this answer. `number` is that of the last answer that has arrived.
+
+        An answer that was lost on the way is given again.
+        """
+        with self._polling:
+            if self._told[0] == number:
+                self._told = number + 1, self._gather()
+            return self._told
+
+    def _gather(self) -> list[Event]:
+        if not self._closing:
+            self._listener.resume()
+        self._due = min(self._due, time.monotonic() + HEARTBEAT) if not self._news else 0.0
+        while not self._closing and (left := self._due - time.monotonic()) > 0:
+            self._listener.select(left)
+        events, size = [], 0
+        while self._news and size < 4 * CHUNK:
+            events.append(self._news.popleft())
+            size += len(events[-1][-1]) if events[-1][0] in ("part", "output") else 0
+        if any(event[0] == "output" for event in events):
+            self._output_at = time.monotonic()
+        self._due = float("inf")
+        return [("closed",)] if self._closing else events
+
+    def _tell(self, *event: Any, within: float = 0.0) -> None:
+        self._news.append(event)
+        self._due = min(self._due, time.monotonic() + within)
+
+    def _on_output(self, number: int, which: int) -> bool:
+        """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
+        fd, data = self._ranks.outputs[number][which], b""
+        open_ended = True
+        while open_ended and len(data) < 1 << 20 and readable(fd):
+            more = os.read(fd, 1 << 16)
+            open_ended, data = bool(more), data + more
+        if data:
+            later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
+            self._tell("output", self._first + number, which, data, within=max(0.0, later))
+        return open_ended
+
+    def _on_message(self, number: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        about = None if parcel is None else self._send_parts(parcel)
+        # Only an interrupt has to know that a call has begun.
+        self._tell("message", self._first + number, message, about, within=OUTPUT_INTERVAL * (message[0] == "begun"))
+
+    def _on_exit(self, exit: Exit) -> None:
+        self._tell("exit", self._first + exit.rank, exit.status, exit.reason)
+
+    def _send_parts(self, parcel: Parcel) -> tuple[bytes | None, list[Any], list[str]]:
+        import numpy as np
+
+        keys = []
+        for segment in parcel.segments:
+            self._sent += 1
+            keys.append(key := str(self._sent))
+            bytes_of_it = np.frombuffer(segment.private(), dtype=np.uint8)
+            for start in range(0, segment.size, CHUNK):
+                self._tell("part", key, segment.size, start, bytes_of_it[start : start + CHUNK])
+        parcel.close()
+        return parcel.inline, list(parcel.spans), keys
+
+    # ---------------------------------------------------------------------------------------------- what comes here
+
+    def store(self, key: str, size: int, start: int, data: Any) -> None:
+        """Take a part of a segment, all of which are stored before it is delivered."""
+        if key not in self._segments:
+            self._segments[key] = Segment.create(size)
+        self._segments[key].write(memoryview(data), start)
+        self.received += len(data)
+
+    def deliver(self, number: int, items: Sequence[tuple[int, Any, Any]], keep: Iterable[str]) -> None:
+        """Hand messages to ranks, with parcels of segments that are here; those to `keep` may be sent again.
+
+        `number` counts the calls: one that is repeated, since its answer was lost, does nothing.
+        """
+        if number <= self._delivered:
+            return
+        self._delivered = number
+        for rank, message, about in items:
+            parcel = None
+            if about is not None:
+                inline, spans, keys = about
+                parcel = Parcel(inline, spans, [self._segments[key] for key in keys])
+            self._send(rank, message, parcel)
+        for key in set(self._segments) - set(keep):
+            self._segments.pop(key).close()
+
+    def _send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        fds = self._rendezvous.fds(rank) if message[0] == "join" and self._rendezvous is not None else []
+        with contextlib.suppress(OSError):  # it is dead, which is told otherwise
+            self._ranks.channels[rank - self._first].send(message, parcel, fds)
+        if message[0] == "join":
+            self._joining.discard(rank)
+            if not self._joining and self._rendezvous is not None:
+                self._rendezvous.close()
+                self._rendezvous = None
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """Answer a question, or do something that no rank does itself."""
+        questions: dict[str, Callable[..., Any]] = {
+            "signal": lambda rank, signum: self._ranks.signal(rank - self._first, signum),
+            "stack": lambda rank: self._ranks.stack(rank - self._first),
+            "memory": self._memory,
+            "connections": self._ranks.connections,
+            "received": lambda: self.received,
+            "warm": self._engine.warm,
+            "rendezvous": self._open_rendezvous,
+            "close": self._close,
+        }
+        return questions[what](*arguments)
+
+    def _memory(self, ranks: Iterable[int]) -> dict[int, int | None]:
+        """That of those among these ranks that are here."""
+        own = range(len(self._ranks.pids))
+        found = self._ranks.memory([rank - self._first for rank in ranks if rank - self._first in own])
+        return {self._first + number: size for number, size in found.items()}
+
+    def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
+        """The store number so many; None for one that is over. A question whose answer was lost is asked again."""
+        with self._opening:
+            if number > self._rendezvous_number:
+                if self._rendezvous is not None:
+                    self._rendezvous.close()
+                self._rendezvous_number, self._rendezvous = number, Rendezvous(host)
+                self._joining = {self._first + rank for rank in range(len(self._ranks.pids))}
+            elif number < self._rendezvous_number or self._rendezvous is None:
+                return None
+            return self._rendezvous.address
+
+    def _close(self, grace: float) -> None:
+        self._closing = True
+        os.write(self._wake, b"!")
+        with self._polling:
+            self._listener.close()
+            self._ranks.close(grace)
+            if self._rendezvous is not None:
+                self._rendezvous.close()
+            for segment in self._segments.values():
+                segment.close()
+            self._segments.clear()
+            os.close(self._woken)
+            os.close(self._wake)

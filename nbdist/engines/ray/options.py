@@ -1,0 +1,67 @@
+"""Where and how ranks run on a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Ray's names of the placements.
+STRATEGIES = {
+    "pack": "PACK",
+    "spread": "SPREAD",
+    "strict_pack": "STRICT_PACK",
+    "strict_spread": "STRICT_SPREAD",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions:
+    """Which cluster, and what of it the ranks get.
+
+    Raises:
+        ValueError, TypeError: For options that make no sense.
+
+    Examples:
+        >>> RayOptions(address="ray://head:10001", gpus=1, placement="spread").bundle()
+        {'CPU': 1.0, 'GPU': 1.0}
+    """
+
+    address: str | None = None
+    """`auto`: the cluster that runs on this machine, or that RAY_ADDRESS names. `ray://host:10001`: one elsewhere.
+    `host:6379`: one whose node this machine is. None: a Ray of this machine alone, started at need."""
+    cpus: float = 1.0
+    """CPUs for each rank, and so its threads."""
+    gpus: int = 0
+    """1: a GPU for each rank. 0: the ranks work on CPUs."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What else Ray has to reserve for each rank, such as `{"memory": 8e9}` or a resource of one's own."""
+    placement: str = "pack"
+    """`pack`: on as few nodes as possible. `spread`: on as many. `strict_pack`: all on one node. `strict_spread`: each
+    on another."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Only nodes with these labels, as Ray selects them: `{"ray.io/accelerator-type": "H100"}`."""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    """What Ray makes ready on the nodes: `{"working_dir": ".", "pip": ["polars"]}`."""
+    same: Sequence[str] = ()
+    """Further packages whose versions have to be those of the notebook, beside torch, nbdist, cloudpickle and Ray."""
+    wait: float = 120.0
+    """Seconds that the cluster may take to have room."""
+    linger: float = 60.0
+    """Seconds for which the room, and the warm processes there, are kept after a call, for the next one."""
+
+    def __post_init__(self) -> None:
+        if self.placement not in STRATEGIES:
+            raise ValueError(f"placement={self.placement!r}: one of {', '.join(map(repr, STRATEGIES))}")
+        if self.gpus not in (0, 1):
+            raise ValueError(f"gpus={self.gpus!r}: 0, or 1 for each rank, which works with one GPU")
+        for name in ("cpus", "wait", "linger"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: 0 or more")
+        if not self.bundle():
+            raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
+
+    def bundle(self) -> dict[str, float]:
+        """What is reserved for each rank, by Ray's names."""
+        wanted = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
+        return {name: amount for name, amount in wanted.items() if amount}

@@ -1,0 +1,248 @@
+"""Ray's driver, a process of its own, as the kernel sees it; and the room that is kept there between sessions."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ... import interpreter
+from ...errors import NbdistError
+from ...wire.channel import Channel
+from ...wire.processes import blind, forget_in_children, own_pidfd
+from .options import RayOptions
+
+#: Seconds that a node may take to answer a question.
+ANSWER = 3.0
+
+
+class DriverProcess:
+    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster.
+
+    Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
+    """
+
+    def __init__(self, options: RayOptions, world_size: int, notice: Callable[[str], None]) -> None:
+        self._options, self.world_size = options, world_size
+        self.threads = max(1, int(options.cpus))
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, concurrent.futures.Future[Any]] = {}
+        self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._sending = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._not_ours = False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        address, opened_by = (options.address, {}) if options.address is not None else _private_ray()
+        ours, theirs = socket.socketpair()
+        self._control = Channel(ours)
+        with theirs, own_pidfd() as kernel:
+            self.process = interpreter.start(
+                "nbdist.engines.ray.driver",
+                str(theirs.fileno()),
+                str(kernel),
+                env=opened_by,
+                pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
+                stderr=self._log,
+            )
+        forget_in_children(self)
+        try:
+            plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+            self.send("connect", plain | {"address": address}, world_size)
+            threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
+            while (news := self._news.get())[0] == "notice":
+                notice(news[1])
+            if news[0] != "ready":
+                raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
+            self.counts: list[int] = news[1]
+            """Ranks on each node."""
+        except BaseException:
+            self.stop(at_once=True)
+            raise
+
+    def after_fork(self) -> None:
+        """In a child of this process: the room is not its own."""
+        self._not_ours = True
+        blind(self._control.fileno())
+
+    def send(self, *message: Any, fds: Iterable[int] = ()) -> None:
+        """Send a message. Raises `OSError` when the process is gone."""
+        with self._sending:
+            self._control.send(message, fds=fds)
+
+    def request(self, what: str, *arguments: Any, fds: Iterable[int] = (), seconds: float | None = 120.0) -> Any:
+        """Ask, and wait for the answer; None where there is none."""
+        number, future = next(self._numbers), concurrent.futures.Future[Any]()
+        self._asked[number] = future
+        try:
+            self.send(what, number, *arguments, fds=fds)
+            return future.result(seconds)
+        except (OSError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    def ask(self, node: int, what: str, *arguments: Any) -> Any:
+        """Ask the agent of a node; None where it does not answer."""
+        found = self.request("ask", [node], what, arguments, ANSWER, seconds=2 * ANSWER)
+        return found[0] if found else None
+
+    def ask_all(self, what: str, *arguments: Any) -> list[Any]:
+        """Ask the agents of all nodes; None for each that does not answer."""
+        everybody = range(len(self.counts))
+        found = self.request("ask", list(everybody), what, arguments, ANSWER, seconds=2 * ANSWER)
+        return found or [None for _ in everybody]
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, _, _ = self._control.receive()
+                if message[0] == "answer":
+                    future = self._asked.get(message[1])
+                    if future is not None and not future.done():
+                        future.set_result(message[2])
+                else:
+                    self._news.put(message)
+        except (EOFError, OSError):
+            self._news.put(("gone",))
+            for future in list(self._asked.values()):
+                future.cancel()
+
+    def why_gone(self) -> str:
+        """Why the process is gone, as far as it has said."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        self._log.seek(0)
+        words = " ".join(self._log.read().decode(errors="replace").split())[-500:]
+        return "was lost: the connection to the Ray cluster has ended" + (f" ({words})" if words else "")
+
+    def keep(self) -> None:
+        """Keep the room for the next ranks, but not for long."""
+        if not self._options.linger:
+            return self.stop()
+        with _lock:
+            _idle.setdefault((os.getpid(), repr(self._options), self.world_size), []).append(self)
+            self._timer = threading.Timer(self._options.linger, self._retire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def reusable(self) -> bool:
+        """Whether the room that was kept can be used again; it is given back if not."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.process.poll() is None and None not in self.ask_all("received"):
+            return True
+        self.stop()
+        return False
+
+    def _retire(self) -> None:
+        with _lock:
+            kept = [drivers for drivers in _idle.values() if self in drivers]
+            for drivers in kept:
+                drivers.remove(self)
+        if kept:
+            self.stop()
+
+    def stop(self, at_once: bool = False) -> None:
+        """Give the room back: hang up, and the process ends all there. Ray does so, too, if it goes `at_once`."""
+        if self._not_ours:
+            return
+        if at_once:
+            self.process.kill()
+        if self._timer is not None:
+            self._timer.cancel()
+        with contextlib.suppress(OSError):
+            self._control.sock.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._control.close()
+        self._log.close()
+
+
+_lock = threading.RLock()  # ranks that nobody refers to any more are given up at any time, in any thread
+_idle: dict[tuple[int, str, int], list[DriverProcess]] = {}  # by process, options, number of ranks
+_private: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}  # by process: a Ray of its own, address, token
+
+
+def acquire(options: RayOptions, world_size: int, notice: Callable[[str], None]) -> DriverProcess:
+    """Room for so many ranks: what was kept after an earlier session, or new."""
+    with _lock:
+        kept = _idle.get((os.getpid(), repr(options), world_size), [])
+        driver = kept.pop() if kept else None
+    if driver is not None and driver.reusable():
+        return driver
+    return DriverProcess(options, world_size, notice)
+
+
+def _private_ray() -> tuple[str, Mapping[str, str]]:
+    """The address of a Ray of this machine alone, which ends with this process, and the variables that open it."""
+    with _lock:
+        process, address, token = _private.get(os.getpid(), (None, "", ""))
+        if process is None or process.poll() is not None:
+            _check_token_support(importlib.metadata.version("ray"))
+            token = secrets.token_hex(32)
+        opened_by = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        if process is None or process.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            with own_pidfd() as kernel:
+                fds = [kernel] if kernel >= 0 else []
+                process = interpreter.start(
+                    "nbdist.engines.ray.private", str(kernel), env=opened_by, pass_fds=fds, **pipes
+                )
+            assert process.stdout is not None
+            address = str(process.stdout.readline().decode()).strip()
+            if not address:
+                raise NbdistError("Ray does not start on this machine: `ray start --head` says why")
+            _private[os.getpid()] = process, address, token
+        return address, opened_by
+
+
+def _check_token_support(version: str) -> None:
+    """Raise `NbdistError` for a Ray that would take orders from everybody on this machine."""
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 52):
+        raise NbdistError(
+            f"Ray {version} knows no tokens, without which everybody who reaches this machine could run code as you "
+            f"do: a Ray of this machine alone needs Ray 2.52 or newer. A cluster that runs already can be used: "
+            f"RayOptions(address=...)"
+        )
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+    for process, _, _ in _private.values():
+        if process.stdin is not None and not process.stdin.closed:
+            blind(process.stdin.fileno())  # the end of which ends it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@atexit.register
+def release() -> None:
+    """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
+    with _lock:
+        drivers = [driver for (pid, _, _), found in _idle.items() if pid == os.getpid() for driver in found]
+        _idle.clear()
+        ray, _, _ = _private.pop(os.getpid(), (None, "", ""))
+    for driver in drivers:
+        driver.stop()
+    if ray is not None:
+        assert ray.stdin is not None and ray.stdout is not None
+        ray.stdin.close()
+        ray.stdout.close()
+        ray.wait()

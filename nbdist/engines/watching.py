@@ -1,0 +1,157 @@
+"""Watching the ranks of this machine: what the fork server says of them, and each process itself."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+
+from ..wire.channel import readable
+from ..wire.forking import REPORT, STARTED
+from ..wire.processes import blind, exit_status, forget_in_children, open_pidfd
+from .contract import NEVER_STARTED, Exit
+
+#: Seconds that the fork server may take to report the end of a rank: it does so at once, unless it imports or hangs.
+_DELAY = 0.3
+
+
+class Watch:
+    """The starts and ends of the ranks of one launch.
+
+    The fork server reports them at `report`. It may hang, or be killed, so each process is watched, too, where the
+    system can (Linux 5.3). In a process that is forked from this one there are no ranks any more.
+
+    Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known;
+    `fd`, readable when there is something to tell.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.pids: list[int | None] = [None] * size
+        self.alive = set(range(size))
+        self._not_ours: list[Exit] = []
+        self._processes: dict[int, int] = {}  # rank → descriptor
+        self._reports, self.report = os.pipe()
+        os.set_blocking(self._reports, False)
+        self._poll = select.epoll() if hasattr(select, "epoll") else None
+        self.fd = self._reports
+        if self._poll is not None:
+            self.fd = self._poll.fileno()
+            self._poll.register(self._reports, select.EPOLLIN)
+        forget_in_children(self)
+
+    def after_fork(self) -> None:
+        self._not_ours = [
+            Exit(rank, None, "belongs to the process that this one was forked from") for rank in sorted(self.alive)
+        ]
+        self.alive.clear()
+        blind(self._reports, self.fd, *self._processes.values())
+
+    def handed_over(self) -> None:
+        """The fork server has the other end of the reports."""
+        report, self.report = self.report, -1
+        if report >= 0:
+            os.close(report)
+
+    def exits(self) -> list[Exit]:
+        """The ranks that have ended since the last call."""
+        exits, self._not_ours = self._not_ours, []
+        if self.alive:
+            exits += self._reported()
+            exits += self._unreported()
+        return exits
+
+    def signal(self, rank: int, signum: int) -> None:
+        """Send a signal to a rank's process, if it still lives."""
+        pid = self.pids[rank]
+        if pid is None or rank not in self.alive:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if rank in self._processes:
+                signal.pidfd_send_signal(self._processes[rank], signum)
+            else:
+                os.kill(pid, signum)
+
+    def close(self) -> None:
+        self.handed_over()
+        for rank in list(self._processes):
+            self._forget(rank)
+        if self._poll is not None:
+            self._poll.close()
+        os.close(self._reports)
+        self._reports = self.fd = -1
+
+    def _reported(self) -> list[Exit]:
+        """What the fork server has reported."""
+        exits: list[Exit] = []
+        while self.alive:
+            try:
+                data = os.read(self._reports, REPORT.size)
+            except BlockingIOError:
+                break
+            if not data:  # it is gone, and cannot end what its ranks have started
+                exits += [self._lost(rank) for rank in sorted(self.alive)]
+                break
+            rank, pid, status = REPORT.unpack(data)
+            if rank not in self.alive:
+                continue
+            if status == STARTED:
+                self.pids[rank] = pid
+            elif pid:
+                self.pids[rank] = pid
+                exits.append(self._ended(rank, status))
+            else:
+                exits.append(self._ended(rank, None, _not_started(status)))
+        for rank in self.alive - self._processes.keys():
+            pid = self.pids[rank]
+            if self._poll is not None and pid is not None and (fd := open_pidfd(pid)) >= 0:
+                self._processes[rank] = fd
+                self._poll.register(fd, select.EPOLLIN)
+        return exits
+
+    def _unreported(self) -> list[Exit]:
+        """The ranks whose processes have ended, and of which the fork server says nothing."""
+        exits: list[Exit] = []
+        deadline = time.monotonic() + _DELAY
+        while gone := self._gone():
+            if not readable(self._reports, max(0.0, deadline - time.monotonic())):
+                return exits + [self._ended(rank, exit_status(self.pids[rank] or 0)) for rank in gone]
+            exits += self._reported()
+        return exits
+
+    def _gone(self) -> list[int]:
+        ended = {fd for fd, _ in self._poll.poll(0)} if self._poll is not None else set()
+        return sorted(rank for rank, fd in self._processes.items() if fd in ended)
+
+    def _lost(self, rank: int) -> Exit:
+        pid = self.pids[rank]
+        if pid is None:
+            return self._ended(rank, None, NEVER_STARTED)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        return self._ended(rank, None)
+
+    def _ended(self, rank: int, status: int | None, reason: str = "") -> Exit:
+        self.alive.discard(rank)
+        self._forget(rank)
+        return Exit(rank, status, reason)
+
+    def _forget(self, rank: int) -> None:
+        fd = self._processes.pop(rank, -1)
+        if fd >= 0:
+            if self._poll is not None:
+                with contextlib.suppress(OSError):  # in a child of this process there is nothing to take it out of
+                    self._poll.unregister(fd)
+            os.close(fd)
+
+
+def _not_started(number: int) -> str:
+    """Why a rank was not started, by the number of the error."""
+    limits = {
+        errno.EAGAIN: ": the limit of processes (ulimit -u, or that of the container) is reached",
+        errno.ENOMEM: ": there is no memory for another process",
+        errno.EMFILE: ": the fork server's limit of open files (ulimit -n) is reached",
+    }
+    return f"could not be started: {os.strerror(number)}{limits.get(number, '')}"

@@ -1,0 +1,1 @@
+"""What other libraries need to work in ranks, or with them."""

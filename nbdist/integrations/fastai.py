@@ -1,0 +1,113 @@
+"""What fastai needs to train on gloo as well as on NCCL."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+_MODULE = "fastai.distributed"
+
+
+@contextmanager
+def device_agnostic() -> Iterator[None]:
+    """Mend what keeps fastai's `distrib_ctx` from CPU ranks, or from any ranks; also if it is imported later.
+
+    As of fastai 2.8.12:
+    - `DistributedDL` moves the shuffled indices to CUDA before it broadcasts them.
+    - `DistributedTrainer` makes every batch norm one over all ranks, which torch has for GPUs only: CPU ranks keep
+      batch norm over their own part of the batch, and say so.
+    - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
+      gradient that `DistributedDataParallel` waits for.
+    - Every data loader is divided among the ranks, also one that has done so itself; such a one says `sharded = True`.
+    - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
+    """
+    originals: list[tuple[type, str, Any]] = []
+    hook = _AfterImport(lambda module: originals.extend(_patch(module)))
+    if _MODULE in sys.modules:
+        originals.extend(_patch(sys.modules[_MODULE]))
+    else:
+        sys.meta_path.insert(0, hook)
+    try:
+        yield
+    finally:
+        if hook in sys.meta_path:
+            sys.meta_path.remove(hook)
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+
+
+def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
+    """Patch `fastai.distributed`; returns what was there before: class, attribute, value."""
+    import torch
+    import torch.distributed as dist
+
+    from ..devices import collective_device
+
+    loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
+    prepare, detach, wrap = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl
+
+    def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
+        "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
+        indices = torch.as_tensor(t, dtype=torch.long, device=collective_device())
+        dist.broadcast(indices, rank)
+        return list(indices.tolist())
+
+    def before_fit(self: Any) -> None:
+        if self.sync_bn and collective_device().type == "cpu":
+            self.sync_bn = False
+            norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+            if norms and dist.get_rank() == 0:
+                print("nbdist: CPU ranks have no SyncBatchNorm; each normalises over its own part of the batch")
+        for parameter in self.model.parameters():
+            if parameter.numel() == 0:
+                parameter.requires_grad_(False)
+        prepare(self)
+
+    def _wrap_dl(self: Any, dl: Any) -> Any:
+        return dl if getattr(dl, "sharded", False) is True else wrap(self, dl)
+
+    def detach_distributed(self: Any) -> Any:
+        "Remove `DistributedTrainer` from a learner"
+        detach(self)
+        return self.remove_cb(trainer)
+
+    patched = [
+        (loader, "_broadcast", _broadcast),
+        (trainer, "before_fit", before_fit),
+        (trainer, "_wrap_dl", _wrap_dl),
+        (learner, "detach_distributed", detach_distributed),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    for owner, name, value in patched:
+        setattr(owner, name, value)
+    return originals
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `action` with `fastai.distributed` as soon as that has been imported."""
+
+    def __init__(self, action: Any) -> None:
+        self._action = action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                self._action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

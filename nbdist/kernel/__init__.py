@@ -1,0 +1,1 @@
+"""What runs in the notebook's kernel."""

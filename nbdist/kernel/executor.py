@@ -1,0 +1,178 @@
+"""Carries out calls on ranks that are started when they are needed, and replaced when they are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..capture.call import Call
+from ..engines.contract import Engine
+from ..errors import NbdistError, RankDied
+from .cell import Cell
+from .debugger import Prompt
+from .futures import Stop
+from .group import GRACE_TO_LEAVE, Group, Layout
+from .output import Log
+from .waiting import Waiting
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call that has been captured, and how it is to be carried out."""
+
+    call: Call
+    seeds: tuple[int, int, int] | None
+    targets: Sequence[int]
+    everyone: bool
+    """Whether all ranks are to answer with their values, or only the first of the targets."""
+    output: str
+    what: str
+
+
+class Executor:
+    """The ranks of a session, and what became of them. Its calls must be made one at a time.
+
+    Args:
+        engine, layout: How ranks are started.
+        timeout: Seconds that a call may take; None: any time.
+        keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
+        restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost.
+    """
+
+    def __init__(
+        self, engine: Engine, layout: Layout, *, timeout: float | None, keep_frames: bool, restarts: int
+    ) -> None:
+        self.layout = layout
+        self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
+        self.group: Group | None = None
+        self.logs: Sequence[Log] = []
+        """Of the ranks that there are, or were last."""
+        self._dead = ""  # why calls are refused until `restart`
+        self._lost = ""  # why the next call has fresh ranks
+        self.closed = False
+
+    def state(self) -> str:
+        """What can be expected of the next call, in a few words."""
+        if self.closed:
+            return "closed"
+        if self._dead:
+            return f"{self._dead}; restart() starts fresh ranks"
+        return "not started" if self.group is None else "running"
+
+    def check_open(self) -> None:
+        """Raise `NbdistError` in a closed session."""
+        if self.closed:
+            raise NbdistError("this session is closed; make a new one")
+
+    def raised(self) -> list[int]:
+        """The ranks whose frames are kept, first the one whose exception the last call raised."""
+        return list(self.group.raised) if self._keep_frames and self.group is not None else []
+
+    def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
+        """Do a call in its turn, and again after a rank was lost."""
+        for count in range(self._restarts):
+            try:
+                return self._attempt(request, cell, stop, count)
+            except RankDied as died:
+                if not self._dead:  # the function itself raised it
+                    raise
+                self._dead = self._lost = ""  # said here
+                why = str(died).partition("\n")[0]
+                cell.notice(
+                    f"{why}. Starting again on fresh ranks ({count + 1} of {self._restarts} restarts); what earlier "
+                    f"calls left in the old ones is lost"
+                )
+        return self._attempt(request, cell, stop, self._restarts)
+
+    def _attempt(self, request: Request, cell: Cell, stop: Stop | None, count: int) -> list[Any]:
+        """Send a call to its ranks and wait for their answers."""
+        self.check_open()
+        call = request.call
+        restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
+        try:
+            group = self._ready(cell)
+            first = request.targets[0]
+            group.relay.begin(cell, request.output, first)
+            if self._lost:
+                cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
+                self._lost = ""
+            group.underway = True
+            group.join()
+            group.raised.clear()
+            for rank in request.targets:
+                answers = request.everyone or rank == first
+                seeds = self.layout.seeds(rank, request.seeds)
+                message = "call", call.header, seeds, answers, self._keep_frames, restarts
+                group.send(rank, *message, parcel=call.parcel)
+            waiting = Waiting(
+                group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
+            )
+        except BaseException:  # they may have got half of it
+            if self.group is not None:
+                self._lost = "the last call was broken off while it was sent to the ranks"
+                self._dead = self.group.dead
+            self.end(grace=0.0)
+            raise
+        values = self._wait_for(group, waiting)
+        return values if request.everyone else values[:1]
+
+    def _wait_for(self, group: Group, waiting: Waiting) -> list[Any]:
+        try:
+            values = waiting.wait()
+            group.underway = False
+            return values
+        except BaseException:
+            if waiting.pending:
+                stuck = sorted(waiting.pending)
+                who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
+                self._lost = f"{who} did not leave the last call"
+                self.end(grace=0.0)
+            group.underway = False
+            raise
+        finally:
+            if group.dead:
+                self._dead = group.dead
+                self.end(grace=0.0)
+
+    def _ready(self, cell: Cell) -> Group:
+        """The running ranks, started if there are none.
+
+        Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
+        """
+        if self._dead:
+            raise NbdistError(
+                f"the session has lost its ranks: {self._dead}. restart() starts fresh ones; what earlier calls left "
+                f"in them is lost"
+            )
+        deaths = [] if self.group is None else [self.group.record_death(exit) for exit in self.group.ranks.exits()]
+        if self.group is not None and deaths:
+            self._dead = self.group.dead
+            self.end(grace=0.0)
+            raise deaths[0]
+        if self.group is not None and self.group.underway:  # an interrupt came where it was not expected
+            self._lost = "the last call was broken off"
+            self.end(grace=0.0)
+        if self.group is None:
+            self.group = Group(self._engine, self.layout, cell)
+            self.logs = self.group.relay.logs
+        return self.group
+
+    def end(self, grace: float) -> None:
+        if self.group is not None:
+            group, self.group = self.group, None
+            group.end(grace)
+
+    def debug(self, rank: int, prompt: Prompt, cell: Cell) -> None:
+        """Let a rank's debugger look at the frames that it keeps, until its user leaves."""
+        group = self.group
+        assert group is not None
+        group.relay.begin(cell, "rank0", rank)
+        group.send(rank, "debug")
+        self._wait_for(group, Waiting(group, [rank], "post_mortem", prompt=prompt))
+
+    def restart(self, cell: Cell) -> None:
+        """End the ranks and start fresh ones, also after a rank has died."""
+        self.end(GRACE_TO_LEAVE)
+        self._dead = self._lost = ""
+        self._ready(cell).join()

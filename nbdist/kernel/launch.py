@@ -1,0 +1,211 @@
+"""The one line: `in_ddp`; and `warm`, which makes the first one as fast as the next."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+from .. import engines
+from ..capture.imports import modules_named, parse_imports, run_imports
+from ..capture.need import Names, main_namespace
+from ..devices import choose_devices
+from ..engines.local import LocalEngine
+from ..errors import NbdistError
+from ..integrations import fastai
+from ..rank import world as rank_world
+from ..wire.messages import Slot, World
+from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
+from .arguments import check_call, check_count, check_platform
+from .session import Session
+
+T = TypeVar("T")
+
+_held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
+
+
+def in_ddp(
+    ngpus: int,
+    fn: Callable[..., T],
+    /,
+    *args: Any,
+    imports: str | Iterable[str] = "",
+    need: Names = "",
+    hold_on_error: bool = False,
+    restarts: int = 0,
+    settings: bool = True,
+    **kwargs: Any,
+) -> T:
+    """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
+
+    Each rank is a fresh process with its device chosen, its process group up (NCCL on GPUs, gloo on a machine
+    without any), torchrun's environment variables set, and all ranks seeded alike from the notebook's own random
+    state. Functions, classes and variables of the notebook that `fn` uses travel with it.
+
+    Args:
+        ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
+        fn: The function to run: of the notebook, of a script, or of a package.
+        *args: Its positional arguments.
+        imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
+            that they give are not captured.
+        need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
+        hold_on_error: After an exception, keep the ranks with its frames for `post_mortem`, until that or the next
+            such call.
+        restarts: How often `fn` is started again, on fresh ranks, after a rank or its node was lost.
+            TORCHELASTIC_RESTART_COUNT tells it, so that it can go on from its last snapshot.
+        settings: Whether what is set in the notebook (logging, warning filters, options of libraries) holds in the
+            ranks: see `Session`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `fn` returned on rank 0, its CUDA tensors on the CPU.
+
+    Raises:
+        TypeError, ValueError, NameError, CaptureError: Before any rank starts, for arguments that make no sense, too
+            few GPUs, unknown names, and objects that cannot be pickled.
+        RankDied: When a rank's process ends without an answer.
+        BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> def total(x):
+        ...     t = torch.tensor([x])
+        ...     dist.all_reduce(t)
+        ...     return t.item()
+        >>> in_ddp(2, total, 1.5)
+        3.0
+    """
+    check_platform()
+    check_count(ngpus, least=0, name="ngpus")
+    if ngpus == 0:
+        return _in_kernel(fn, args, kwargs, imports, need)
+    _close_held()
+    with contextlib.ExitStack() as stack:
+        session = stack.enter_context(Session(ngpus, hold_on_error=hold_on_error, restarts=restarts, settings=settings))
+        try:
+            return session.run(fn, *args, imports=imports, need=need, **kwargs)
+        except BaseException:
+            if session.held_ranks():
+                _held_sessions.append(session)
+                stack.pop_all()  # it stays open
+            raise
+
+
+def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
+    """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
+
+    Args:
+        rank: Which one. None: the rank whose exception the call raised.
+        commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
+
+    Raises:
+        NbdistError: Where no rank is held.
+
+    Examples:
+        >>> def divide(x):
+        ...     return 1 / x
+        >>> in_ddp(2, divide, 0, hold_on_error=True)
+        Traceback (most recent call last):
+        ZeroDivisionError: division by zero
+        >>> post_mortem(commands=["p x"])
+        > <...>(2)divide()
+        -> return 1 / x
+        (rank ...) p x
+        0
+        (rank ...) quit
+    """
+    if not _held_sessions:
+        raise NbdistError(
+            "no rank is held: post_mortem() follows an in_ddp(..., hold_on_error=True) that raised in a rank. A "
+            "session has a post_mortem() of its own."
+        )
+    try:
+        _held_sessions[-1].post_mortem(rank, commands)
+    finally:
+        _close_held()
+
+
+def _close_held() -> None:
+    while _held_sessions:
+        _held_sessions.pop().close()
+
+
+def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
+    """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
+
+    Modules of your own (not installed ones) are left for the ranks to import, so that they see your edits; and so
+    are modules that start threads or CUDA when they are imported.
+
+    Args:
+        imports: Import statements, as for `in_ddp`.
+        idle: Seconds after which the server ends when nothing uses it. Half an hour if never said; the next call
+            starts a new one.
+
+    Examples:
+        >>> warm("from fastai.collab import *")
+    """
+    check_platform()
+    modules = modules_named(parse_imports(imports))
+    engine = engines.resolve(None)
+    engine.warm(modules)
+    if idle is not None and isinstance(engine, LocalEngine):
+        engine.idle(idle)
+
+
+def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:
+    block, names = check_call(fn, imports, need)
+    main = main_namespace()
+    run_imports(block, main)
+    main.update(names)
+    with _group_of_one(), fastai.device_agnostic(), _breakpoints():
+        return fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _breakpoints() -> Iterator[None]:
+    """Let `breakpoint()` open pdb. A kernel hands it to the front end's debugger, and does nothing if there is none."""
+    hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
+    if debugpy is not None and not debugpy.is_client_connected():
+        sys.breakpointhook = sys.__breakpointhook__
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
+
+
+@contextlib.contextmanager
+def _group_of_one() -> Iterator[None]:
+    """A process group of this process alone, with the environment of a rank; both as before afterwards."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():  # the user's own: it is as good
+        yield
+        return
+    device = choose_devices(1, None)[0]
+    environ = dict(os.environ)
+    with contextlib.closing(Rendezvous()) as rendezvous:
+        world = World(
+            rank=0,
+            world_size=1,
+            device=device,
+            backend="nccl" if device.startswith("cuda") else "gloo",
+            slot=Slot(0, 0, 1, LOOPBACK_INTERFACE, torch.get_num_threads(), ()),
+            rendezvous=rendezvous.address,
+            threads=torch.get_num_threads(),
+        )
+        for name in INTERFACE_VARIABLES:  # the group has nobody to speak to
+            os.environ.pop(name, None)
+        os.environ.update(rank_world.environ(world))
+        try:
+            store = rank_world.join(world, rendezvous.fds(0))
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environ)
+    del store

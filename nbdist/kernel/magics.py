@@ -1,0 +1,220 @@
+"""`%ddp` and `%%ddp`: a session, and cells that run on its ranks, without a function around them."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+from ..notebook import cell_numbers
+from ..rank import cells
+from .launch import warm
+from .session import Session
+
+_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "none"], "help": "whose output the cell shows"}
+
+
+def load(shell: Any) -> None:
+    """What `%load_ext nbdist` does: warm the fork server, and give the notebook its magics."""
+    warm()
+    magics = DdpMagics(shell)
+    shell.register_magics(magics)
+    for name in ("%ddp", "%%ddp"):
+        shell.set_hook("complete_command", magics.complete, str_key=name)
+
+
+def unload(shell: Any) -> None:
+    """What `%unload_ext nbdist` does: end the session of the magics."""
+    magics = shell.magics_manager.registry.get("DdpMagics")
+    if magics is not None:
+        magics.stop(Namespace())
+
+
+def numbers(text: str) -> list[int]:
+    """Ranks as people write them: `0,2-3`."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            found += range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
+    if not found:
+        raise ArgumentTypeError(f"{text!r} names no rank")
+    return found
+
+
+class _Parser(ArgumentParser):
+    """Says how it is used when it is used wrongly."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+@magics_class
+class DdpMagics(Magics):
+    """The magics, and the session that they share."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.session: Session | None = None
+        self._line, self._commands = self._line_parser()
+        self._cell = self._cell_parser()
+
+    @line_cell_magic
+    def ddp(self, line: str, cell: str | None = None) -> Any:
+        """Ranks that stay between cells.
+
+        %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|none]
+                     [--seed S] [--hold-on-error]     start N ranks; gives the nbdist.Session
+        %ddp status                                   what each rank does
+        %ddp stacks                                   where each rank is
+        %ddp logs RANK                                what a rank has written
+        %ddp push NAME ...                            send variables of the notebook to all ranks
+        %ddp pull NAME ...                            bring variables of rank 0 into the notebook
+        %ddp post-mortem [RANK]                       pdb in a rank that raised (start --hold-on-error)
+        %ddp restart                                  fresh ranks
+        %ddp stop                                     end the ranks
+
+        %%ddp [--ranks 0,2-3] [--output rank0|all|none] [--need "NAMES"] [--imports "STATEMENTS"]
+        code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
+
+        Examples:
+            >>> %load_ext nbdist
+            >>> %ddp start 2 --devices cpu
+            <nbdist.Session: 2 ranks on cpu, gloo, running>
+            >>> %%ddp
+            ... import torch
+            ... import torch.distributed as dist
+            ... total = torch.ones(())
+            ... dist.all_reduce(total)
+            ... total
+            tensor(2.)
+            >>> %ddp pull total
+            >>> total
+            tensor(2.)
+            >>> %ddp stop
+        """
+        arguments = self._parse(self._line if cell is None else self._cell, line)
+        return arguments.action(arguments) if cell is None else self.run_cell(arguments, cell)
+
+    def _parse(self, parser: _Parser, line: str) -> Namespace:
+        try:
+            return parser.parse_args(shlex.split(line))
+        except ValueError as exc:  # of shlex: a quotation that does not end
+            raise UsageError(f"{parser.prog}: {exc}") from None
+
+    def _running(self) -> Session:
+        if self.session is None:
+            raise UsageError("there are no ranks yet: %ddp start 2")
+        return self.session
+
+    def start(self, arguments: Namespace) -> Session:
+        if self.session is not None:
+            raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them, %ddp restart renews them")
+        names = "backend devices threads timeout output seed hold_on_error".split()
+        session = Session(arguments.n, **{name: getattr(arguments, name) for name in names})
+        try:
+            session.run(cells.nothing)
+        except BaseException:
+            session.close()
+            raise
+        self.session = session
+        return session
+
+    def status(self, arguments: Namespace) -> Any:
+        return self._running().status()
+
+    def stacks(self, arguments: Namespace) -> None:
+        print(self._running().stacks())
+
+    def logs(self, arguments: Namespace) -> None:
+        print(self._running().logs(arguments.rank), end="")
+
+    def push(self, arguments: Namespace) -> None:
+        self._running().run(cells.nothing, need=arguments.names)
+
+    def pull(self, arguments: Namespace) -> None:
+        self.shell.push(self._running().run(cells.variables, arguments.names))  # type: ignore[union-attr]
+
+    def post_mortem(self, arguments: Namespace) -> None:
+        self._running().post_mortem(arguments.rank)
+
+    def restart(self, arguments: Namespace) -> None:
+        self._running().restart()
+
+    def stop(self, arguments: Namespace) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    def run_cell(self, arguments: Namespace, cell: str) -> None:
+        number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
+        self._running().call(
+            cells.run,
+            (cell, number),
+            imports=arguments.imports,
+            need=arguments.need,
+            ranks=arguments.ranks,
+            output=arguments.output,
+        )
+
+    def complete(self, shell: Any, event: Any) -> list[str]:
+        """What may come next on the line, for the Tab key."""
+        words = event.line[: len(event.line) - len(event.symbol)].split()
+        parser = self._cell if words[0] == "%%ddp" else self._line
+        if parser is self._line:
+            if len(words) == 1:
+                return list(self._commands)
+            parser = self._commands.get(words[1], parser)
+        options = [option for action in parser._actions for option in action.option_strings]
+        if words[1:2] == ["push"]:
+            return [name for name in shell.user_ns if not name.startswith("_")]
+        before = parser._option_string_actions.get(words[-1])
+        return [str(choice) for choice in before.choices] if before is not None and before.choices else options
+
+    def _line_parser(self) -> tuple[_Parser, dict[str, _Parser]]:
+        parser = _Parser("%ddp", add_help=False)
+        commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+        def command(name: str, action: Any) -> _Parser:
+            added: _Parser = commands.add_parser(name, add_help=False)
+            added.set_defaults(action=action)
+            return added
+
+        start = command("start", self.start)
+        start.add_argument("n", type=int, help="how many ranks")
+        start.add_argument("--devices", type=_devices, help="cpu, cuda, or one for each rank: cuda:0,cuda:2")
+        start.add_argument("--backend", help="of the process group: gloo, nccl")
+        start.add_argument("--threads", type=_threads, help="for each rank, or bind")
+        start.add_argument("--timeout", type=float, help="seconds that a cell may take")
+        start.add_argument("--output", default="rank0", **_OUTPUT)
+        start.add_argument("--seed", type=int)
+        start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
+        for name in ("status", "stacks", "restart", "stop"):
+            command(name, getattr(self, name))
+        command("logs", self.logs).add_argument("rank", type=int)
+        command("push", self.push).add_argument("names", nargs="+")
+        command("pull", self.pull).add_argument("names", nargs="+")
+        command("post-mortem", self.post_mortem).add_argument("rank", type=int, nargs="?")
+        return parser, commands.choices
+
+    def _cell_parser(self) -> _Parser:
+        parser = _Parser("%%ddp", add_help=False)
+        parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
+        parser.add_argument("--output", **_OUTPUT)
+        parser.add_argument("--need", default="", help="notebook variables to send first")
+        parser.add_argument("--imports", default="", help="import statements to run first")
+        return parser
+
+
+def _devices(text: str) -> str | Sequence[str]:
+    return text if text in ("cpu", "cuda") else text.split(",")
+
+
+def _threads(text: str) -> int | str:
+    return text if text == "bind" else int(text)

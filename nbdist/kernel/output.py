@@ -1,0 +1,121 @@
+"""What ranks write: kept in a log for each, and passed on to the cell as far as it is to be seen there."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..wire.channel import readable
+from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
+from .cell import Cell
+
+#: Characters of output kept of each rank; older text is dropped first.
+KEPT = 1 << 20
+
+
+class Log:
+    """The last text that one rank wrote."""
+
+    def __init__(self) -> None:
+        self._chunks: collections.deque[str] = collections.deque()
+        self._size = 0
+
+    def write(self, text: str) -> None:
+        self._chunks.append(text)
+        self._size += len(text)
+        while self._size > KEPT and len(self._chunks) > 1:
+            self._size -= len(self._chunks.popleft())
+
+    def text(self) -> str:
+        return "".join(self._chunks)
+
+    def tail(self, lines: int = 50) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+
+class Relay:
+    """Reads the output descriptors of all ranks and passes on what belongs in the cell."""
+
+    def __init__(self, outputs: Sequence[tuple[int, int]]) -> None:
+        self.logs = [Log() for _ in outputs]
+        self.begin(Cell(), "none", 0)
+        self._pipes = [
+            [(out, FrameReader(STDOUT)), (err, FrameReader(STDERR))] for out, err in outputs
+        ]  # by rank: descriptors, and what makes sense of what comes there
+        self._partial: dict[tuple[int, int], str] = {}
+
+    def begin(self, cell: Cell, show: str, first: int) -> None:
+        """From now on, output goes to `cell`.
+
+        `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
+        before it) or "none".
+        """
+        self.cell, self._show, self._first = cell, show, first
+
+    def read(self, rank: int, which: int) -> bool:
+        """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
+        fd, frames = self._pipes[rank][which]
+        for _ in range(16):
+            try:
+                data = os.read(fd, 1 << 16)
+            except BlockingIOError:
+                return True
+            for kind, what in _without_overtaken(list(frames.feed(data))):
+                self._pass_on(rank, kind, what)
+            if not data:
+                self._end_line(rank)
+                return False
+        return True
+
+    def drain(self, rank: int | None = None) -> None:
+        """Pass on all that a rank, or every rank, has written so far."""
+        for number in range(len(self._pipes)) if rank is None else (rank,):
+            for which, (fd, _) in enumerate(self._pipes[number]):
+                while readable(fd) and self.read(number, which):
+                    pass
+
+    def _pass_on(self, rank: int, kind: int, what: Any) -> None:
+        if kind == MESSAGE:
+            name, content = what
+            if name == "display":
+                self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            if self._show == "all" and name == "display" and not content["update"]:
+                self._end_line(rank)
+                self.cell.text(f"[rank {rank}]\n", STDOUT)
+            if self._show == "all" or (self._show == "rank0" and rank == self._first):
+                self.cell.message(name, content)
+            return
+        self.logs[rank].write(what)
+        if self._show == "rank0" and rank == self._first:
+            self.cell.text(what, kind)
+        elif self._show == "all":
+            *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
+            self._partial[rank, kind] = rest
+            if lines:
+                self.cell.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+
+    def _end_line(self, rank: int) -> None:
+        """Show what a rank has written of a line that it has not finished."""
+        for kind in (STDOUT, STDERR):
+            rest = self._partial.pop((rank, kind), "")
+            if rest:
+                self.cell.text(f"[rank {rank}] {rest}\n", kind)
+
+    def flush(self) -> None:
+        """At the end of a call: what is half written is written."""
+        for rank in range(len(self.logs)):
+            self._end_line(rank)
+
+
+def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """The frames but for updates of a display that is updated again after them: nobody would see those."""
+    updates = {}
+    for number, (kind, what) in enumerate(frames):
+        if kind == MESSAGE and what[0] == "display" and what[1]["update"]:
+            updates[number] = what[1]["transient"].get("display_id")
+    last = {display_id: number for number, display_id in updates.items()}
+    for number, frame in enumerate(frames):
+        if last.get(updates.get(number), number) == number:
+            yield frame

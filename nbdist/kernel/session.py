@@ -1,0 +1,351 @@
+"""Ranks that stay: a session holds the ranks of one process group and runs functions on them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from .. import engines
+from ..capture.call import capture_call
+from ..capture.explain import Explanation, explain
+from ..capture.imports import modules_named
+from ..capture.need import Names
+from ..engines.ray.options import RayOptions
+from ..errors import NbdistError
+from ..wire.cache import SentCache
+from ..wire.processes import forget_in_children
+from . import futures, stacks
+from .arguments import check_call, check_count, check_output, check_platform
+from .cell import Cell
+from .debugger import Prompt
+from .executor import Executor, Request
+from .group import GRACE_TO_LEAVE, Layout
+from .status import Snapshot, Status, look
+
+T = TypeVar("T")
+
+
+class Session:
+    """`nranks` ranks in one process group, started with the first call and kept until `close`.
+
+    What `fn` leaves in the `__main__` of a rank stays there for later calls. A call that raises leaves the session
+    usable: where ranks waited for one another, a new process group is made of the same processes (whatever holds the
+    old one, such as a `DistributedDataParallel`, has to be made anew). Where that cannot be, fresh ranks are started
+    with the next call, which says so. After a rank has died, `restart` starts fresh ranks.
+
+    Calls take turns, in the order in which they were made. A session that is no longer referred to closes itself.
+
+    Args:
+        nranks: How many ranks, at least one.
+        backend: Of the process group, such as "gloo". None: NCCL where ranks have GPUs, gloo where they do not. A
+            mapping gives further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
+            collective that has waited for 60 seconds.
+        devices: "cpu", "cuda", or one device per rank (`["cuda:0", "cuda:2"]`). None: a GPU per rank where there
+            is any GPU at all, else CPUs.
+        threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
+            same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
+        timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
+        output: Whose output the cell shows: "rank0", "all" or "none". `logs` has the rest.
+        env: Environment variables for the ranks, beside those of the notebook. Where libraries read one while they are
+            imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
+            ranks, which takes some seconds once.
+        seed: Seeds the ranks once, when they start. None: every call seeds them anew from the notebook's own
+            random state (`random`, NumPy and torch, each from its own).
+        seed_ranks: Rank r is seeded with r added to every seed, so that dropout masks and augmentations differ between
+            the ranks. Models that are made on each rank differ then too, until `DistributedDataParallel` or the like
+            gives them rank 0's. Otherwise all ranks are seeded alike, as fastai's `set_seed` and Lightning's
+            `seed_everything` do when they are called with one number.
+        settings: Whether each call brings what is set in the notebook: logging, warning filters, options of torch,
+            NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
+            changes of it in a rank stays until the notebook changes it.
+        engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
+            other. None: what `nbdist.use` said, or else this machine.
+        hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
+        restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
+            count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
+
+    Raises:
+        TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
+        NotImplementedError: On Windows.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> with Session(2) as session:
+        ...     print(session.run_all(dist.get_rank))
+        ...     future = session.submit(dist.get_world_size)
+        ...     print(future.result())
+        [0, 1]
+        2
+    """
+
+    def __init__(
+        self,
+        nranks: int,
+        *,
+        backend: str | Mapping[str, Any] | None = None,
+        devices: str | Sequence[str] | None = None,
+        threads: int | str | None = None,
+        timeout: float | None = None,
+        output: str = "rank0",
+        env: Mapping[str, str] | None = None,
+        seed: int | None = None,
+        seed_ranks: bool = False,
+        settings: bool = True,
+        engine: str | RayOptions | None = None,
+        hold_on_error: bool = False,
+        restarts: int = 0,
+    ) -> None:
+        check_platform()
+        check_count(nranks, least=1, name="nranks")
+        check_count(restarts, least=0, name="restarts")
+        if threads not in (None, "bind"):
+            check_count(threads, least=1, name="threads")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
+        self._output = check_output(output)
+        self.nranks = nranks
+        self._engine = engines.resolve(engine, env)
+        chosen = self._engine.devices(nranks, devices)
+        options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
+        name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
+        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks)
+        self._settings = settings
+        self._executor = Executor(self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts)
+        self._lock = futures.FairLock()
+        self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
+        self._cache = SentCache()
+        self._capturing = threading.Lock()
+        forget_in_children(self)
+        weakref.finalize(self, self._cache.close)
+
+    def after_fork(self) -> None:
+        """In a child of this process: another thread may have held this."""
+        self._capturing = threading.Lock()
+
+    def run(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> T:
+        """Run `fn(*args, **kwargs)` on every rank and return rank 0's value.
+
+        Args:
+            fn: A function of the notebook, of a script, or of an installed package.
+            imports: Import statements, executed in each rank's `__main__` before `fn`.
+            need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
+                from names to values.
+
+        Raises:
+            ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
+            RankDied: When a rank's process ends.
+            RankTimeout: When the session's timeout is over.
+            NbdistError: When the session is closed, or a rank had died and there was no `restart`.
+            BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+        """
+        return self.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
+
+    def run_all(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> list[T]:
+        """Like `run`, but returns the values of all ranks, in the order of the ranks."""
+        return self.call(fn, args, kwargs, imports, need, everyone=True)
+
+    def submit(
+        self,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> futures.CallFuture[T]:
+        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value.
+
+        The function, its arguments and the names it needs are taken as they are now. Output goes to the cell that
+        called this, live, whatever the notebook does meanwhile. `cancel()` stops the call as an interrupt does.
+
+        Raises:
+            ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
+        """
+        request = self._capture(fn, args, kwargs, imports, need)
+        cell = Cell(background=True)
+        call = functools.partial(self._carry_out_first, request, cell)
+        future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._lock, request.what)
+        self._background.add(future)
+        return future
+
+    def call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        *,
+        ranks: Iterable[int] | None = None,
+        everyone: bool = False,
+        output: str | None = None,
+    ) -> list[Any]:
+        """What `run` and `run_all` are made of: with the function's arguments apart, and more to choose from.
+
+        Args:
+            ranks: Who runs `fn`. None: all ranks.
+            everyone: Whether every rank's value is wanted.
+            output: Like that of the session, for this call.
+
+        Returns:
+            The values of the `ranks` in their order, or that of the first of them alone.
+        """
+        request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+        with contextlib.closing(request.call.parcel):
+            return self._lock.in_turn(lambda: self._executor.carry_out(request, Cell()))
+
+    def logs(self, rank: int) -> str:
+        """What a rank has written, shown or not: the last million characters since the ranks started."""
+        self._check_rank(rank)
+        return self._executor.logs[rank].text() if self._executor.logs else ""
+
+    def status(self) -> Status:
+        """A table of the ranks: process, device, state, what each runs, memory, and its last line of output.
+
+        In a notebook the table follows a running call until that is over.
+        """
+        return Status(self._look)
+
+    def explain(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> Explanation:
+        """What a call of `run` with the same arguments would send: see `nbdist.explain`."""
+        return explain(fn, *args, imports=imports, need=need, **kwargs)
+
+    def stacks(self) -> str:
+        """Where each rank is right now: a line for each, then their Python stacks. May be asked from any thread."""
+        group = self._executor.group
+        return "" if group is None else stacks.report(stacks.take(group.ranks))
+
+    def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
+        """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
+
+        Args:
+            rank: Which one. None: the rank whose exception the call raised.
+            commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
+
+        Raises:
+            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
+        """
+        self._lock.in_turn(lambda: self._debug(rank, commands))
+
+    def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:
+        held = self.held_ranks()
+        if not held:
+            raise NbdistError(
+                "no rank is held: post_mortem() follows a call that raised in a rank, in a session with "
+                "hold_on_error=True, before any other call"
+            )
+        rank = held[0] if rank is None else rank
+        if rank not in held:
+            raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
+        self._executor.debug(rank, Prompt(rank, commands), Cell())
+
+    def held_ranks(self) -> list[int]:
+        """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
+        return self._executor.raised()
+
+    def restart(self) -> None:
+        """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""
+        self._executor.check_open()
+        self._cancel_background()
+        self._lock.in_turn(lambda: self._executor.restart(Cell()))
+
+    def close(self) -> None:
+        """Stop what runs in the background and end the ranks. A closed session takes no more calls.
+
+        The ranks get five seconds for what they have registered with `atexit`, and for their open files.
+        """
+        self._executor.closed = True
+        self._cancel_background()
+        self._lock.in_turn(lambda: self._executor.end(GRACE_TO_LEAVE))
+        self._cache.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        layout = self._executor.layout
+        devices = ", ".join(sorted(set(layout.devices)))
+        return f"<nbdist.Session: {self.nranks} ranks on {devices}, {layout.backend}, {self._executor.state()}>"
+
+    def _look(self) -> Snapshot:
+        return look(self._executor.state(), self._executor.layout.devices, self._executor.group, self._lock.busy())
+
+    def _check_rank(self, rank: Any) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"a rank is a whole number, not {rank!r}")
+        if not 0 <= rank < self.nranks:
+            raise ValueError(f"there is no rank {rank}: this session has ranks 0 to {self.nranks - 1}")
+
+    def _cancel_background(self) -> None:
+        for future in list(self._background):
+            future.cancel()
+
+    def _capture(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        imports: Any,
+        need: Any,
+        ranks: Iterable[int] | None = None,
+        everyone: bool = False,
+        output: str | None = None,
+    ) -> Request:
+        self._executor.check_open()
+        block, names = check_call(fn, imports, need)
+        targets = list(range(self.nranks) if ranks is None else ranks)
+        for rank in targets:
+            self._check_rank(rank)
+        if not targets:
+            raise ValueError("ranks= names no rank")
+        output = self._output if output is None else check_output(output)
+        with self._capturing:
+            call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
+        self._engine.warm([*modules_named(block), *sorted(call.modules)])
+        seeds = draw_seeds() if self._executor.layout.seed is None else None
+        return Request(call, seeds, sorted(set(targets)), everyone, output, getattr(fn, "__name__", type(fn).__name__))
+
+    def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
+        return self._executor.carry_out(request, cell, stop)[0]
+
+
+def draw_seeds() -> tuple[int, int, int]:
+    """Seeds for `random`, NumPy and torch, each drawn from the notebook's own state of that library."""
+    for_random = random.getrandbits(63)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    for_numpy = for_random if numpy is None else int(numpy.random.randint(0, 2**31 - 1))
+    for_torch = for_random if torch is None else int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    return for_random, for_numpy, for_torch

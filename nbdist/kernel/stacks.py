@@ -1,0 +1,91 @@
+"""Where ranks are: their Python stacks, and one line for each that a person can act on."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections.abc import Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..engines.contract import Ranks
+from ..notebook import cell_numbers
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$', re.M)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+#: What a rank does for itself; the frames of what it was asked to do are above these.
+_OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
+_LIBRARIES = (
+    _PACKAGE + os.sep,
+    "<frozen",
+    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+#: Functions that only stand between a library's function and its caller.
+_WRAPPERS = {"wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl", "__call__"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    name: str
+
+    def place(self, numbers: Mapping[str, int]) -> str:
+        number = numbers.get(self.file)
+        return (
+            f"{os.path.basename(self.file)}:{self.line}" if number is None else f"Cell In[{number}], line {self.line}"
+        )
+
+
+def take(ranks: Ranks, pending: Container[int] | None = None) -> dict[int, list[Frame] | None]:
+    """The stack of each rank's main thread, innermost first; None for a rank that is not among `pending`."""
+
+    def look(rank: int) -> list[Frame] | None:
+        return main_thread(ranks.stack(rank)) if pending is None or rank in pending else None
+
+    numbers = range(len(ranks.pids))
+    with ThreadPoolExecutor(32, "nbdist: stacks") as threads:  # those that do not answer are waited for all at once
+        return dict(zip(numbers, threads.map(look, numbers), strict=True))
+
+
+def main_thread(dump: str) -> list[Frame]:
+    """The frames of the main thread in what `faulthandler` wrote, innermost first, down to the rank's own loop."""
+    for thread in re.split(r"^(?=Current thread|Thread)", dump, flags=re.M):
+        frames = [Frame(**match.groupdict()) for match in _FRAME.finditer(thread)]
+        own = [i for i, frame in enumerate(frames) if frame.file in _OWN]
+        if own:
+            return frames[: own[0] + 1]
+    return []
+
+
+def describe(frames: list[Frame] | None) -> str:
+    """What a rank is doing, in a few words."""
+    if frames is None:
+        return "has returned"
+    if not frames:
+        return "has not started yet, or does not answer"
+    *inner, own = frames
+    if own.name == "serve":
+        return "waits for a call"
+    if own.name in ("join", "_join"):
+        return "is joining the process group"
+    users = [i for i, frame in enumerate(inner) if not frame.file.startswith(_LIBRARIES)]
+    if not users:
+        return f"is in {inner[0].name if inner else 'the function'}"
+    place = inner[users[0]].place(cell_numbers())
+    called = [frame.name for frame in reversed(inner[: users[0]]) if frame.name not in _WRAPPERS]
+    return f"waits in {called[0]} at {place}" if called else f"is in {inner[users[0]].name} at {place}"
+
+
+def report(stacks: Mapping[int, list[Frame] | None]) -> str:
+    """A line that says what all ranks do, then the stack of each, innermost call last."""
+    lines = ["; ".join(f"rank {rank} {describe(frames)}" for rank, frames in stacks.items())]
+    numbers = cell_numbers()
+    for rank, frames in stacks.items():
+        if frames:
+            lines.append(f"\nStack of rank {rank} (most recent call last):")
+            lines += [f"  {frame.place(numbers)} in {frame.name}" for frame in reversed(frames[:-1])]
+    return "\n".join(lines)

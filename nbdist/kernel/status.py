@@ -1,0 +1,111 @@
+"""What the ranks of a session are doing, as a table."""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..capture.explain import html_table, size
+from .cell import Cell
+from .group import Group
+
+_HEAD = ("rank", "pid", "device", "state", "runs", "memory", "since", "last line of output")
+#: Seconds from one look at the ranks to the next, while the table is shown.
+INTERVAL = 1.0
+_LONGEST_LINE = 60
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The table at one moment: a title, and a row of texts for each rank, in the order of `_HEAD`."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    busy: bool
+    """Whether a call runs, or waits for its turn."""
+
+
+class Status:
+    """A table, as text and as HTML, that is true when it is looked at.
+
+    Displayed in a notebook while a call runs, it is kept up to date until the call is over.
+    """
+
+    def __init__(self, look: Callable[[], Snapshot]) -> None:
+        self._look = look
+
+    def __str__(self) -> str:
+        return _as_text(self._look())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return _as_html(self._look())
+
+    def _ipython_display_(self) -> None:
+        cell, transient = Cell(background=True), {"display_id": uuid.uuid4().hex}
+
+        def show(snapshot: Snapshot, update: bool) -> None:
+            data = {"text/plain": _as_text(snapshot), "text/html": _as_html(snapshot)}
+            cell.message("display", {"data": data, "metadata": {}, "transient": transient, "update": update})
+
+        def follow() -> None:
+            busy = True
+            while busy:
+                time.sleep(INTERVAL)
+                snapshot = self._look()
+                busy = snapshot.busy
+                show(snapshot, update=True)
+
+        snapshot = self._look()
+        show(snapshot, update=False)
+        if snapshot.busy:
+            threading.Thread(target=follow, name="nbdist: status", daemon=True).start()
+
+
+def look(state: str, devices: Sequence[str], group: Group | None, busy: bool) -> Snapshot:
+    """The table of a session that has this state, these devices, and this group if it runs."""
+    title = f"{len(devices)} rank{'s' if len(devices) != 1 else ''}, {state}"
+    if group is None:
+        return Snapshot(
+            title, [(str(rank), "", device, "", "", "", "", "") for rank, device in enumerate(devices)], busy
+        )
+    rows, now, memories = [], time.time(), group.memory()
+    for rank, device in enumerate(devices):
+        doing, memory = group.doing[rank], memories.get(rank)
+        lines = group.relay.logs[rank].tail(1)[-_LONGEST_LINE:]
+        rows.append(
+            (
+                str(rank),
+                str(group.ranks.pids[rank] or ""),
+                device,
+                doing.state,
+                doing.what,
+                "" if memory is None else size(memory),
+                duration(now - doing.since),
+                lines.rpartition("\r")[2],
+            )
+        )
+    return Snapshot(title, rows, busy)
+
+
+def duration(seconds: float) -> str:
+    """A time span for people."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _as_text(snapshot: Snapshot) -> str:
+    rows = [_HEAD, *snapshot.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([snapshot.title, *lines])
+
+
+def _as_html(snapshot: Snapshot) -> str:
+    return f"<p>{html.escape(snapshot.title)}</p>" + html_table(_HEAD, snapshot.rows)

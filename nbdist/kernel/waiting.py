@@ -1,0 +1,263 @@
+"""Waiting for ranks: their answers, their output, their deaths, an interrupt, a timeout; the first failure ends all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..engines.contract import Exit
+from ..engines.listening import Listener
+from ..errors import CaptureError, RankTimeout, RemoteTraceback, text_of
+from ..wire import rank_memory
+from ..wire.connections import Address, between
+from ..wire.parcel import Parcel
+from . import stacks
+from .futures import Stop
+from .group import Group
+from .outcomes import load, rebuild
+
+#: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
+GRACE_AFTER_FAILURE = 0.8
+#: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render.
+GRACE_TO_TELL = 5.0
+#: Seconds that ranks get to clean up after an interrupt of the cell.
+GRACE_AFTER_INTERRUPT = 5.0
+
+#: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch, or have a
+#: progress bar, are spared a kernel that wakes up each time, on a core that they need. The first line after a pause is
+#: seen at once.
+OUTPUT_INTERVAL = 0.3
+
+#: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
+_LOST_PEER = re.compile(
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I
+)
+
+
+@dataclass
+class _Failure:
+    rank: int | None
+    error: BaseException
+
+    def is_consequence(self) -> bool:
+        """Whether the failure only follows from that of another rank: it was asked to leave, or lost its peer."""
+        lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(text_of(self.error)))
+        return lost_peer or isinstance(self.error, KeyboardInterrupt)
+
+
+class Waiting:
+    """One call being waited for, until each of its ranks has answered, failed, died or been given up.
+
+    Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave, or
+    cannot take another call.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        targets: Iterable[int],
+        what: str,
+        *,
+        timeout: float | None = None,
+        originals: Sequence[Any] = (),
+        stop: Stop | None = None,
+        prompt: Callable[[], str] | None = None,
+    ) -> None:
+        """
+        Args:
+            group: Whose ranks have got the call.
+            targets: The ranks that have.
+            what: The name of what they run.
+            timeout: Seconds that they may take.
+            originals: What was sent by number, as `capture.Call.originals` has it.
+            stop: Lets another thread interrupt the call.
+            prompt: Gives the line that a rank's debugger asks for.
+        """
+        self._group, self._ranks, self._relay = group, group.ranks, group.relay
+        self._timeout, self._originals, self._stop, self._prompt = timeout, originals, stop, prompt
+        self.pending = set(targets)
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
+        self._given_up = False
+        self._patient = False  # the loss of a rank was waited for
+        self._unfit: set[int] = set()  # not waited for any more, and not fit for another call
+        self._answers: dict[int, Parcel | None] = {}
+        self._copied: dict[int, list[memoryview]] = {}  # big buffers of answers that are about to come
+        self._failures: list[_Failure] = []
+        for rank in self.pending:
+            group.note(rank, "running", what)
+
+    def wait(self) -> list[Any]:
+        """The answers by rank, None where no value was asked for.
+
+        Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, and no rank is
+        `pending` or dead, the ranks can take calls again, in a new process group.
+        """
+        interrupted = False
+        try:
+            with contextlib.closing(self._listen()) as listener:
+                while self.pending and not self._given_up:
+                    try:
+                        self._step(listener)
+                    except KeyboardInterrupt:
+                        if interrupted:  # a second one: no more patience
+                            raise
+                        interrupted = True
+                        self._ask_to_leave(GRACE_AFTER_INTERRUPT)
+            self.pending |= self._unfit
+            self._relay.drain()
+            self._relay.flush()
+            if interrupted or self._failures:
+                raise self._failure(interrupted)
+            answers = [self._answers[rank] for rank in sorted(self._answers)]
+            try:
+                return [None if parcel is None else load(parcel, self._originals) for parcel in answers]
+            except Exception as exc:
+                why = f"{type(exc).__name__}: {text_of(exc)}"
+                raise CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})") from exc
+        finally:
+            self._relay.cell.close()
+            for parcel in self._answers.values():
+                if parcel is not None:
+                    parcel.close()
+
+    def _failure(self, interrupted: bool) -> BaseException:
+        """The exception to raise: the root cause, with the other ranks' failures listed under it."""
+        if interrupted:
+            errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
+            return errors[0] if errors else KeyboardInterrupt()
+        first, *others = sorted(self._failures, key=_Failure.is_consequence)
+        if first.rank in self._group.raised:
+            self._group.raised.sort(key=lambda rank: rank != first.rank)
+        if isinstance(first.error.__cause__, RemoteTraceback):
+            first.error.__cause__.others = [
+                f"also failed: rank {other.rank}: {type(other.error).__name__}: {text_of(other.error)}".splitlines()[0]
+                for other in others
+                if not other.is_consequence()
+            ]
+        return first.error
+
+    def _listen(self) -> Listener:
+        listener = Listener(
+            self._ranks,
+            on_output=self._relay.read,
+            on_message=self._on_message,
+            on_exit=self._on_exit,
+            pause=OUTPUT_INTERVAL,
+        )
+        if self._stop is not None:
+            listener.watch(self._stop.fd, self._on_stop)
+        return listener
+
+    def _on_stop(self) -> None:
+        assert self._stop is not None
+        os.read(self._stop.fd, 1)
+        raise KeyboardInterrupt
+
+    def _step(self, listener: Listener) -> None:
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if left is None or left > 0:
+            listener.select(left)
+        elif self._leaving and self._cause_may_follow():
+            self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
+        elif self._leaving:  # they had their chance
+            self._given_up = True
+        else:
+            where = stacks.take(self._ranks, self.pending)
+            self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
+
+    def _cause_may_follow(self) -> bool:
+        """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
+        lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
+        return lost and self._ranks.patience > 0 and not self._patient
+
+    def _ask_to_leave(self, grace: float) -> None:
+        self._leaving = True
+        self._group.leave()
+        for rank in list(self.pending):
+            if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+                self.pending.discard(rank)
+                self._unfit.add(rank)  # it has got the call, and may still begin it
+            else:
+                self._ranks.signal(rank, signal.SIGINT)
+        for rank in range(len(self._ranks.channels)):
+            if rank not in self.pending:
+                self._dismiss(rank)
+        self._deadline = time.monotonic() + grace  # from here on: many ranks have many connections to be found
+
+    def _dismiss(self, rank: int) -> None:
+        """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
+        self._group.send(rank, "leave", self._peers[rank])
+
+    @functools.cached_property
+    def _peers(self) -> list[list[Address]]:
+        """By rank: the other ends of the connections at which other ranks wait for it."""
+        return between(self._ranks.connections())
+
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        self._failures.append(_Failure(rank, error))
+        if rank is not None:
+            self.pending.discard(rank)
+        if not self._leaving:
+            self._ask_to_leave(GRACE_AFTER_FAILURE)
+
+    def _on_message(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        if message[0] == "begun":
+            if self._leaving and rank in self.pending:
+                self._ranks.signal(rank, signal.SIGINT)
+            return
+        if message[0] == "raised":
+            if self._leaving and self._deadline is not None:
+                self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+            return
+        if message[0] == "prompt" and self._prompt is not None:
+            self._group.send(rank, "line", "quit" if self._leaving else self._prompt())
+            return
+        if message[0] == "buffers":
+            self._copy(rank, message[1])
+            return
+        if rank not in self.pending and (message[0] != "error" or rank in self._answers or self._leaving):
+            if parcel is not None:
+                parcel.close()
+        elif message[0] == "error":
+            _, text, rendered, spare, ends = message
+            if ends:
+                self._unfit.add(rank)
+            self._group.note(rank, "raised")
+            self._group.raised.append(rank)
+            self._fail(rank, rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals))
+        else:
+            self.pending.discard(rank)
+            self._answers[rank] = parcel
+            if parcel is not None:
+                parcel.buffers = self._copied.pop(rank, [])
+            self._group.note(rank, "idle")
+            if not message[1]:
+                self._group.leave()
+        if self._leaving:
+            self._dismiss(rank)
+
+    def _copy(self, rank: int, buffers: list[tuple[int, int, bool]]) -> None:
+        """Copy the big buffers of a rank's answer, which waits for that; or let it send them."""
+        pid = self._ranks.pids[rank]
+        try:
+            if rank in self.pending and pid is not None:
+                with contextlib.suppress(OSError):
+                    self._copied[rank] = rank_memory.copy(pid, [rank_memory.RankBuffer(*buffer) for buffer in buffers])
+        finally:  # an interrupt, too, must not leave it waiting
+            self._group.send(rank, "copied", rank in self._copied)
+
+    def _on_exit(self, exit: Exit) -> None:
+        if exit.rank in self._unfit:  # as expected
+            return
+        died = self._group.record_death(exit)
+        told = exit.rank in self._answers or any(failure.rank == exit.rank for failure in self._failures)
+        if exit.rank in self.pending or not (told or self._leaving):  # also one that only had to join the process group
+            self._fail(exit.rank, died)

@@ -1,0 +1,156 @@
+"""The notebook that this process is the kernel of, or looks like (a rank): its IPython shell, its cells, its widgets.
+
+What differs between generations of IPython (7.34 on), ipykernel (6.17 on), ipywidgets (7.7 on) and `comm` (which old
+ones do without) is known here and nowhere else. Nothing here imports IPython: where it is not loaded, there is no
+notebook.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import linecache
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
+
+
+def shell() -> Any:
+    """The IPython shell of this process, in a terminal or a notebook; None if there is none."""
+    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+
+
+def kernel_shell() -> Any:
+    """The IPython shell of a notebook that this process is the kernel of; None in a terminal or script."""
+    found = shell()
+    # What the shell of a rank has for a kernel has no session.
+    return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
+
+
+def hidden_names() -> dict[str, Any]:
+    """The names that IPython itself puts into the notebook (`get_ipython`, `exit`, `open`), with their values.
+
+    Not those of its history (`_`, `_3`, `In`, `Out`): they are data.
+    """
+    hidden = getattr(shell(), "user_ns_hidden", {})
+    return {name: value for name, value in hidden.items() if not _HISTORY.fullmatch(name)}
+
+
+def shown() -> Any:
+    """What cells have shown, by their numbers: `Out`; None if there is no notebook."""
+    return getattr(shell(), "user_ns", {}).get("_oh")
+
+
+def cell_numbers() -> Mapping[str, int]:
+    """The numbers of the notebook's cells, by the file names that IPython makes up for them."""
+    found = shell()
+    compiler = getattr(found, "compile", None)
+    if compiler is None or hasattr(compiler, "_filename_map"):
+        return dict(getattr(compiler, "_filename_map", {}))
+    # IPython before 8.0 does not keep them; but it has the cells' texts with the names and, in its history, with the
+    # numbers.
+    numbers = {cell: number for number, cell in enumerate(found.history_manager.input_hist_parsed)}
+    texts = {name: "".join(entry[2]).rstrip("\n") for name, entry in getattr(linecache, "_ipython_cache", {}).items()}
+    return {name: numbers[text] for name, text in texts.items() if text in numbers}
+
+
+def label_cells(numbers: Mapping[str, int]) -> None:
+    """Let tracebacks of this process say `Cell In[3]` instead of such a file name, where this IPython does that."""
+    compiler: Any = getattr(shell(), "compile", None)
+    if hasattr(compiler, "_filename_map"):
+        compiler._filename_map.update(numbers)
+
+
+def register_comm(comm: Any) -> None:
+    """In a kernel: have what a front end says to the widget of `comm.comm_id` handed to `comm`."""
+    kernel_shell().kernel.comm_manager.register_comm(comm)
+
+
+def forget_comms(ids: list[str]) -> None:
+    """In a kernel: no longer do so."""
+    for comm_id in ids:
+        kernel_shell().kernel.comm_manager.comms.pop(comm_id, None)
+
+
+def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[str, Any]) -> None:
+    """In a rank: let its widgets talk by `send`, whatever generation they are of.
+
+    A widget's line to its view is a comm. From ipykernel 6.18 on `comm.create_comm` makes it; before that, and for
+    ipywidgets 7 with any ipykernel, it is an `ipykernel.comm.Comm`, and `kernel.comm_manager` must be there.
+
+    Args:
+        rank_shell: The rank's IPython shell.
+        send: Takes the kind of a message and, by name, its content with `metadata` and `buffers` (as hex).
+        parent: What stands for the front end's message that had the cell run.
+    """
+    kernel = types.SimpleNamespace(get_parent=lambda channel=None: parent, _parent_header=parent)
+    if importlib.util.find_spec("comm") is None:
+        kernel.comm_manager = _Comms()
+    else:
+        comm: Any = importlib.import_module("comm")
+        kernel.comm_manager = comm.get_comm_manager()
+        comm.create_comm = _comm_class(comm.base_comm.BaseComm, kernel, send)
+    rank_shell.kernel = kernel
+    if _is_old("ipykernel", (6, 18)) or _is_old("ipywidgets", (8,)):
+        module = importlib.import_module("ipykernel.comm")
+        module.Comm = module.comm.Comm = _comm_class(module.Comm, kernel, send)  # type: ignore[attr-defined]
+
+
+def _is_old(package: str, least: tuple[int, ...]) -> bool:
+    """Whether a package is there in a version below `least`. A look at its metadata: importing it would take longer."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        parts = version(package).split(".")[: len(least)]
+    except PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in parts) < least
+
+
+def _comm_class(base: Any, kernel: Any, send: Callable[..., None]) -> Any:
+    """A widget's line to its view, which is in the notebook's front end; `base` says what else it can do."""
+
+    def publish_msg(
+        self: Any, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+    ) -> None:
+        send(
+            msg_type,
+            data=data or {},
+            comm_id=self.comm_id,
+            metadata=metadata or {},
+            buffers=[bytes(buffer).hex() for buffer in buffers or []],
+            **keys,
+        )
+
+    # A property, since the old class has a trait of that name that takes nothing but a real kernel.
+    own_kernel = property(lambda self: kernel, lambda self, value: None)
+    names = {"kernel": own_kernel, "publish_msg": publish_msg, "_publish_msg": publish_msg}  # _: before ipykernel 6.18
+    return type("RankComm", (base,), names)
+
+
+class _Comms:
+    """What comms register at where there is no package `comm`. Nothing that a view says gets to a rank."""
+
+    def __init__(self) -> None:
+        self.comms: dict[str, Any] = {}
+        self.targets: dict[str, Any] = {}
+
+    def register_target(self, name: str, handler: Any) -> None:
+        self.targets[name] = handler
+
+    def unregister_target(self, name: str, handler: Any) -> Any:
+        return self.targets.pop(name)
+
+    def register_comm(self, comm: Any) -> str:
+        self.comms[comm.comm_id] = comm
+        return str(comm.comm_id)
+
+    def unregister_comm(self, comm: Any) -> None:
+        self.comms.pop(comm.comm_id)
+
+    def get_comm(self, comm_id: str) -> Any:
+        return self.comms.get(comm_id)

@@ -1,0 +1,66 @@
+"""A call in a rank: the notebook's names and objects are put in place, and the function is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import notebook
+from ..capture import imports
+from ..capture.diagnosis import explain_unreadable
+from ..capture.reading import Unreadable, read
+from ..wire.messages import Header
+from ..wire.parcel import Parcel
+from . import shell, spawning
+from .modules import Reloader, SourceFinder
+from .settings import Settings
+from .world import seed_everything
+
+
+class Caller:
+    """Runs calls, and remembers what came with them from the notebook."""
+
+    def __init__(self) -> None:
+        self.sent: set[tuple[str, str]] = set()
+        """Globals that the notebook has: they need not go back with a value."""
+        self.originals: list[Any] = []
+        """The notebook's functions and classes, by the numbers that they have there."""
+        self._finder, self._reloader, self._settings = SourceFinder(), Reloader(), Settings()
+
+    def install(self) -> None:
+        """Let modules be found where the notebook found them, and be as new as there; let spawned processes have what
+        the notebook defines."""
+        sys.meta_path.append(self._finder)
+        sys.meta_path.insert(0, self._reloader)
+        spawning.install()
+
+    def run(self, header: Header, seeds: Sequence[int] | None, restarts: Mapping[str, str], parcel: Parcel) -> Any:
+        """What the function returns."""
+        os.environ.update(restarts)
+        if seeds is not None:
+            seed_everything(seeds)
+        self._finder.places.update(header.places)
+        for name, source in header.sources.items():
+            imports.keep_source(name, source)
+        notebook.label_cells(header.cells)
+        self._reloader.refresh(header.own_sources)
+        given: set[str] = set()
+
+        def keep(key: str, namespace: dict[str, Any], name: str) -> bool:
+            self.sent.add((key, name))
+            return not (key == "__main__" and name in given)
+
+        self._settings.apply(header.settings, keep)
+        given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
+        pickled, buffers = parcel.open()
+        try:
+            _, fn, args, kwargs, self.originals = read(pickled, buffers, originals=[], keep=keep)
+        except Unreadable as exc:
+            raise explain_unreadable(exc, f"rank {os.environ['RANK']}") from exc.__cause__
+        del pickled, buffers
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            shell.after_call()

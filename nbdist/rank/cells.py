@@ -1,0 +1,51 @@
+"""What the magics have a rank do: run a cell, hand over variables."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from .. import notebook
+from ..capture.imports import keep_source
+from . import shell
+
+
+def nothing() -> None:
+    """A call that does nothing: the ranks are there afterwards, with what came along."""
+
+
+def variables(names: Sequence[str]) -> dict[str, Any]:
+    """Variables of the rank's `__main__`. Raises `NameError` for one that is not there."""
+    for name in names:
+        if name not in vars(shell.main):
+            raise NameError(f"the rank has no variable {name!r}", name=name)
+    return {name: vars(shell.main)[name] for name in names}
+
+
+def run(cell: str, number: int) -> None:
+    """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
+
+    `number` is that of the cell, for tracebacks.
+    """
+    file = f"<ddp cell {number}>"
+    text = "\n" + shell.transform(cell)  # the first line is `%%ddp`
+    keep_source(file, text)
+    notebook.label_cells({file: number})
+    body = ast.parse(text, file).body
+    last = body[-1] if body else None
+    if isinstance(last, ast.Expr):
+        body.pop()
+    _evaluate(compile(ast.Module(body, []), file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    if isinstance(last, ast.Expr):
+        value = _evaluate(compile(ast.Expression(last.value), file, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+        if not text.rstrip().endswith(";"):
+            shell.show(value)
+
+
+def _evaluate(code: types.CodeType) -> Any:
+    value = eval(code, vars(shell.main))
+    return asyncio.run(value) if code.co_flags & inspect.CO_COROUTINE else value

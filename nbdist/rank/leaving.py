@@ -1,0 +1,45 @@
+"""A rank's end in good order: what Python does at the end of a program, so that loggers and writers lose nothing.
+
+A rank cannot end as a program does: below its frames are those of the server, and torch's threads crash where a fork
+takes the interpreter down. So it does the steps itself, and leaves by `os._exit`. Their bound is the kernel's patience.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import sys
+import threading
+import weakref
+from typing import Any
+
+
+def disarm() -> None:
+    """In the fork: forget what the server would do at its own end, such as to delete its temporary files."""
+    atexit._clear()
+    finalizers: Any = weakref.finalize
+    for finalizer in list(finalizers._registry):
+        finalizer.atexit = False
+    atexit.register(finalizers._exitfunc)  # the server's may have been registered already, which is done once
+    for name, at_exit in (("logging", "shutdown"), ("multiprocessing.util", "_exit_function")):
+        if name in sys.modules:
+            atexit.register(getattr(sys.modules[name], at_exit))
+    if "multiprocessing.util" in sys.modules:
+        sys.modules["multiprocessing.util"]._finalizer_registry.clear()
+
+
+def leave() -> None:
+    """Wait for threads, call what was registered with `atexit`, write out open files: in Python's own order."""
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    # Those of the server are not among them: `gc.freeze` has put them elsewhere.
+    for file in [found for found in gc.get_objects() if isinstance(found, (io.TextIOWrapper, io.BufferedWriter))]:
+        with contextlib.suppress(Exception):  # closed, detached, or the disk is full
+            file.flush()
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).fflush(None)

@@ -1,0 +1,117 @@
+"""A rank's loop: what the kernel asks for, one request after the other, until it hangs up."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+
+from ..integrations import fastai
+from ..wire.channel import Channel
+from ..wire.messages import Header, Setting, World
+from ..wire.parcel import Parcel
+from ..wire.processes import blind, forget_in_children
+from . import debugger, shell, streams
+from .call import Caller
+from .interrupts import Interrupts
+from .outcome import Answer, Outcomes, own_frames_dropped
+from .world import Membership, enter_setting, seed_everything
+
+
+class Rank:
+    """One rank: its channel to the kernel, its process group, and what it remembers between calls."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._interrupts = Interrupts()
+        self._membership = Membership()
+        self._caller = Caller()
+        self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
+        self._keep_frames = False
+        self._frames: types.TracebackType | None = None
+        """Of the call that has raised, for the debugger."""
+
+    def after_fork(self) -> None:
+        """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
+        blind(self._channel.fileno())
+
+    def serve(self) -> None:
+        """Answer the kernel until it says goodbye or is gone."""
+        pid = os.getpid()
+        forget_in_children(self)
+        self._interrupts.install()
+        shell.enter()
+        self._caller.install()
+        handlers: dict[str, Callable[..., Answer | None]] = {
+            "join": self._join,
+            "call": self._call,
+            "debug": self._debug,
+        }
+        while True:
+            try:
+                (request, *arguments), parcel, fds = self._channel.receive()
+            except EOFError:
+                return
+            if request == "close":
+                return
+            if request == "leave":
+                self._membership.leave(*arguments)
+                continue
+            try:
+                with self._interrupts.allowed(), fastai.device_agnostic():
+                    self._channel.send(("begun",))  # an interrupt that came before this was not heard
+                    answer = handlers[request](*arguments, parcel, fds)
+            except BaseException as exc:
+                if os.getpid() == pid:
+                    self._channel.send(("raised",))  # it may take a while to tell what
+                answer = self._error(exc, ends=request == "join")
+            if os.getpid() != pid:  # a process that the function forked must not answer in its place
+                return
+            if answer is not None:
+                message, parcel = answer
+                streams.flush()
+                self._channel.send(message, parcel)
+                if parcel is not None:
+                    parcel.close()
+                if request == "join":  # it has failed
+                    return
+            del answer, parcel
+
+    def _join(
+        self, world: World, setting: Setting | None, seeds: Sequence[int] | None, _parcel: None, fds: list[int]
+    ) -> None:
+        """Enter a process group. The `setting` comes with the first one only: what calls have changed of it stays."""
+        if setting is not None:
+            enter_setting(setting)
+            self._outcomes.reads_memory = setting.reads_memory
+        self._membership.join(world, fds)
+        if seeds is not None:
+            seed_everything(seeds)
+
+    def _call(
+        self,
+        header: Header,
+        seeds: Sequence[int] | None,
+        answers: bool,
+        keep_frames: bool,
+        restarts: Mapping[str, str],
+        parcel: Parcel,
+        _fds: list[int],
+    ) -> Answer:
+        self._keep_frames, self._frames = keep_frames, None
+        value = self._caller.run(header, seeds, restarts, parcel)
+        # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
+        grouped = sys.modules["torch.distributed"].is_initialized()
+        return self._outcomes.value(value, grouped, answers)
+
+    def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
+        assert self._frames is not None
+        debugger.interact(self._channel, self._frames)
+        return ("done", True), None
+
+    def _error(self, exc: BaseException, ends: bool) -> Answer:
+        tb = own_frames_dropped(exc)
+        if self._keep_frames:
+            self._frames = tb
+        return self._outcomes.error(exc, tb, ends)

@@ -1,0 +1,67 @@
+"""A rank's process, from the fork to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable
+from typing import NoReturn
+
+from ..wire import stacks
+from ..wire.channel import Channel
+from ..wire.forking import RankDescriptors
+from . import leaving, streams
+from .loop import Rank
+
+_PR_SET_PDEATHSIG = 1
+
+
+def prctl(option: int, argument: int) -> None:
+    """Linux' call of that name; nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+
+
+def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoReturn:
+    """In the fork: become a rank, and end as one.
+
+    Args:
+        server: The pid of the fork server.
+        fds: What connects the rank with the kernel.
+        of_server: Descriptors that are the server's alone.
+    """
+    status, pid = 1, os.getpid()
+    try:
+        os.setsid()  # an interrupt of the notebook's process group is passed on by the kernel, in order
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(1)
+        leaving.disarm()
+        gc.enable()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for fd in of_server:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        os.dup2(fds.stdout, 1)
+        os.dup2(fds.stderr, 2)
+        os.close(fds.stdout)
+        os.close(fds.stderr)
+        faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
+        stacks.answer(fds.stacks)
+        Rank(Channel(socket.socket(fileno=fds.channel))).serve()
+        if os.getpid() == pid:  # no process that the function has forked
+            leaving.leave()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        streams.flush()
+        os._exit(status)

@@ -1,0 +1,137 @@
+"""What becomes of a call: the value or the exception, on its way back to the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import traceback
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from ..capture.depth import deeply
+from ..capture.diagnosis import explain_failure
+from ..capture.pickler import Pickler
+from ..capture.steps import Named
+from ..errors import stand_ins
+from ..wire import rank_memory
+from ..wire.channel import Channel
+from ..wire.parcel import Parcel, pack
+from . import shell
+from .call import Caller
+from .interrupts import Interrupts
+from .world import Membership
+
+#: A message, and a parcel that goes with it.
+Answer = tuple[tuple[Any, ...], Parcel | None]
+
+#: What the methods of somebody else's exception may raise.
+_ANY = (Exception, SystemExit)
+
+_OWN = os.path.dirname(__file__) + os.sep
+
+
+class Outcomes:
+    """Makes answers of what calls end with."""
+
+    def __init__(self, channel: Channel, caller: Caller, membership: Membership, interrupts: Interrupts) -> None:
+        self._channel, self._caller, self._membership, self._interrupts = channel, caller, membership, interrupts
+        self.reads_memory = False
+        """Whether the kernel may read big answers out of this process's memory."""
+
+    def value(self, value: Any, grouped: bool, wanted: bool) -> Answer:
+        """The answer of a call that has returned.
+
+        Args:
+            value: What it returned.
+            grouped: Whether it left the process group up.
+            wanted: Whether the kernel wants the value.
+        """
+        return ("done", grouped), self._pack(value, self._caller.originals, offer=True) if wanted else None
+
+    def error(self, exc: BaseException, tb: types.TracebackType | None, ends: bool) -> Answer:
+        """The answer of a request that has raised. `exc` loses its traceback.
+
+        Args:
+            exc: What it raised.
+            tb: What to show of the traceback.
+            ends: Whether the rank ends after this.
+        """
+        spare = []
+        for stand_in in stand_ins(exc):
+            with contextlib.suppress(*_ANY):
+                spare.append(pickle.dumps(stand_in))
+        text, rendered = _plain(exc, tb), _rendered(exc, tb)
+        exc.__traceback__ = None
+        try:
+            parcel = self._pack(exc, self._caller.originals)
+        except _ANY:
+            parcel = None
+        return ("error", text, rendered, spare, ends), parcel
+
+    def _pack(self, value: Any, originals: Sequence[Any], offer: bool = False) -> Parcel:
+        what = "the value that the function returned"
+
+        def write() -> Pickler:
+            pickler = Pickler(
+                io.BytesIO(),
+                skip=lambda key, name: (key, name) in self._caller.sent,
+                known={id(obj): number for number, obj in enumerate(originals)},
+                to_cpu=True,
+            )
+            pickler.dump(Named(what, value))
+            return pickler
+
+        try:
+            pickler = deeply(write)
+        except Exception as exc:
+            raise explain_failure(exc, {what: value}) from None
+        copied = offer and self.reads_memory and self._offer([buffer.raw() for buffer in pickler.buffers])
+        return pack(pickler.file.getbuffer(), [] if copied else pickler.buffers)
+
+    def _offer(self, views: Sequence[memoryview]) -> bool:
+        """Let the kernel copy an answer's buffers out of this process's memory; whether it has."""
+        if sum(view.nbytes for view in views) < rank_memory.LEAST:
+            return False
+        self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
+        self._channel.send(("buffers", [tuple(buffer) for buffer in rank_memory.locate(views)]))
+        while True:
+            (request, *arguments), _, _ = self._channel.receive()
+            if request == "copied":
+                self.reads_memory = arguments[0]
+                return self.reads_memory
+            if request == "leave":
+                self._membership.leave(*arguments)
+            else:  # the kernel says goodbye
+                raise EOFError(f"{request} in the place of an answer")
+
+
+def _plain(exc: BaseException, tb: types.TracebackType | None) -> str:
+    """The traceback as Python prints it; without what the exception itself has to say where that raises."""
+    try:
+        return "".join(traceback.format_exception(type(exc), exc, tb))
+    except _ANY:
+        return "".join(["Traceback (most recent call last):\n", *traceback.format_tb(tb), type(exc).__qualname__])
+
+
+def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
+    """The traceback as the notebook shows it, if it can: IPython cannot render everything."""
+    try:
+        return [str(line) for line in shell.render_traceback(exc, tb)]
+    except _ANY:
+        return []
+
+
+def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
+    """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN) and tb.tb_next is not None:
+        tb = tb.tb_next
+    frame = tb
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_frame.f_code.co_filename.startswith(_OWN):
+            frame.tb_next = None
+        frame = frame.tb_next
+    return tb

@@ -1,0 +1,136 @@
+"""The notebook's settings, as `capture.settings` has gathered them, taken over in a rank."""
+
+from __future__ import annotations
+
+import decimal
+import importlib
+import locale
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..capture.reading import Keep, Unreadable, read
+
+#: Empty while all is at its default: a library need not be imported for that.
+_OPTIONAL = ("patches", "pandas", "matplotlib")
+
+
+class Settings:
+    """Takes over what has changed in the notebook since the last call: what calls change themselves, stays."""
+
+    def __init__(self) -> None:
+        self._pickled: dict[str, bytes] = {}
+        self._last: dict[str, Any] = {}
+        self._before: dict[str, Any] = {}  # what options were that the notebook has set
+
+    def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
+        """Let the settings hold, given as they were pickled. Globals that come with them enter where `keep` allows."""
+        for name, pickled in settings.items():
+            if self._pickled.get(name) == pickled:
+                continue
+            self._pickled[name] = pickled
+            try:
+                value = read(memoryview(pickled), [], originals=[], keep=keep)
+                if value or name not in _OPTIONAL or name in self._last:
+                    self._appliers[name](self, value)
+                    self._last[name] = value
+            except Exception as exc:
+                why = exc.__cause__ if isinstance(exc, Unreadable) else exc
+                warnings.warn(f"the notebook's settings of {name} do not hold in this rank: {why!r}", stacklevel=1)
+
+    def _patches(self, value: Sequence[tuple[Any, str, Any]]) -> None:
+        for owner, name, own in value:
+            setattr(owner, name, own)
+
+    def _logging(self, value: Any) -> None:
+        disable, loggers = value
+        logging.disable(disable)
+        for name in {*loggers, *self._last.get("logging", (0, {}))[1]}:
+            level, disabled, propagate, handlers = loggers.get(name, (0, False, True, []))
+            logger = logging.getLogger(name)
+            logger.setLevel(level)
+            logger.disabled, logger.propagate = disabled, propagate
+            made = [_handler(*spec) for spec in handlers]
+            for old in logger.handlers:
+                if isinstance(old, logging.FileHandler):
+                    old.close()
+            if made or logger.handlers:
+                logger.handlers[:] = made
+
+    def _warnings(self, value: Any) -> None:
+        warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in value)]  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    def _numpy_print(self, value: Any) -> None:
+        importlib.import_module("numpy").set_printoptions(**value)
+
+    def _numpy_errors(self, value: Any) -> None:
+        importlib.import_module("numpy").seterr(**value)
+
+    def _pandas(self, value: Any) -> None:
+        pandas = importlib.import_module("pandas")
+        for key in {*value, *self._last.get("pandas", ())}:
+            before = self._before.setdefault(f"pandas {key}", pandas.get_option(key))
+            pandas.set_option(key, value.get(key, before))
+
+    def _matplotlib(self, value: Any) -> None:
+        matplotlib = importlib.import_module("matplotlib")
+        for key in {*value, *self._last.get("matplotlib", ())}:
+            before = self._before.setdefault(f"matplotlib {key}", matplotlib.rcParams[key])
+            matplotlib.rcParams[key] = value.get(key, before)
+
+    def _torch_modes(self, value: Any) -> None:
+        torch = importlib.import_module("torch")
+        last = self._last.get("torch", {})
+        setters: dict[str, Callable[[Any], Any]] = {
+            "dtype": torch.set_default_dtype,
+            "precision": torch.set_float32_matmul_precision,
+            "deterministic": lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
+            "grad": torch.set_grad_enabled,
+            "cudnn": _set_cudnn,
+        }
+        for name, new in value.items():
+            if last.get(name) != new:
+                setters[name](new)
+
+    _appliers: Mapping[str, Callable[[Settings, Any], None]] = {
+        "patches": _patches,
+        "logging": _logging,
+        "warnings": _warnings,
+        "recursion limit": lambda self, value: sys.setrecursionlimit(value),
+        "decimal": lambda self, value: decimal.setcontext(decimal.Context(*value)),
+        "locale": lambda self, value: _set_locale(value),
+        "numpy.printoptions": _numpy_print,
+        "numpy.errstate": _numpy_errors,
+        "pandas": _pandas,
+        "matplotlib": _matplotlib,
+        "torch": _torch_modes,
+    }
+
+
+def _set_locale(name: str) -> None:
+    locale.setlocale(locale.LC_ALL, name)
+
+
+def _set_cudnn(flags: tuple[bool, bool]) -> None:
+    cudnn = importlib.import_module("torch").backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = flags
+
+
+def _handler(target: Any, level: int, formatter: Any, filters: Sequence[Any]) -> logging.Handler:
+    if isinstance(target, str):
+        made: logging.Handler = logging.StreamHandler(getattr(sys, target))
+    else:
+        made = logging.FileHandler(target[0], mode="a", encoding=target[1], delay=True)
+    made.setLevel(level)
+    if isinstance(formatter, tuple):
+        text, dates, style = formatter
+        mark: Any = next(mark for mark, (kind, _) in logging._STYLES.items() if kind is style)
+        made.setFormatter(logging.Formatter(text, dates, mark))
+    elif formatter is not None:
+        made.setFormatter(formatter)
+    for one in filters:
+        made.addFilter(one)
+    return made

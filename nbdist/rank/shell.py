@@ -1,0 +1,123 @@
+"""What makes a rank look like the notebook that it works for: an IPython shell, and displays.
+
+Libraries decide when they are imported whether they are in a notebook, by the shell's class name, its configuration
+or `get_ipython`; so the shell is made in the fork server, before anything else is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import sys
+import traceback
+import types
+from typing import Any
+
+from .. import notebook
+from ..wire.frames import CELL
+from . import streams
+from .streams import writer
+
+#: The namespace of the notebook in a rank.
+main = types.ModuleType("__main__")
+
+_shell: Any = None
+#: What `Output` widgets ask for: the message of the cell that runs.
+_PARENT = {"header": {"msg_id": CELL}}
+
+
+def make() -> None:
+    """In the fork server of a notebook: make the shell that its ranks will have. Starts no thread."""
+    global _shell
+    from ipykernel.zmqshell import ZMQInteractiveShell
+    from IPython.core.displayhook import DisplayHook
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets import Type
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.HistoryManager.hist_file = ":memory:"
+    config.IPKernelApp.connection_file = ""  # some look for this section to know a kernel
+    # The name of the notebook's own shell, too, is what libraries go by.
+    attributes = {
+        "display_pub_class": Type(_display_publisher()),
+        "displayhook_class": Type(DisplayHook),
+        # The rest of the notebook's shell talks to a front end that a rank does not have.
+        "_showtraceback": InteractiveShell._showtraceback,
+        "enable_gui": lambda self, gui=None: None,
+        "get_parent": lambda self: _PARENT,
+        "set_parent": lambda self, parent: None,
+    }
+    shell_class: Any = type("ZMQInteractiveShell", (ZMQInteractiveShell,), attributes)
+    # The shell belongs in the rank's __main__, but must not leave it there: the server has its own.
+    server_main = sys.modules["__main__"]
+    _shell = shell_class.instance(config=config, user_module=main, user_ns=vars(main))
+    sys.modules["__main__"] = server_main
+    from IPython.display import display
+
+    builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
+    builtins.display = display  # type: ignore[attr-defined]
+    notebook.connect_widgets(_shell, writer.message, _PARENT)
+
+
+def enter() -> None:
+    """In a rank: put the notebook's namespace in the place of `__main__`, and the streams on their frames."""
+    sys.modules["__main__"] = main
+    vars(main).setdefault("__builtins__", builtins)
+    streams.attach()
+
+
+def after_call() -> None:
+    """What a notebook does at the end of a cell: show the figures that are open."""
+    if _shell is not None:
+        _shell.events.trigger("post_execute")
+
+
+def transform(cell: str) -> str:
+    """The text of a cell as Python: with what a notebook makes of `%magic` and `!command`."""
+    return cell if _shell is None else str(_shell.transform_cell(cell))
+
+
+def show(value: Any) -> None:
+    """Display a value as a notebook displays that of a cell's last expression."""
+    if value is not None:
+        builtins.display(value) if _shell is not None else print(repr(value))  # type: ignore[attr-defined]
+
+
+def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
+    """The traceback as the notebook would show it, or nothing where there is no notebook."""
+    # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
+    if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
+        return []
+    try:
+        return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb, tb_offset=0))
+    finally:
+        _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
+
+
+def _display_publisher() -> type:
+    from IPython.core.displaypub import DisplayPublisher
+
+    class RankDisplayPublisher(DisplayPublisher):
+        """Sends displays to the cell."""
+
+        def publish(
+            self,
+            data: dict[str, Any],
+            metadata: dict[str, Any] | None = None,
+            *args: Any,
+            transient: dict[str, Any] | None = None,
+            update: bool = False,
+            **kwargs: Any,
+        ) -> None:
+            data = {
+                kind: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+                for kind, value in data.items()
+            }
+            writer.message("display", data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+
+        def clear_output(self, wait: bool = False) -> None:
+            writer.message("clear_output", wait=wait)
+
+    return RankDisplayPublisher

@@ -1,0 +1,85 @@
+"""A rank's standard streams: output goes to the kernel in frames, and there is no keyboard."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any, NoReturn
+
+from ..errors import NbdistError
+from ..wire.frames import STDERR, STDOUT, FrameWriter
+
+#: Where output and displays go. Made before the fork: it holds nothing of a rank.
+writer = FrameWriter()
+
+
+def attach() -> None:
+    """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
+    streams = []
+    for name, fd, kind in (("stdout", 1, STDOUT), ("stderr", 2, STDERR)):
+        raw: Any = _FrameStream(kind, fd)
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+        streams.append(stream)
+
+    def after_fork() -> None:
+        writer.after_fork()
+        for stream in streams:  # several workers of a data loader print at once: a line stays whole
+            stream.reconfigure(write_through=False, line_buffering=True)
+
+    os.register_at_fork(after_in_child=after_fork)
+    sys.stdin = sys.__stdin__ = _NoKeyboard()  # type: ignore[misc,assignment]
+    sys.breakpointhook = _no_debugger
+
+
+def flush() -> None:
+    """Write out what the standard streams still hold. They may be the user's own, and closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+class _FrameStream(io.RawIOBase):
+    """The binary stream below a rank's `sys.stdout` or `sys.stderr`."""
+
+    def __init__(self, kind: int, fd: int) -> None:
+        self._kind, self._fd = kind, fd
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:  # what a child process gets as its standard output
+        return self._fd
+
+    def write(self, data: Any) -> int:
+        written = bytes(data)
+        writer.write(self._kind, written)
+        return len(written)
+
+
+class _NoKeyboard(io.TextIOBase):
+    """Standard input of a rank: there is nobody to answer."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
+        raise NbdistError(
+            "a rank has no keyboard: input() and debuggers cannot be used in it. "
+            "in_ddp(0, ...) runs the function in the notebook itself, where they can."
+        )
+
+    read = readline
+
+    def fileno(self) -> int:
+        return 0
+
+
+def _no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NbdistError(
+        "breakpoint() in a rank: there is no keyboard here. in_ddp(0, ...) runs the function in the notebook itself, "
+        "where breakpoints and %debug work."
+    )

@@ -1,0 +1,45 @@
+"""The thread pools of the libraries that compute: as large as the rank's share of the cores."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+#: Where each library finds the size of its pool, by threadpoolctl's names of those whose pool can be changed later. The
+#: others make theirs when they first need it.
+_VARIABLES = {
+    "openblas": "OPENBLAS_NUM_THREADS",
+    "mkl": "MKL_NUM_THREADS",
+    "blis": "BLIS_NUM_THREADS",
+    "accelerate": "VECLIB_MAXIMUM_THREADS",
+    "numexpr": "NUMEXPR_NUM_THREADS",
+    "polars": "POLARS_MAX_THREADS",
+}
+
+_pools: list[Any] = []
+
+
+def find_pools() -> None:
+    """Find the pools of all libraries that are loaded.
+
+    In the server, for its ranks: it takes some milliseconds. Libraries that a rank loads itself find their variables.
+    """
+    from threadpoolctl import ThreadpoolController
+
+    _pools[:] = ThreadpoolController().lib_controllers
+
+
+def variables(threads: int) -> dict[str, str]:
+    """The variables that say so; those that the user has set hold."""
+    names = {name: os.environ.get(name, str(threads)) for name in _VARIABLES.values()}
+    return {"OMP_NUM_THREADS": str(threads), **names}
+
+
+def resize_pools(threads: int) -> None:
+    """Give the pools that were found the size that the environment says, or else this one.
+
+    The server has OpenBLAS loaded with a single thread, since a process with threads must not fork.
+    """
+    for pool in _pools:
+        asked = os.environ.get(_VARIABLES.get(pool.internal_api, ""), "")
+        pool.set_num_threads(int(asked) if asked.isdigit() else threads)

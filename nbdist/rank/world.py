@@ -1,0 +1,128 @@
+"""A rank's place in the world: its environment, device, threads and seeds, and the process group that it is in."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..wire.connections import Address, cut_off
+from ..wire.limits import allow_open_files
+from ..wire.messages import Setting, World
+from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
+from . import threads
+
+
+def enter_setting(setting: Setting) -> None:
+    """Take over what holds in the kernel: environment, folder, module path, arguments."""
+    os.environ.clear()
+    os.environ.update(setting.environ)
+    os.chdir(setting.cwd)
+    sys.path[:] = setting.path
+    sys.argv[:] = setting.argv
+
+
+def environ(world: World) -> dict[str, str]:
+    """The variables that torchrun would set for this rank, and those that keep its sockets on its network."""
+    slot = world.slot
+    variables = {
+        "RANK": str(world.rank),
+        "LOCAL_RANK": str(slot.local_rank),
+        "GROUP_RANK": str(slot.node),
+        "NODE_RANK": str(slot.node),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+        **world.rendezvous.environ(),
+        **threads.variables(world.threads),
+    }
+    if slot.interface:
+        for name in INTERFACE_VARIABLES:
+            variables[name] = os.environ.get(name, slot.interface)
+    if world.device == "cpu":
+        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
+        # that they see.
+        variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    return variables
+
+
+def join(world: World, fds: Sequence[int]) -> Any:
+    """Choose the device and the threads, and enter the process group, with the descriptors of its `Rendezvous`.
+
+    Returns the store, which lives as long as the group.
+    """
+    import torch
+    import torch.distributed as dist
+
+    allow_open_files(8 * world.world_size)  # each group of gloo connects a rank with every other
+    if world.cores is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, world.cores)
+    torch.set_num_threads(world.threads)
+    options = dict(world.options)
+    if "timeout" in options:
+        options["timeout"] = timedelta(seconds=options["timeout"])
+    if world.device.startswith("cuda"):
+        device = torch.device(f"cuda:{world.slot.local_rank}" if world.device == "cuda" else world.device)
+        torch.cuda.set_device(device)
+        if "nccl" in world.backend:
+            options.setdefault("device_id", device)
+    store = open_store(world.rank, world.world_size, world.rendezvous, fds)
+    group_store = dist.PrefixStore("nbdist", store)
+    dist.init_process_group(world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options)
+    return store
+
+
+class Membership:
+    """The process group that this rank is in, and the store of it."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []  # the descriptors of the store
+        self._store: Any = None
+
+    def join(self, world: World, fds: list[int]) -> None:
+        """Leave the group that there is, and enter that of `world`."""
+        self.leave()
+        listening = [fds.pop()] if world.rank == 0 and world.rendezvous.store_port else []
+        for old, new in zip(self._fds, fds, strict=False):
+            # In the place of the old ones: a store that somebody still holds must not write to some other file.
+            os.dup2(new, old, inheritable=False)
+            os.close(new)
+        self._fds = self._fds or fds
+        os.environ.update(environ(world))
+        threads.resize_pools(world.threads)
+        self._store = join(world, [*self._fds, *listening])
+        for fd in listening:
+            os.close(fd)
+
+    def leave(self, peers: Sequence[Address] = ()) -> None:
+        """Leave the process group, so that ranks which wait for this one there fail now.
+
+        `peers` are the other ranks' ends of the connections to this one.
+        """
+        dist = sys.modules.get("torch.distributed")
+        if dist is None or not dist.is_initialized():
+            return
+        cut_off(peers)
+        group = dist.group.WORLD
+        if "nccl" in dist.get_backend() and hasattr(group, "abort"):
+            group.abort()  # what is still queued on the GPU will never be done
+        dist.destroy_process_group()
+        del group
+        self._store = None
+        gc.collect()
+
+
+def seed_everything(seeds: Sequence[int]) -> None:
+    """Seed `random`, NumPy (where there is one) and torch, each from its own number."""
+    import torch
+
+    for_random, for_numpy, for_torch = seeds
+    random.seed(for_random)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(for_numpy % 2**32)
+    # torch.manual_seed takes three milliseconds to remember where it was called from, for a CUDA that is not there.
+    seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed_torch(for_torch)

@@ -1,0 +1,111 @@
+"""Embeddings of what training never saw: a null, or an id that is not known, where all rows had known ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .vocabulary import FIRST_CODE, NULL_CODE, UNSEEN_CODE, Vocabulary
+from .workflow import Workflow
+
+
+@torch.no_grad()
+def fill_unknown(
+    model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None = None
+) -> dict[str, list[int]]:
+    """Give the rows of a trained model's tables that no training row has looked up the mean of the known ones.
+
+    Without it, a user who is not known has the vector that the table happened to begin with, and so any prediction.
+    The mean is over the values in the vocabulary, each counted as often as `Workflow.fit` saw it. Only the rows of
+    codes 0 (null) and 1 (unseen) are filled, and those of them that occurred in `fit` stay as trained.
+
+    Args:
+        model: A plain module, as `gather` gives it. It is changed.
+        workflow: What has made the codes that it was trained with, fitted to the training rows.
+        tables: Column → the `nn.Embedding` or `nn.EmbeddingBag` of its codes. None: TorchRec's tables whose features
+            are called like columns of codes.
+
+    Returns:
+        Column → the codes whose rows were filled.
+
+    Raises:
+        ValueError: A column has more codes than its table has rows, or there is no such column of codes.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist.recsys.etl import Categorify, Workflow, fill_unknown
+        >>> workflow = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["ann", "bob", "bob"]}))
+        >>> weight = torch.tensor([[9.0], [7.0], [1.0], [4.0]])  # of null, of unseen, of bob, of ann
+        >>> model = torch.nn.Embedding.from_pretrained(weight)
+        >>> fill_unknown(model, workflow, {"user": model})
+        {'user': [0, 1]}
+        >>> model.weight[:, 0].tolist()
+        [2.0, 2.0, 1.0, 4.0]
+    """
+    filled: dict[str, list[int]] = {}
+    for weight, columns in _tables(model, workflow, tables):
+        known = {name: workflow.vocabularies[name] for name in columns}
+        for name, vocabulary in known.items():
+            if vocabulary.size > len(weight):
+                raise ValueError(
+                    f"column {name!r} has {vocabulary.size} codes and its table {len(weight)} rows: the model was "
+                    "trained with another workflow"
+                )
+        codes = _never_seen(list(known.values()))
+        total = sum(int(vocabulary.counts.sum()) for vocabulary in known.values())
+        if codes and total:
+            weight[codes] = sum(_sum(weight, vocabulary) for vocabulary in known.values()) / total
+            filled |= dict.fromkeys(columns, codes)
+    return filled
+
+
+@contextlib.contextmanager
+def unknown_filled(model: nn.Module, workflow: Workflow) -> Iterator[None]:
+    """`fill_unknown`, as long as the block lasts."""
+    before = [(weight, weight[:FIRST_CODE].detach().clone()) for weight, _ in _tables(model, workflow, None)]
+    try:
+        fill_unknown(model, workflow)
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, rows in before:
+                weight[: len(rows)] = rows
+
+
+def _tables(
+    model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None
+) -> list[tuple[Tensor, list[str]]]:
+    """The weight of each table, with the columns that are looked up in it."""
+    found: list[tuple[Tensor, list[str]]] = []
+    if tables is not None:
+        if wrong := [name for name in tables if name not in workflow.vocabularies]:
+            raise ValueError(f"{wrong[0]!r} is no column of codes; there are {', '.join(workflow.vocabularies)}")
+        for table in {id(table): table for table in tables.values()}.values():
+            weight: Any = table.weight
+            found.append((weight, [name for name, one in tables.items() if one is table]))
+        return found
+    module: Any
+    for module in model.modules():
+        # TorchRec need not be imported to know its collections.
+        for configs, held in (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings")):
+            for config in getattr(module, configs)() if hasattr(module, configs) else ():
+                columns = [name for name in config.feature_names if name in workflow.vocabularies]
+                if columns:
+                    found.append((getattr(module, held)[config.name].weight, columns))
+    return found
+
+
+def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
+    counts = {NULL_CODE: sum(v.nulls for v in vocabularies), UNSEEN_CODE: sum(v.unseen for v in vocabularies)}
+    return [code for code, count in counts.items() if not count]
+
+
+def _sum(weight: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Of the known rows, each as often as its value was seen; shape (columns,)."""
+    counts = torch.from_numpy(vocabulary.counts.to_numpy(writable=True)).to(weight)
+    return counts @ weight[FIRST_CODE : vocabulary.size]

@@ -1,0 +1,38 @@
+"""What is written stays written, and what is replaced is there at any moment: as it was, or as it is to be."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from pathlib import Path
+
+_AT_FDCWD = -100  # Linux: a path is that of the current folder
+_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, and RENAME_SWAP of macOS
+_CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two folders change places in one step. False where the file system, NFS for one, or the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if sys.platform == "linux" and hasattr(libc, "renameat2"):
+        failed = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE)
+    elif sys.platform == "darwin":
+        failed = libc.renamex_np(*names, _EXCHANGE)
+    else:
+        return False
+    number = ctypes.get_errno() if failed else 0
+    if number and number not in _CANNOT:
+        raise OSError(number, os.strerror(number), str(one), None, str(other))
+    return not number

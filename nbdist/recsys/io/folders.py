@@ -1,0 +1,109 @@
+"""Folders that appear with all their files in them, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from .. import ranks
+from . import storage
+from .disk import exchange, sync
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], overwrite: bool) -> Iterator[Path]:
+    """A scratch folder; what is in its subfolder ``whole`` at the end becomes `folder`, in one step.
+
+    The scratch folder is hidden, beside `folder`, and goes away when the block ends, however it ends. If the process is
+    killed it stays, which nobody takes for `folder`, until the next one for the same `folder` removes it.
+
+    What is replaced is there until the moment that its successor is. Where the file system cannot exchange two folders
+    (NFS), a process that is killed between two renames can leave neither: the next one for the same `folder` then
+    brings the old one back before anything else.
+
+    In ranks all have to call it; they wait for each other before `folder` appears.
+
+    Args:
+        folder: What is to be there in the end. It must not be there yet, or be empty, or `overwrite` be true.
+        replaceable: Patterns of file names. A folder with any other file in it is not replaced.
+        overwrite: Whether a folder that is there is replaced.
+
+    Raises:
+        FileExistsError: on all ranks, before anything is written.
+        ValueError: `folder` is a URI.
+    """
+    if storage.is_uri(folder):
+        raise ValueError(f"{folder}: object stores cannot rename a folder; name one on a disk that all ranks see")
+    target = Path(folder).expanduser().absolute()
+    scratch = target.with_name(f".{target.name}.partial")
+    lock = -1
+
+    def begin() -> None:
+        nonlocal lock
+        lock = _claim(scratch, target)
+        _check(target, replaceable, overwrite)
+
+    try:
+        ranks.on_rank_0(begin)
+        yield scratch
+        ranks.barrier()
+        ranks.on_rank_0(lambda: _publish(scratch, target))
+    finally:
+        if lock >= 0:  # on rank 0 alone: a rank that fails must not take the ground from under the others
+            _recover(scratch, target)
+            shutil.rmtree(scratch, ignore_errors=True)
+            os.close(lock)
+
+
+def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; a folder is to be made there")
+    names = sorted(os.listdir(target))
+    if names and not overwrite:
+        raise FileExistsError(f"{target} is there already: choose another folder, or say overwrite=True")
+    for name in names:
+        if not any(fnmatch(name, pattern) for pattern in replaceable):
+            raise FileExistsError(f"{target} holds {name}, which is no {' or '.join(replaceable)}: it is not replaced")
+
+
+def _claim(scratch: Path, target: Path) -> int:
+    """Make the scratch folder, for this process alone, empty but for ``whole``. Returns its lock, a descriptor."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    lock = os.open(scratch, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock of a process that was killed is gone with it
+        _recover(scratch, target)
+        for left in scratch.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        (scratch / "whole").mkdir()
+    except BlockingIOError:
+        os.close(lock)
+        raise FileExistsError(f"{target} is being written by another process, in {scratch}") from None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    for path in [*(scratch / "whole").iterdir(), scratch / "whole"]:
+        sync(path)
+    if not target.exists():
+        (scratch / "whole").rename(target)
+    elif not exchange(scratch / "whole", target):
+        target.rename(scratch / "old")
+        (scratch / "whole").rename(target)
+    sync(target.parent)
+
+
+def _recover(scratch: Path, target: Path) -> None:
+    """Bring back what was taken away for a successor that did not come."""
+    if (scratch / "old").exists() and not target.exists():
+        (scratch / "old").rename(target)

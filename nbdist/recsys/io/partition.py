@@ -1,0 +1,83 @@
+"""Which rows go to which rank at which step: plain arithmetic, the same on every rank, no communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REMAINDERS = ("keep", "pad", "drop")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How an epoch of `rows` rows is divided among ranks in steps of up to `batch_size` rows each.
+
+    A *position* is a place in the epoch's order, which every rank knows: position p stands for row
+    ``order[p % rows]``. A rank has a contiguous span of positions and takes it in `steps` batches. No batch is empty,
+    and all ranks have the same number of them, so no collective waits for a rank that has finished.
+
+    Raises:
+        ValueError: for sizes below 1, an unknown remainder, and rows that cannot be divided as asked.
+    """
+
+    rows: int
+    world_size: int
+    batch_size: int
+    """Rows per step and rank."""
+    remainder: str = "keep"
+    """"keep": every row exactly once; batches at the end are shorter, by different amounts on different ranks. "pad":
+    ranks have equally many rows, for which some of them repeat one row of another rank at the end. "drop": full
+    batches only; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left out."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "world_size", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+        if self.remainder not in REMAINDERS:
+            raise ValueError(f"remainder={self.remainder!r}: one of {', '.join(map(repr, REMAINDERS))}")
+        if self.steps == 0:
+            raise ValueError(
+                f"{self.rows} rows do not fill one batch of {self.batch_size} on each of {self.world_size} ranks, and "
+                "remainder='drop' leaves out all others: make batch_size smaller, or say remainder='keep' or 'pad'"
+            )
+        if self.remainder == "keep" and self.rows // self.world_size < self.steps:
+            raise ValueError(
+                f"{self.rows} rows cannot go once each to {self.world_size} ranks in equally many batches of at most "
+                f"{self.batch_size}: say remainder='pad' or 'drop', or use fewer ranks or another batch_size"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Batches an epoch, the same on every rank."""
+        if self.remainder == "drop":
+            return self.rows // (self.world_size * self.batch_size)
+        largest_share = -(-self.rows // self.world_size)
+        return -(-largest_share // self.batch_size)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """The positions ``start .. stop - 1`` that are those of `rank`."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"there is no rank {rank} of {self.world_size}")
+        divided = self.steps * self.world_size * self.batch_size if self.remainder == "drop" else self.rows
+        share, more = divmod(divided, self.world_size)
+        start = rank * share + min(rank, more)
+        return start, start + share + (rank < more) + self.repeats(rank)
+
+    def batch_start(self, rank: int, step: int) -> int:
+        """The position at which batch `step` of `rank` begins and the one before it ends; 0 <= step <= steps."""
+        start, stop = self.span(rank)
+        if step == self.steps:
+            return stop
+        # Shares differ by one row: a rank whose rows would end a step early leaves one for the last step.
+        return min(start + step * self.batch_size, stop - 1)
+
+    def size(self, rank: int, step: int) -> int:
+        """How many rows batch `step` of `rank` has."""
+        return self.batch_start(rank, step + 1) - self.batch_start(rank, step)
+
+    def repeats(self, rank: int) -> int:
+        """How many rows, at the end of its span, `rank` has only to be even with the others: 0 or 1."""
+        return int(self.remainder == "pad" and 0 < self.rows % self.world_size <= rank)
+
+    def size_without_repeats(self, rank: int, step: int) -> int:
+        """How many rows of batch `step`, from the first, are no repeats."""
+        return self.size(rank, step) - (self.repeats(rank) if step == self.steps - 1 else 0)

@@ -1,0 +1,69 @@
+"""Parquet files behind URIs as polars frames: of what is asked for, whole row groups and single columns are fetched."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+
+import polars as pl
+import pyarrow as pa
+from polars.io.plugins import register_io_source
+
+from . import storage
+
+
+def scan(location: storage.Location) -> pl.LazyFrame:
+    """All rows of a Parquet file, remote or not."""
+    if isinstance(location, str):
+        file = RemoteFile(location)
+        return file.slice(0, file.footer.num_rows)
+    # Not what the path means to polars: neither its brackets as a pattern nor "year=2020" as a column.
+    return pl.scan_parquet(location, glob=False, hive_partitioning=False)
+
+
+class RemoteFile:
+    """A remote file: its footer is read once. polars could fetch it too, but takes no options with a URI.
+
+    Attributes:
+        footer: What Parquet says of its row groups.
+        schema: Names and types of the columns.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        with storage.parquet(uri) as opened:
+            self.footer, empty = opened.metadata, opened.schema_arrow.empty_table()
+        self.schema = _frame(empty).schema
+
+    def select(self, names: Sequence[str]) -> RemoteFile:
+        """The same file with its columns in this order."""
+        file = copy.copy(self)
+        file.schema = pl.Schema({name: self.schema[name] for name in names})
+        return file
+
+    def slice(self, start: int, rows: int) -> pl.LazyFrame:
+        """Some rows, fetched when the frame is computed."""
+        sizes = [self.footer.row_group(number).num_rows for number in range(self.footer.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+        wanted = [
+            i for i, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin < start + rows and start < end
+        ]
+
+        def read(
+            columns: list[str] | None, predicate: pl.Expr | None, most: int | None, _size: int | None
+        ) -> Iterator[pl.DataFrame]:
+            with storage.parquet(self.uri, self.footer) as opened:
+                table = opened.read_row_groups(wanted, columns=self.schema.names() if columns is None else columns)
+            frame = _frame(table.slice(start - begins[wanted[0]] if wanted else 0, rows)).select(columns or pl.all())
+            frame = frame if predicate is None else frame.filter(predicate)
+            yield frame if most is None else frame.head(most)
+
+        return register_io_source(read, schema=self.schema)
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame

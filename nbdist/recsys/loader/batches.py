@@ -1,0 +1,88 @@
+"""Batches gathered some at a time out of rows in memory, and given out one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..io.partition import Partition
+from .columns import Columns, Ragged, bytes_of, join, rows_of, take
+
+BLOCK_BYTES = 1 << 22  # bytes that are gathered, pinned and copied in one go; a batch that is larger goes alone
+
+
+class Block(NamedTuple):
+    """Some consecutive batches in one piece: gathered, pinned and copied together, given out one by one."""
+
+    columns: Columns
+    boundaries: list[int]
+    """Rows at which the batches begin, and the end of the last one."""
+    value_boundaries: dict[str, list[int]]
+    """For each list column, the values at which the batches begin; known before the block goes to a GPU."""
+
+    @classmethod
+    def make(cls, columns: Columns, boundaries: list[int]) -> Block:
+        """A block of `columns` that is divided into batches at `boundaries`."""
+        value_boundaries = {k: c.offsets[boundaries].tolist() for k, c in columns.items() if isinstance(c, Ragged)}
+        return cls(columns, boundaries, value_boundaries)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Block:
+        """The block with `fn` applied to each tensor; `fn` must not change values."""
+        columns: Columns = {}
+        for name, column in self.columns.items():
+            columns[name] = Ragged(*map(fn, column)) if isinstance(column, Ragged) else fn(column)
+        return self._replace(columns=columns)
+
+    def batch(self, i: int) -> Columns:
+        """Batch i, as views where nothing has to be computed."""
+        start, stop = self.boundaries[i], self.boundaries[i + 1]
+        batch: Columns = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Ragged):
+                low, high = self.value_boundaries[name][i : i + 2]
+                batch[name] = Ragged(column.values[low:high], column.offsets[start : stop + 1] - low)
+            else:
+                batch[name] = column[start:stop]
+        return batch
+
+
+class Window(NamedTuple):
+    """Rows in memory, and which of them stand at the positions from `start` on."""
+
+    start: int
+    table: Columns
+    order: Tensor
+    """Integers, shape (positions,)."""
+
+
+def blocks(windows: Iterable[Window], partition: Partition, rank: int, step: int) -> Generator[Block, None, None]:
+    """Batches of `rank` from `step` on, some at a time, out of windows that follow one another without a gap."""
+    begun: list[Columns] = []  # of a batch that ends in a later window
+    for window in windows:
+        table, order = window.table, window.order
+        end = window.start + len(order)
+        rows = max(1, BLOCK_BYTES * rows_of(next(iter(table.values()))) // max(1, sum(map(bytes_of, table.values()))))
+        at_once = max(1, rows // partition.batch_size)
+        while True:
+            last = step
+            while last < min(step + at_once, partition.steps) and partition.batch_start(rank, last + 1) <= end:
+                last += 1
+            start = max(partition.batch_start(rank, step), window.start)
+            stop = partition.batch_start(rank, last) if last > step else end
+            rest = order[start - window.start : max(start, stop) - window.start]
+            if len(rest):
+                begun.append({name: take(column, rest) for name, column in table.items()})
+            if last == step:
+                break
+            columns = {name: join([part[name] for part in begun]) for name in table}
+            begun = []
+            boundaries = [
+                partition.batch_start(rank, i) - partition.batch_start(rank, step) for i in range(step, last + 1)
+            ]
+            step = last
+            yield Block.make(columns, boundaries)
+            del columns
+        # Before the next window is read: it may take as much memory as this one.
+        del window, table, order, rest

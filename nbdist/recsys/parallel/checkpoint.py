@@ -1,0 +1,73 @@
+"""Checkpoints: what is saved on some ranks is loaded on any number of them, if it fits."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from .optimizers import misfit
+
+
+def save(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write a state, nested dicts of tensors and sharded tensors, with `torch.distributed.checkpoint`.
+
+    All ranks have to call it.
+    """
+    with no_future_warnings():
+        dcp.save(state, checkpoint_id=folder)
+
+
+def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Read into the tensors of a state what `save` wrote of them. All ranks have to call it.
+
+    Args:
+        folder: What `save` was given.
+        state: Its part "model" is the weights, all others are the optimizer's; what is not in it is not read.
+
+    Raises:
+        ValueError: The checkpoint lacks a tensor, or has it in another shape.
+    """
+    with no_future_warnings():
+        _check(state, folder)
+        dcp.load(state, checkpoint_id=folder)
+
+
+def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint has: key, its parts joined by dots → what torch knows of it without reading it."""
+    return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """That the checkpoint has what is asked for, in the same shapes; else `ValueError`."""
+    saved = contents(folder)
+    for part, what in state.items():
+        for key, value in _flat(what, part):
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape, there = tuple(value.size()), saved.get(key)
+            size = tuple(there.size) if there is not None and hasattr(there, "size") else None
+            if size == shape:
+                continue
+            found = "has none" if size is None else f"has one of shape {size}"
+            if part == "model":
+                raise ValueError(f"{folder} does not fit: {key} has the shape {shape} here, and the checkpoint {found}")
+            raise ValueError(misfit(folder, f"{key} has the shape {shape} here, and the checkpoint {found}"))
+
+
+def _flat(value: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [item for key, inner in value.items() for item in _flat(inner, f"{path}.{key}")]
+    return [(path, value)]
+
+
+class no_future_warnings(warnings.catch_warnings):
+    """ShardedTensor is TorchRec's form of a sharded state dict; torch warns at each use that DTensor is to follow."""
+
+    def __enter__(self) -> Any:
+        log = super().__enter__()
+        warnings.simplefilter("ignore", FutureWarning)
+        return log

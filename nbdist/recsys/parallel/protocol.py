@@ -1,0 +1,38 @@
+"""What training, evaluation and snapshots need of a model on all ranks, however it is spread over them."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Parallel(Protocol):
+    """A model on all ranks: what `shard` and `replicate` give. All ranks have to call each of its methods."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Call it like the model that was given."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of all its parameters on this rank."""
+
+    def gather(self) -> nn.Module | None:
+        """The whole model as one plain module, on the CPU of rank 0; None on the other ranks."""
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save weights and optimizer state with `torch.distributed.checkpoint`."""
+
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Load what `save` wrote, on any number of ranks.
+
+        Args:
+            folder: What `save` was given.
+            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+
+        Raises:
+            ValueError: The checkpoint is of another model, or of another optimizer.
+        """

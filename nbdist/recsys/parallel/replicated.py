@@ -1,0 +1,117 @@
+"""A model with a copy on every rank, under DistributedDataParallel: used like a sharded one, without TorchRec."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as states
+from torch.nn.parallel import DistributedDataParallel
+
+from ...devices import collective_device
+from . import buffers, checkpoint, optimizers
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """A model that every rank has a copy of, inside a rank.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.training import replicate
+        >>> def save_and_load():
+        ...     model = torch.nn.Linear(1, 1)
+        ...     replicated = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
+        ...     replicated.save("checkpoint")
+        ...     replicated.load("checkpoint")
+        ...     return replicated.gather()  # a plain module
+        >>> in_ddp(2, save_and_load)
+        Linear(in_features=1, out_features=1, bias=True)
+    """
+
+    model: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+
+    def gather(self) -> nn.Module | None:
+        """The model as a plain module, on the CPU of rank 0; None on the other ranks."""
+        return copy.deepcopy(self.model.module).cpu() if dist.get_rank() == 0 else None
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
+        if self.model.broadcast_buffers:
+            buffers.share(list(self.model.module.buffers()))  # any rank's may be written
+        checkpoint.save(folder, {"model": self._weights()} | optimizers.state_of([self._named()]))
+
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Load what `save` wrote, on any number of ranks; or the weights that `Sharded.save` wrote of such a model.
+
+        Args:
+            folder: What `save` was given.
+            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+
+        Raises:
+            ValueError: The checkpoint is of another model, or of another optimizer.
+        """
+        state: dict[str, Any] = {"model": self._weights()}
+        if optimizer:
+            state |= optimizers.empty_state([self._named()], checkpoint.contents(folder), folder)
+        checkpoint.load(folder, state)
+        states.set_model_state_dict(self.model, state["model"])
+        if optimizer:
+            optimizers.set_state([self._named()], state, folder)
+
+    def _weights(self) -> dict[str, Any]:
+        return dict(states.get_model_state_dict(self.model))
+
+    def _named(self) -> optimizers.Named:
+        return self.optimizer, {parameter: name for name, parameter in self.model.module.named_parameters()}
+
+
+def replicate(
+    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], **options: Any
+) -> Replicated:
+    """Put a copy of `model` on every rank, embedding tables included. All ranks have to call it.
+
+    Every copy starts with rank 0's values. The gradient of a step is the mean of the ranks' gradients.
+
+    Args:
+        model: Any module, with values. It is moved to the rank's device.
+        optimizer: Makes the optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`.
+        **options: For `DistributedDataParallel`.
+
+    Raises:
+        ValueError: Something of the model is on the meta device.
+        RuntimeError: Outside a process group.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.training import replicate
+        >>> def train():
+        ...     model = torch.nn.Linear(1, 1)
+        ...     replicated = replicate(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        ...     rows = torch.full((4, 1), float(dist.get_rank()))
+        ...     replicated.model(rows).square().mean().backward()
+        ...     replicated.optimizer.step()
+        ...     return replicated.gather()
+        >>> in_ddp(2, train)
+        Linear(in_features=1, out_features=1, bias=True)
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("replicate() works in a rank: call it in a function that in_ddp or a Session runs")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
+    device = collective_device()
+    parallel = DistributedDataParallel(
+        model.to(device), device_ids=[device] if device.type == "cuda" else None, **options
+    )
+    return Replicated(parallel, optimizer([p for p in model.parameters() if p.requires_grad]))

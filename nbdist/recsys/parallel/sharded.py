@@ -1,0 +1,166 @@
+"""A model whose embedding tables are sharded over the ranks: trained, saved and loaded, made one plain module again."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+from ...devices import collective_device
+from . import buffers, checkpoint, optimizers
+from .checkpoint import no_future_warnings
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model whose tables are sharded over the ranks, inside a rank.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.sharding import shard
+        >>> def sharded(strategy):
+        ...     users = EmbeddingBagConfig(name="users", num_embeddings=100, embedding_dim=8, feature_names=["user"])
+        ...     return shard(EmbeddingBagCollection(tables=[users]), {"users": strategy}, batch_size=2)
+        >>> def save_and_load():
+        ...     sharded("row_wise").save("checkpoint")
+        ...     other = sharded("table_wise")
+        ...     other.load("checkpoint")
+        ...     return other.gather()  # a plain module
+        >>> in_ddp(2, save_and_load).embedding_bags["users"]
+        EmbeddingBag(100, 8, mode='sum')
+    """
+
+    model: DistributedModelParallel
+    """Call it like the model that was sharded. Its other parameters are data parallel."""
+    optimizer: CombinedOptimizer
+    """`step` it as usual. Tables are updated in the backward pass already; it does the copies of data_parallel tables
+    and the model's other parameters, and passes changed learning rates on."""
+    plan: Plan
+    template: nn.Module
+    """The model as it was, its parameters on the meta device."""
+
+    def gather(self) -> nn.Module | None:
+        """The whole model as one plain module, on the CPU of rank 0; None on the other ranks.
+
+        All ranks have to call it. Takes the whole model's memory on rank 0.
+        """
+        on_rank_0 = dist.get_rank() == 0
+        whole: dict[str, torch.Tensor] = {}
+        for key, value in self._weights().items():
+            if not hasattr(value, "local_shards"):
+                if on_rank_0:
+                    whole[key] = value.detach().cpu()
+                continue
+            with no_future_warnings():
+                out = torch.empty(value.size(), dtype=value.dtype, device=_device(value)) if on_rank_0 else None
+                value.gather(dst=0, out=out)
+            if out is not None:
+                whole[key] = out.cpu()
+        if not on_rank_0:
+            return None
+        plain = copy.deepcopy(self.template)
+        trained = dict(self.model.module.named_buffers())
+        module: Any
+        for module in plain.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                setattr(module, name, empty)
+            if hasattr(module, "_device"):  # of a collection that was made on meta
+                module._device = torch.device("cpu")
+        for path, module in plain.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                # Those that are not in the state dict come from the trained module, too.
+                value = trained.get(f"{path}.{name}".lstrip("."), buffer)
+                setattr(module, name, value.detach().cpu().clone())
+        plain.load_state_dict(whole)
+        return plain
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
+        share_buffers(self.model, [name for name, _ in self.template.named_buffers()])  # any rank's may be written
+        state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
+        checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
+
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+        """Load what `save` wrote, on any number of ranks and with any strategies. All ranks have to call it.
+
+        Args:
+            folder: What `save` was given.
+            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+
+        Raises:
+            ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies.
+        """
+        state: dict[str, Any] = {"model": self._weights()}
+        dense = _dense(self.optimizer)
+        if optimizer:
+            state |= {"steps": _steps(self.optimizer)} | self._fused_state()
+            state |= optimizers.empty_state(dense, checkpoint.contents(folder), folder)
+        checkpoint.load(folder, state)
+        with no_future_warnings():
+            self.model.load_state_dict(state["model"])
+        if optimizer:
+            optimizers.set_state(dense, state, folder)
+            for kernel in _fused(self.optimizer):
+                kernel.iter.fill_(int(state["steps"]))
+                kernel.iter_cpu.fill_(int(state["steps"]))
+
+    def _weights(self) -> dict[str, Any]:
+        with no_future_warnings():
+            return dict(self.model.state_dict())
+
+    def _fused_state(self) -> dict[str, Any]:
+        """The state of the tables' optimizers, without param_groups, which name other parameters on each rank."""
+        with no_future_warnings():
+            states = [
+                one.state_dict()["state"]
+                for _, one in self.optimizer.optimizers
+                if not isinstance(one, KeyedOptimizerWrapper)
+            ]
+        moments = {key: value for state in states for key, value in state.items()}
+        return {"optimizer": moments} if moments else {}  # not an empty part, which no other rank may have
+
+
+def share_buffers(model: DistributedModelParallel, names: Iterable[str]) -> None:
+    """Give all ranks rank 0's buffers, by their names in the model before it was sharded."""
+    buffers.share([model.module.get_buffer(name) for name in names])
+
+
+def _fused(optimizer: Any) -> Iterator[Any]:
+    """FBGEMM's modules of this rank that update tables in the backward pass; the model does not list them."""
+    for _, inner in getattr(optimizer, "optimizers", ()):
+        yield from _fused(inner)
+    if hasattr(optimizer, "_emb_module"):
+        yield optimizer._emb_module
+
+
+def _steps(optimizer: CombinedOptimizer) -> torch.Tensor:
+    """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
+    count = torch.tensor(max((int(kernel.iter) for kernel in _fused(optimizer)), default=0), device=collective_device())
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)  # some ranks may hold no table
+    return count.cpu()
+
+
+def _dense(optimizer: CombinedOptimizer) -> list[optimizers.Named]:
+    """The optimizers of what every rank has a copy of: dense layers, data_parallel tables."""
+    return [
+        (one._optimizer, {parameter: name for name, parameter in one.params.items()})
+        for _, one in optimizer.optimizers
+        if isinstance(one, KeyedOptimizerWrapper)
+    ]
+
+
+def _device(value: Any) -> torch.device:
+    shards = value.local_shards()
+    return shards[0].tensor.device if shards else torch.device("cpu")

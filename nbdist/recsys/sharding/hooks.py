@@ -1,0 +1,178 @@
+"""Hooks around a sharded collection, for where TorchRec's answers would not be the unsharded one's.
+
+Of the forward hooks, `divide_means`, `restore_order`, `pad_batches` is the order to add them in.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
+from torchrec.modules.embedding_configs import PoolingType
+
+
+def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
+    """Make the mean tables of a collection that is to be sharded sum. Returns table → whether it is a mean."""
+    means = {}
+    for config in module.embedding_bag_configs():
+        means[config.name] = config.pooling == PoolingType.MEAN
+        config.pooling = PoolingType.SUM
+    return means
+
+
+def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping[str, list[str]]) -> None:
+    """Divide what the mean tables of a sharded collection have summed by the sizes of the bags.
+
+    TorchRec 1.8 does so itself for row_wise and table_row_wise, but then divides twice for the mean tables of other
+    strategies in the same collection, and for grid_shard adds up the means of the parts.
+
+    Args:
+        module: The sharded collection, whose tables all sum.
+        means: Table → whether it is a mean.
+        features: Table → the features that it is looked up by.
+    """
+    # An output is called by its feature, or feature@table if several tables have the feature.
+    divided = {
+        name
+        for table, mean in means.items()
+        if mean
+        for feature in features[table]
+        for name in (feature, f"{feature}@{table}")
+    }
+
+    def divide(_: nn.Module, args: tuple[Any, ...], output: Any) -> KeyedTensor:
+        bags: KeyedJaggedTensor = args[0]
+        sizes = bags.lengths().view(len(bags.keys()), bags.stride())
+        pooled = output.wait()
+        columns = [
+            sizes[bags.keys().index(name.split("@")[0])] if name in divided else torch.ones_like(sizes[0])
+            for name in pooled.keys()  # noqa: SIM118 (a KeyedTensor is no mapping)
+        ]
+        each = torch.stack(columns, dim=1).clamp(min=1)  # (batch, outputs)
+        widths = torch.tensor(pooled.length_per_key(), device=each.device)
+        divisor = each.repeat_interleave(widths, dim=1)  # (batch, columns of all outputs)
+        return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() / divisor)
+
+    module.register_forward_hook(divide)
+
+
+def restore_order(module: nn.Module, names: list[str]) -> None:
+    """Have a sharded collection put its outputs in the order of the unsharded one.
+
+    TorchRec puts them in the order of the ranks that hold them. A model that takes `.values()` of the output would
+    then train with other columns than it is used with once it is gathered.
+
+    Args:
+        module: The sharded collection.
+        names: Of the outputs, in the unsharded collection's order.
+    """
+    if list(module._embedding_names) == names:  # type: ignore[arg-type]
+        return
+
+    def restore(_: nn.Module, args: tuple[Any, ...], output: Any) -> KeyedTensor:
+        pooled = output if isinstance(output, KeyedTensor) else output.wait()
+        parts = [pooled[name] for name in names]  # each (batch, columns of a table)
+        return KeyedTensor(names, [part.shape[1] for part in parts], torch.cat(parts, dim=1))
+
+    module.register_forward_hook(restore)
+
+
+def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) -> None:
+    """Have a sharded collection raise for ids outside its tables, which FBGEMM takes for those of other rows.
+
+    On a GPU it waits for what is under way there.
+
+    Args:
+        module: The sharded collection.
+        tables: Feature → the tables that it is looked up in, each with its number of rows.
+    """
+
+    def check(_: nn.Module, args: tuple[Any, ...]) -> None:
+        features: KeyedJaggedTensor = args[0]
+        parts = zip(features.keys(), features.values().split(features.length_per_key()), strict=True)
+        known = {feature: ids for feature, ids in parts if feature in tables and len(ids)}
+        if not known:
+            return
+        extremes = torch.stack([torch.stack(ids.aminmax()) for ids in known.values()]).tolist()  # one wait for all
+        for feature, (low, high) in zip(known, extremes, strict=True):
+            for table, rows in tables[feature]:
+                if low < 0 or high >= rows:
+                    raise ValueError(
+                        f"feature {feature!r} has the id {low if low < 0 else high}, and table {table!r} has {rows} "
+                        f"rows: its ids are 0 to {rows - 1}. Codes fit the table that was made for them: after "
+                        "another fit of the workflow, make a table with as many rows as it has codes"
+                    )
+
+    module.register_forward_pre_hook(check)
+
+
+def pad_batches(module: nn.Module, to_largest: bool) -> None:
+    """Let a sharded collection take batches without samples, which TorchRec and FBGEMM cannot.
+
+    A batch gets empty bags, or sequences, up to one sample, and the output is cut to the batch again. They add nothing,
+    to outputs or gradients.
+
+    Args:
+        module: The sharded collection.
+        to_largest: Up to the size of the largest batch of all ranks, instead. Gloo's reduce-scatter, which row-wise
+            strategies pool with, wants equal shapes.
+    """
+    sizes: list[int] = []
+
+    def pad(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        features = args[0]
+        size = features.stride()
+        wanted = torch.tensor(max(size, 1))
+        if to_largest:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        sizes.append(size)
+        if int(wanted) == size:
+            return args
+        lengths = features.lengths().view(len(features.keys()), size)
+        padded = KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=torch.cat([lengths, lengths.new_zeros(len(lengths), int(wanted) - size)], dim=1).flatten(),
+        )
+        return (padded, *args[1:])
+
+    def trim(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        size = sizes.pop()
+        if args[0].stride() == size:
+            return output
+        whole = output.wait() if hasattr(output, "wait") else output
+        if isinstance(whole, KeyedTensor):
+            return KeyedTensor(whole.keys(), whole.length_per_key(), whole.values()[:size])
+        return {name: JaggedTensor(part.values(), lengths=part.lengths()[:size]) for name, part in whole.items()}
+
+    module.register_forward_pre_hook(pad)
+    module.register_forward_hook(trim)
+
+
+def look_up_singly(module: nn.Module) -> None:
+    """Have a sharded `EmbeddingCollection` look the ids up in its copies of tables one by one on CPUs.
+
+    FBGEMM's look-up in copies always pools there, whatever it is asked for.
+    """
+    lookups: Any = module._lookups
+    for lookup in lookups:
+        inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+        for kernel in inner._emb_modules:
+            if isinstance(kernel, BatchedDenseEmbedding) and kernel.emb_module.use_cpu:
+                kernel.forward = functools.partial(_look_up, kernel)
+
+
+def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
+    """What the ids of all features stand for in their tables, one below the other; shape (ids, columns)."""
+    tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
+    first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
+    rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))
+    return nn.functional.embedding(features.values() + rows, tables.weights.view(-1, columns))

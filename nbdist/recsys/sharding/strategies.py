@@ -1,0 +1,133 @@
+"""Sharding strategies, optimizers, tables: which go together, and why not."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim import RowWiseAdagrad
+
+STRATEGIES = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+    "data_parallel",
+)
+_SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")  # what TorchRec has without pooling
+ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
+
+OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    "lamb": EmbOptimType.LAMB,
+    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
+    "lars_sgd": EmbOptimType.LARS_SGD,
+}
+# The fused ones that FBGEMM has for CPUs. They leave alone the rows that a batch does not touch, and so do their dense
+# counterparts, given to the tables that every rank has a copy of; Adam and the others would move those rows.
+EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params, lr, eps: torch.optim.SGD(params, lr=lr),
+    "adagrad": lambda params, lr, eps: torch.optim.Adagrad(params, lr=lr, eps=eps),
+    "rowwise_adagrad": lambda params, lr, eps: RowWiseAdagrad(params, lr=lr, eps=eps),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table of the model as it was before sharding."""
+
+    name: str
+    key: str
+    """Of its weights in the model's state dict."""
+    config: Any
+    weight: torch.Tensor
+    pooled: bool
+
+
+def check_optimizer(optimizer: str, device: torch.device) -> None:
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+    if device.type == "cpu" and optimizer not in EVERYWHERE:
+        raise ValueError(
+            f"optimizer={optimizer!r}: FBGEMM has no fused {optimizer} for CPU ranks; it has {', '.join(EVERYWHERE)}"
+        )
+
+
+def find_tables(model: nn.Module) -> dict[str, Table]:
+    found: dict[str, Table] = {}
+    for path, module in model.named_modules():
+        pooled = isinstance(module, EmbeddingBagCollection)
+        if not pooled and not isinstance(module, EmbeddingCollection):
+            continue
+        attribute = "embedding_bags" if pooled else "embeddings"
+        for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
+            if config.name in found:
+                raise ValueError(f"two tables are called {config.name!r}: give each a name of its own")
+            weight = getattr(module, attribute)[config.name].weight
+            key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")
+            found[config.name] = Table(config.name, key, config, weight, pooled)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection: nothing to shard"
+        )
+    return found
+
+
+def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:
+    """Table → strategy, of the tables that `strategies` says something about."""
+    for pattern, strategy in strategies.items():
+        if strategy not in STRATEGIES:
+            raise ValueError(f"{pattern!r}: {strategy!r} is no sharding strategy; there are {', '.join(STRATEGIES)}")
+        if not fnmatch.filter(tables, pattern) and pattern not in tables:
+            raise ValueError(f"{pattern!r} matches no table; there are {', '.join(tables)}")
+    chosen = {}
+    for name in tables:
+        for pattern, strategy in sorted(strategies.items(), key=lambda item: item[0] != name):
+            if pattern == name or fnmatch.fnmatchcase(name, pattern):
+                chosen[name] = strategy
+                break
+    return chosen
+
+
+def column_parts(strategy: str, nranks: int, local: int) -> int:
+    """In how many parts of equal width a strategy splits a table's columns.
+
+    Args:
+        strategy: One of `STRATEGIES`.
+        nranks: World size.
+        local: Ranks on this machine.
+    """
+    # A grid has a block of columns per machine, and is one on a single machine too.
+    return {"column_wise": nranks, "table_column_wise": local, "grid_shard": max(2, nranks // local)}.get(strategy, 1)
+
+
+def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int) -> str:
+    """Why a table cannot be sharded in this way; empty if it can. For the arguments see `column_parts`."""
+    rows, columns = table.config.num_embeddings, table.config.embedding_dim
+    if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
+        return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"
+    if strategy == "data_parallel":
+        some = ", ".join(EVERYWHERE)
+        return "" if optimizer in EVERYWHERE else f"copies of a table train with {some} only, not with {optimizer}"
+    ranks = {"row_wise": nranks, "table_row_wise": local, "grid_shard": local}.get(strategy, 1)
+    filled = math.ceil(rows / math.ceil(rows / ranks))
+    if filled < ranks:
+        return f"TorchRec gives {rows} rows to {filled} of {ranks} ranks, and FBGEMM cannot hold a part without rows"
+    parts = column_parts(strategy, nranks, local)
+    if columns % (4 * parts):
+        width = f"{columns} columns in {parts} parts" if parts > 1 else f"{columns} columns"
+        return f"{width}: FBGEMM needs a multiple of 4 in each, so the table has to have a multiple of {4 * parts}"
+    return ""

@@ -1,0 +1,97 @@
+"""What a run shows while it runs: in a notebook a table and a plot that grow in the cell, elsewhere lines of text."""
+
+from __future__ import annotations
+
+import html
+import io
+import time
+from typing import Any
+
+from ... import notebook
+from .history import History, cells, failures, head, text_row
+
+_PART = 0.05
+"""Of the time, what drawing may take: a plot takes as long as many steps, and the other ranks wait for rank 0."""
+
+
+class RunDisplay:
+    """The display of one run, on rank 0.
+
+    Args:
+        history: What to show; `update` after it has grown.
+        total: Steps of the run.
+    """
+
+    def __init__(self, history: History, total: int) -> None:
+        self._history, self._total = history, total
+        self._began = self._noted = time.monotonic()
+        self._drawn, self._cost = float("-inf"), 0.0
+        self._table: Any = None
+        self._plot: Any = None
+        self._line = ""
+        self._headed = False
+        if _in_notebook():
+            from IPython.display import display
+
+            self._table = display(self, display_id=True)
+
+    def note(self, text: str) -> None:
+        """Say something, above the table."""
+        self._line = text
+        if self._table is None:
+            print(text, flush=True)
+        else:
+            self._table.update(self)
+
+    def progress(self, step: int, first: int) -> None:
+        """Say how far the run is, at most once a second, and in a notebook only. It began at step `first`."""
+        now = time.monotonic()
+        if self._table is None or now - self._noted < 1.0:
+            return
+        self._noted = now
+        left = (now - self._began) / (step - first) * (self._total - step)
+        self.note(f"step {step:,} of {self._total:,}, {left:,.0f} s left")
+
+    def update(self) -> None:
+        """Show the last record."""
+        if self._table is not None:
+            self._table.update(self)
+            self._draw(time.monotonic() - self._drawn > self._cost / _PART)
+            return
+        if not self._headed:
+            print(text_row(head(self._history[-1])))
+            self._headed = True
+        print("\n".join([text_row(cells(self._history[-1])), *failures(self._history[-1])]), flush=True)
+
+    def close(self, text: str) -> None:
+        """Say how the run ended, with everything drawn."""
+        self.note(text)
+        if self._table is not None:
+            self._draw(True)
+
+    def _draw(self, now: bool) -> None:
+        if not now or not len(self._history):
+            return
+        from IPython.display import Image, display
+
+        began = time.monotonic()
+        file = io.BytesIO()
+        self._history.plot().savefig(file, dpi=80)
+        image = Image(file.getvalue(), format="png")
+        if self._plot is None:
+            self._plot = display(image, display_id=True)
+        else:
+            self._plot.update(image)
+        self._drawn = time.monotonic()
+        self._cost = self._drawn - began
+
+    def __repr__(self) -> str:
+        return f"{self._line}\n{self._history!r}".strip()
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._line)}</p>{self._history._repr_html_()}"
+
+
+def _in_notebook() -> bool:
+    """Whether displays can be updated: in a notebook's kernel, and in the ranks of one."""
+    return type(notebook.shell()).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,186 @@
+"""A fitted workflow as a request meets it: the columns it carries, in which form, and the steps that follow.
+
+The form is described in `served/preprocess.py`, which undoes it in the server: int64 or bytes, with values that stand
+for null and for the padding of lists.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..etl.steps import Categorify, Join, type_name
+from ..etl.vocabulary import Vocabulary
+from ..etl.workflow import Workflow
+from .served.preprocess import NULL, NULL_STRING, PADDING, PADDING_STRING, Array, markers
+
+
+@dataclass
+class Feature:
+    """A column that the model takes."""
+
+    dtype: str
+    """NumPy's name."""
+    is_list: bool = False
+    size: int | None = None
+    """How many codes a categorified column has, 0 for null and 1 for unknown values included."""
+
+
+@dataclass
+class ServedSteps:
+    """What a server has to do with a request so that the model can take it."""
+
+    inputs: dict[str, str]
+    """The columns of a request, each with its type's name in the workflow."""
+    outputs: dict[str, Feature] = field(default_factory=dict)
+    """What the model takes."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    def add_join(self, prefix: str, step: Join, columns: Sequence[str]) -> None:
+        """Put a join before the steps; `columns` are those of its table that are wanted."""
+        table, missing = step.table.to_arrow(), {}
+        for name in columns:
+            nulls = pa.nulls(1, table[name].type)  # the row of a key that the table does not have
+            column = pa.chunked_array([*table[name].chunks, nulls])
+            if pa.types.is_floating(column.type):  # which have no value to stand for null
+                missing[name] = f"{prefix}{name}.null"
+                self.arrays[missing[name]] = column.is_null().to_numpy()
+                column = column.fill_null(math.nan)
+            self.arrays[prefix + name] = to_request(column, name, arrow_type(name, type_name(step.table.schema[name])))
+        for name in step.on:
+            kind = arrow_type(name, type_name(step.table.schema[name]))
+            self.arrays[prefix + name] = to_request(table[name], name, kind)[:, 0]
+        keys, added = [prefix + name for name in step.on], {name: prefix + name for name in columns}
+        self.steps.append({"kind": "join", "on": step.on, "keys": keys, "columns": added, "missing": missing})
+
+    def add_vocabulary(self, name: str, vocabulary: Vocabulary) -> None:
+        """Put the coding of a column before the steps."""
+        key = f"vocabulary.{name}"
+        kind = arrow_type(name, type_name(vocabulary.values.dtype))
+        self.arrays[key] = to_request(vocabulary.values.to_frame().to_arrow()[0], name, kind)[:, 0]
+        self.steps.append({"kind": "categorify", "column": name, "vocabulary": key})
+
+    def write(self, folder: Path) -> None:
+        """Write what `served.preprocess.Preprocessing` reads."""
+        outputs = {name: feature.dtype for name, feature in self.outputs.items()}
+        description = {"inputs": self.inputs, "outputs": outputs, "steps": self.steps}
+        (folder / "steps.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        parts = {name: part for key, array in self.arrays.items() for name, part in _storable(key, array).items()}
+        np.savez(folder / "arrays.npz", **parts)  # type: ignore[arg-type]
+
+
+def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSteps:
+    """What makes some of a workflow's outputs; None: those that are categorified.
+
+    Raises:
+        RuntimeError: The workflow is not fitted.
+        ValueError: for a column that the workflow does not put out, that no model can take, or that is computed by an
+            expression of polars.
+    """
+    if columns is None and workflow.fitted:
+        columns = [name for name in workflow.outputs if name in workflow.vocabularies]
+    result = ServedSteps(workflow.needs(columns or []))
+    result.outputs = {name: _feature(workflow, name) for name in columns or []}
+    wanted = set(result.outputs)
+    for number, step in reversed(list(enumerate(workflow.steps))):
+        made = [name for name in step.adds if name in wanted]
+        if isinstance(step, Join) and made:
+            result.add_join(f"join{number}.", step, made)
+        elif isinstance(step, Categorify):
+            for name in made:
+                result.add_vocabulary(name, workflow.vocabularies[name])
+        elif made:
+            raise ValueError(
+                f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
+                "compute it before the workflow, so that requests carry it, or leave it out of columns="
+            )
+        wanted = step.needs(wanted)
+    result.steps.reverse()
+    for name, kind in result.inputs.items():
+        arrow_type(name, kind)
+    return result
+
+
+def _feature(workflow: Workflow, name: str) -> Feature:
+    vocabulary, kind = workflow.vocabularies.get(name), workflow.outputs[name]
+    if vocabulary is not None:
+        return Feature("int64", vocabulary.lists, vocabulary.size)
+    if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):
+        raise ValueError(f"column {name!r} is {kind}, which no model can take: categorify it, or leave it out")
+    return Feature(kind)
+
+
+def arrow_type(name: str, kind: str) -> pa.DataType:
+    """How requests carry a column of a workflow's type: int64, large_binary or a float, or lists of the two first.
+
+    Raises:
+        ValueError: for types that a request cannot carry.
+    """
+    inner = kind.removeprefix("list[").removesuffix("]")
+    is_list = inner != kind
+    if inner == "string" or inner.startswith(("Categorical", "Enum")):
+        found = pa.large_binary()
+    elif inner == "bool" or inner.startswith(("int", "uint")):
+        found = pa.int64()
+    elif inner in ("float32", "float64") and not is_list:
+        return pa.float32() if inner == "float32" else pa.float64()
+    else:
+        raise ValueError(f"column {name!r} is {kind}, which a request cannot carry: cast it before the workflow")
+    return pa.large_list(found) if is_list else found
+
+
+def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
+    """A column as requests carry it: of shape (rows, 1), or (rows, longest) for lists.
+
+    Raises:
+        ValueError: where values are not of that kind, or stand for null or padding.
+    """
+    if pa.types.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    try:
+        array = values.cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"column {name!r} is {values.type}, which is to be {kind}: {error}") from None
+    array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
+    if not pa.types.is_large_list(kind):
+        return _scalars(array, name)[:, None]
+    flat = _scalars(array.flatten(), name)  # without what lies under nulls
+    null, padding = markers(flat)
+    missing = array.is_null().to_numpy(zero_copy_only=False)
+    lengths = array.value_lengths().fill_null(0).to_numpy()
+    there = np.arange(max(lengths.max(initial=0), 1)) < lengths[:, None]
+    result = np.full(there.shape, padding, dtype=flat.dtype)
+    result[there] = flat
+    result[missing, 0] = null  # a null list is a list of a null
+    return result
+
+
+def _scalars(array: pa.Array, name: str) -> Array:
+    if pa.types.is_floating(array.type):
+        if array.null_count:
+            raise ValueError(f"column {name!r} has nulls: floats in a request can be NaN, but not null")
+        return np.asarray(array)
+    null, padding = (NULL, PADDING) if pa.types.is_integer(array.type) else (NULL_STRING, PADDING_STRING)
+    if pc.any(pc.is_in(array, pa.array([null, padding], array.type))).as_py():
+        raise ValueError(f"column {name!r} has the value {null!r} or {padding!r}, which stand for null and padding")
+    return np.asarray(array.fill_null(null))
+
+
+def _storable(key: str, array: Array) -> dict[str, Array]:
+    """An array as an npz file can hold it without pickle; `served.preprocess.load_array` is the way back."""
+    if array.dtype != object:
+        return {key: array}
+    distinct, numbers = np.unique(array, return_inverse=True)
+    ends = np.cumsum([len(text) for text in distinct.tolist()], dtype=np.int64)
+    text = np.frombuffer(b"".join(distinct.tolist()), dtype=np.uint8)
+    return {f"{key}.bytes": text, f"{key}.ends": ends, f"{key}.numbers": numbers.reshape(array.shape)}

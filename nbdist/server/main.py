@@ -1,0 +1,41 @@
+"""Where the fork server's process begins."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+
+from ..rank import shell
+from ..rank.main import prctl
+from .memory import pretend_objects
+from .orphans import end_all
+from .server import Server
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(fd: str, kind: str, kernel: str, state: str = "") -> None:
+    """Serve on the socket whose descriptor is `fd`, for a "notebook" or a "script".
+
+    `kernel` is a descriptor that tells the end of the process that all is for. `state`, if there, is that of a server
+    that this one takes the place of.
+    """
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
+    gc.disable()  # imports take a fifth less; ranks turn it on again
+    pretend_objects(400_000)  # about as many as torch and fastai make
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    if int(kernel) >= 0:
+        os.set_inheritable(int(kernel), False)
+    if kind == "notebook":
+        shell.make()
+    server = Server(control, kind, int(kernel))
+    try:
+        if state:
+            server.restore(state)
+        server.serve()
+    finally:
+        end_all()

@@ -1,0 +1,54 @@
+"""What the server has imported for its ranks, and what it must not import."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+
+import psutil
+
+
+class Preloaded:
+    """Modules that ranks find imported."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.refused: list[str] = []
+        """Those, with their sub-modules, that cannot be imported, or must not be before a fork."""
+
+    def load(self, modules: list[str], path: list[str]) -> bool:
+        """Import the modules, found by `path`; whether this process is still fit to be forked after that."""
+        sys.path[:] = path
+        importlib.invalidate_caches()
+        before = len(sys.modules)
+        for name in modules:
+            package = name.partition(".")[0]
+            if name in self.loaded or any(name == other or name.startswith(other + ".") for other in self.refused):
+                continue
+            fresh = package not in sys.modules
+            try:
+                importlib.import_module(name)
+            except (Exception, SystemExit):  # it fails again, and visibly, in the rank that imports it
+                traceback.print_exc()
+                self.refused.append(name)
+                continue
+            if _spoilt():
+                # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
+                refused = package if fresh else name
+                print(
+                    f"nbdist: {refused} starts threads or CUDA when imported: ranks import it themselves",
+                    file=sys.stderr,
+                )
+                self.refused.append(refused)
+                return False
+            self.loaded.append(name)
+        if len(sys.modules) != before:
+            importlib.invalidate_caches()  # once for all ranks: they may look for files that are made later
+        return True
+
+
+def _spoilt() -> bool:
+    """Whether a fork of this process would be unsafe."""
+    torch = sys.modules.get("torch")
+    return psutil.Process().num_threads() > 1 or (torch is not None and torch.cuda.is_initialized())

@@ -1,0 +1,236 @@
+"""The server's loop: it forks ranks, reaps them, and reports how they end.
+
+It is single-threaded, never touches CUDA and never runs user code, so a fork of it is safe whatever the notebook has
+done. It is also the ranks' janitor: it reaps them, ends what they leave behind, and when the kernel is gone, even by
+SIGKILL, ends them and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from typing import Any
+
+from ..interpreter import command
+from ..rank.main import main as rank_main
+from ..rank.threads import find_pools
+from ..wire.channel import Channel, LostDescriptors
+from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
+from .memory import gather, huge_pages
+from .orphans import end_leftovers
+from .preload import Preloaded
+
+#: Seconds after which a server without ranks ends, unless the kernel says otherwise.
+IDLE = 1800.0
+
+
+class Launch:
+    """Ranks that belong together: where their starts and ends are reported, and how many are still to start or end."""
+
+    def __init__(self, report: int, left: int) -> None:
+        self.report, self.left = report, left
+
+
+class Server:
+    """The server's state: its children, and the modules that they find imported."""
+
+    def __init__(self, control: socket.socket, kind: str, kernel: int) -> None:
+        """
+        Args:
+            control: The server's end of its connection to the kernel.
+            kind: Whom ranks work for: "notebook" or "script".
+            kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
+        """
+        self._control, self._kind, self._kernel = Channel(control), kind, kernel
+        self._parent = os.getppid()
+        self._ranks: dict[int, tuple[int, int]] = {}  # pid → rank, number of its launch
+        self._launches: dict[int, Launch] = {}
+        self._preloaded = Preloaded()
+        self._idle = IDLE
+        self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
+
+    def serve(self) -> None:
+        """Do what the kernel asks until it is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # or it would kill a rank that is not ready to answer it
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        self._private_fds = [self._control.fileno(), wake_read, wake_write]
+        self._reap()
+        with selectors.DefaultSelector() as selector:
+            self._private_fds.append(selector.fileno() if hasattr(selector, "fileno") else -1)
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(wake_read, selectors.EVENT_READ)
+            if self._kernel >= 0:  # a child of the kernel may hold the other end of `control`
+                self._private_fds.append(self._kernel)
+                selector.register(self._kernel, selectors.EVENT_READ)
+            while True:
+                idle = 0.0 if self._scattered else self._idle
+                ready = self._select(selector, None if self._ranks else idle)
+                if ready is None:
+                    return
+                if not ready and self._scattered:
+                    gather(self._scattered.pop())
+                elif not ready and self._retire():
+                    return
+                if wake_read in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake_read, 4096)
+                    self._reap()
+                if self._control in ready and not self._answer():
+                    return
+
+    def _select(self, selector: selectors.BaseSelector, seconds: float | None) -> list[Any] | None:
+        """What is ready within so many seconds; None when the kernel is gone."""
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if seconds is None else max(0.0, deadline - time.monotonic())
+            if self._kernel < 0:  # no pidfd: it has ended when this process has another parent
+                left = 1.0 if left is None else min(1.0, left)
+            ready = [key.fileobj for key, _ in selector.select(left)]
+            if self._kernel in ready or os.getppid() != self._parent:
+                return None
+            if ready or time.monotonic() >= deadline:
+                return ready
+
+    def _answer(self) -> bool:
+        """Do what the kernel asks next; False when it is gone. A request that fails is no other session's concern."""
+        requests: dict[str, Any] = {
+            "preload": self.preload,
+            "idle": self._stay,
+            "launch": self._launch,
+            "abandon": self._abandon,
+            "fork": self._fork,
+        }
+        try:
+            (request, *arguments), _, fds = self._control.receive()
+            requests[request](*arguments, *fds)
+        except (EOFError, ConnectionError):
+            return False
+        except LostDescriptors as lost:
+            if lost.message[0] == "fork":
+                _, number, rank = lost.message
+                self._refuse(number, rank, errno.EMFILE)
+        except Exception:
+            traceback.print_exc()
+        return True
+
+    def _retire(self) -> bool:
+        """Take no more requests; whether none came in the last moment. The kernel starts another server at need."""
+        self._control.sock.shutdown(socket.SHUT_RD)
+        try:
+            return not self._control.sock.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
+
+    def _stay(self, seconds: float) -> None:
+        self._idle = seconds
+
+    def preload(self, modules: list[str], path: list[str]) -> None:
+        """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
+        before = len(sys.modules)
+        if not self._preloaded.load(modules, path):
+            self._restart([*self._preloaded.loaded, *modules])
+        if len(sys.modules) != before:
+            find_pools()
+            gc.freeze()  # or the first collection in each rank would copy every page that holds an object
+            self._scattered = huge_pages()
+
+    def _restart(self, modules: list[str]) -> None:
+        """Become a fresh server with the same children: what an import has started cannot be undone."""
+        launches = {number: (launch.report, launch.left) for number, launch in self._launches.items()}
+        for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
+            if fd >= 0:
+                os.set_inheritable(fd, True)
+        state = json.dumps([self._ranks, launches, modules, self._preloaded.refused, sys.path, self._idle])
+        arguments = str(self._control.fileno()), self._kind, str(self._kernel), state
+        os.execv(sys.executable, command("nbdist.server.main", *arguments))
+
+    def restore(self, state: str) -> None:
+        """Take over from the server that this one was before `_restart`."""
+        ranks, launches, modules, self._preloaded.refused, path, self._idle = json.loads(state)
+        self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
+        self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
+        for launch in self._launches.values():
+            os.set_inheritable(launch.report, False)
+        self.preload(modules, path)
+
+    def _launch(self, number: int, size: int, report: int) -> None:
+        """Ranks are about to be asked for, all of which are reported on at one place."""
+        self._launches[number] = Launch(report, size)
+
+    def _abandon(self, number: int, missing: int) -> None:
+        """Kill the ranks of a launch, of which so many are not asked for any more."""
+        for pid, (_, own) in self._ranks.items():
+            if own == number:
+                os.kill(pid, signal.SIGKILL)
+        self._end(number, missing)
+
+    def _end(self, number: int, ranks: int = 1) -> None:
+        launch = self._launches.get(number)
+        if launch is None:
+            return
+        launch.left -= ranks
+        if launch.left <= 0:
+            os.close(launch.report)
+            del self._launches[number]
+
+    def _fork(self, number: int, rank: int, *fds: int) -> None:
+        server = os.getpid()
+        try:
+            if number not in self._launches:  # there was no descriptor for it
+                return
+            pid = os.fork()
+        except OSError as exc:
+            self._refuse(number, rank, exc.errno or errno.EAGAIN)
+        else:
+            if pid == 0:
+                reports = [launch.report for launch in self._launches.values()]
+                rank_main(server, RankDescriptors(*fds), [*self._private_fds, *reports])
+            self._ranks[pid] = rank, number
+            self._report(number, rank, pid, STARTED)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _refuse(self, number: int, rank: int, why: int) -> None:
+        """Report that a rank cannot be started."""
+        self._report(number, rank, 0, why)
+        self._end(number)
+
+    def _reap(self) -> None:
+        """Report the ranks that have ended; what they leave behind is looked for once for all of them."""
+        ended: dict[int, tuple[int, int, int]] = {}  # pid → rank, number of its launch, wait status
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                if pid in self._ranks:  # and no orphan of a rank
+                    ended[pid] = *self._ranks.pop(pid), status
+        if not ended:
+            return
+        try:
+            end_leftovers(ended, self._ranks)
+        except Exception:  # out of descriptors, or of memory
+            traceback.print_exc()
+        for pid, (rank, number, status) in ended.items():
+            self._report(number, rank, pid, os.waitstatus_to_exitcode(status))
+            self._end(number)
+
+    def _report(self, number: int, rank: int, pid: int, status: int) -> None:
+        launch = self._launches.get(number)
+        if launch is not None:
+            with contextlib.suppress(BrokenPipeError):  # the session is gone, and nobody wants to know
+                os.write(launch.report, REPORT.pack(rank, pid, status))

@@ -1,0 +1,43 @@
+"""What a session has sent last, so that it is not sent again while it is the same, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .segments import Segment, Span
+
+#: Buffers of at least this many bytes are not sent again in a session while their content is the same.
+KEPT = 1 << 20
+
+
+class SentCache:
+    """Buffers of at least `KEPT` bytes that the last parcel had, and where they lie."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[Segment, int]]] = {}  # by size in bytes
+
+    def find(self, view: memoryview) -> tuple[Segment, int] | None:
+        """Segment and position where the bytes of `view` lie already."""
+        for segment, position in self._found.get(view.nbytes, []):
+            if segment.holds(view, position):
+                return segment, position
+        return None
+
+    def keep(self, segments: Sequence[Segment], spans: Iterable[Span]) -> None:
+        """Remember where these buffers lie and forget all others; closes the segments with nothing to remember."""
+        before = self._segments() | {id(segment): segment for segment in segments}
+        self._found = {}
+        for span in spans:
+            if span.size >= KEPT:
+                self._found.setdefault(span.size, []).append((segments[span.segment], span.start))
+        now = self._segments()
+        for number, segment in before.items():
+            if number not in now:
+                segment.close()
+
+    def _segments(self) -> dict[int, Segment]:
+        return {id(segment): segment for found in self._found.values() for segment, _ in found}
+
+    def close(self) -> None:
+        """Give up all segments."""
+        self.keep([], [])

@@ -1,0 +1,95 @@
+"""Messages over a Unix socket: tuples of plain values, with a parcel or descriptors beside them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from .parcel import MOST_SEGMENTS, Parcel
+from .segments import Segment, Span
+
+_MESSAGE = struct.Struct("<QI")
+_MOST_FDS = MOST_SEGMENTS + 8
+
+
+class LostDescriptors(OSError):
+    """A message came without its descriptors, since this process may have no more of them. The channel is in step."""
+
+    def __init__(self, message: tuple[Any, ...]) -> None:
+        super().__init__("descriptors were lost on the way: is the limit of open files (ulimit -n) reached?")
+        self.message = message
+
+
+def readable(fd: Any, seconds: float = 0.0) -> bool:
+    """Whether there is something to read, or the end, at `fd` within so many seconds."""
+    poll = select.poll()  # select.select knows only the first 1024 descriptors
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+class Channel:
+    """Messages over a Unix socket: a tuple of plain values, with a parcel or descriptors beside it if need be."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+        """Send `message`. Raises `OSError` when the other end is gone."""
+        fds = list(fds)
+        about = None
+        if parcel is not None:
+            about = (parcel.inline, [tuple(span) for span in parcel.spans], [s.size for s in parcel.segments])
+            fds += [segment.fd for segment in parcel.segments]
+        body = pickle.dumps((message, about), protocol=5)
+        head = _MESSAGE.pack(len(body), len(fds))
+        sent = socket.send_fds(self.sock, [head, body], fds)
+        if sent < len(head) + len(body):
+            self.sock.sendall((head + body)[sent:])
+
+    def receive(self) -> tuple[tuple[Any, ...], Parcel | None, list[int]]:
+        """The next message, its parcel, its descriptors.
+
+        Raises `EOFError` when the other end is gone, and `LostDescriptors`.
+        """
+        # The descriptors come with the first byte, so they are asked for with the head and never with the body.
+        head, fds, _, _ = socket.recv_fds(self.sock, _MESSAGE.size, _MOST_FDS)
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        try:
+            while len(head) < _MESSAGE.size:
+                head += self._some(_MESSAGE.size - len(head))
+            size, count = _MESSAGE.unpack(head)
+            body = bytearray()
+            while len(body) < size:
+                body += self._some(min(size - len(body), 1 << 20))
+            message, about = pickle.loads(body)
+            if len(fds) != count:
+                raise LostDescriptors(message)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        parcel = None
+        if about is not None:
+            inline, spans, sizes = about
+            fds, own = fds[: len(fds) - len(sizes)], fds[len(fds) - len(sizes) :]
+            segments = [Segment(fd, size) for fd, size in zip(own, sizes, strict=True)]
+            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
+        return message, parcel, fds
+
+    def _some(self, size: int) -> bytes:
+        data = self.sock.recv(size)
+        if not data:
+            raise EOFError("the other end of the channel is closed")
+        return data
+
+    def close(self) -> None:
+        self.sock.close()

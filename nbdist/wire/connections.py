@@ -1,0 +1,96 @@
+"""The TCP connections between ranks: found from outside, and shut by the rank that leaves the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+
+Address = tuple[str, int]
+
+
+class Connection(NamedTuple):
+    """A TCP connection of a process: its own end, and the other one."""
+
+    own: Address
+    peer: Address
+
+
+def connections(pids: Sequence[int | None]) -> list[list[Connection]]:
+    """The TCP connections of each process. One that is gone, or was never there, has none.
+
+    On Linux all are found by one pass over the system's table, which is as long as the ranks have connections
+    together: with each process to every other, that is the square of their number.
+    """
+    if sys.platform != "linux":
+        return [[] if pid is None else _connections(pid) for pid in pids]
+    owners = {inode: number for number, pid in enumerate(pids) if pid is not None for inode in _sockets(pid)}
+    found: list[list[Connection]] = [[] for _ in pids]
+    for table, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):
+        with contextlib.suppress(OSError), open(table, "rb") as file:
+            for line in file:
+                _, own, peer, *_, inode = line.split(None, 10)[:10]
+                number = owners.get(inode)
+                if number is not None:
+                    found[number].append(Connection(_address(own, family), _address(peer, family)))
+    return found
+
+
+def between(connections: Sequence[Sequence[Connection]]) -> list[list[Address]]:
+    """Of each process: the other ends of its connections to the others."""
+    owners = {connection.own: number for number, own in enumerate(connections) for connection in own}
+    return [
+        [connection.peer for connection in own if owners.get(connection.peer, number) != number]
+        for number, own in enumerate(connections)
+    ]
+
+
+def cut_off(peers: Collection[Address]) -> None:
+    """Shut this process's connections to the `peers`.
+
+    A collective waits until its peer's connection ends, and torch closes those of gloo only when nothing refers to
+    the process group any more; a `DistributedDataParallel` does.
+    """
+    theirs = set(map(tuple, peers))
+    for fd in map(int, os.listdir("/dev/fd")) if theirs else ():
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[:2] in theirs:
+                    sock.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(pid: int) -> list[Connection]:
+    with contextlib.suppress(psutil.Error):
+        return [Connection(tuple(one.laddr), tuple(one.raddr)) for one in sockets(psutil.Process(pid)) if one.raddr]
+    return []
+
+
+def sockets(process: psutil.Process, kind: str = "tcp") -> Any:
+    """The connections of a process, of a `kind` that psutil knows; before psutil 6.0 the method has another name."""
+    return (process.net_connections if hasattr(process, "net_connections") else process.connections)(kind)
+
+
+def _sockets(pid: int) -> Iterator[bytes]:
+    """The inodes of a process's sockets, as the system's tables write them."""
+    folder = f"/proc/{pid}/fd/"
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                target = os.readlink(folder + fd)
+                if target.startswith("socket:["):
+                    yield target[8:-1].encode()
+
+
+def _address(text: bytes, family: int) -> Address:
+    """An address as Linux writes it: 32-bit words in the machine's own order, then the port, all in hexadecimal."""
+    words, port = text.split(b":")
+    numbers = [int(words[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(words), 8)]
+    return socket.inet_ntop(family, b"".join(numbers)), int(port, 16)

@@ -1,0 +1,25 @@
+"""What the fork server is given for ranks, and how it reports on them."""
+
+from __future__ import annotations
+
+import signal
+import struct
+from typing import NamedTuple
+
+#: What the server says of a rank to the kernel: rank, pid, wait status (or `STARTED`). Without a pid, it could not be
+#: started, and the number of the error is in the place of the status.
+REPORT = struct.Struct("<iii")
+STARTED = -(2**31)
+
+#: Makes a rank write its stack while it is in C code that keeps the GIL. Not one that people use for themselves.
+STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+class RankDescriptors(NamedTuple):
+    """The rank's ends of what it is connected with to the kernel."""
+
+    channel: int
+    stdout: int
+    stderr: int
+    stacks: int
+    """A socket: where it is asked for its stack, and answers."""

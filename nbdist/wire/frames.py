@@ -1,0 +1,138 @@
+"""What ranks write, on its way to the kernel, in frames. Both ends of the pipes are here.
+
+A rank's descriptors 1 and 2 are pipes to the kernel. What Python writes, to either stream, and what it displays goes
+down the first as frames, so that it stays in order; C code and child processes write raw bytes between them. A frame
+is at most `PIPE_BUF` bytes and written at once, so nothing can come to lie inside it. The second pipe carries raw
+bytes only: what C code and child processes write to standard error.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+import os
+import select
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+MAGIC = b"\x00\x1bnbdist\x1b\x01"  # its end is not its beginning: raw bytes before it cannot make another of it
+_HEADER = struct.Struct("<10sB?HII")  # magic, kind, whether more of it follows, size, process, number there
+STDOUT, STDERR, MESSAGE = range(3)
+_CHUNK = select.PIPE_BUF - _HEADER.size
+
+#: What a rank's widget knows the calling cell by; the kernel puts the id of its message in the place of it.
+CELL = "nbdist-cell"
+
+
+class FrameWriter:
+    """In the rank: writes frames to descriptor 1.
+
+    What fits in one frame takes no lock: a signal handler that prints may have come between any two steps of a print,
+    and a fork may have left any other thread behind.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # keeps the frames of one thread's long text together
+        self._numbers = itertools.count()
+
+    def write(self, kind: int, data: bytes) -> None:
+        number = next(self._numbers) & 0xFFFFFFFF
+        if len(data) <= _CHUNK:  # nearly always, so without detours: a loop may print once a batch
+            os.write(1, _HEADER.pack(MAGIC, kind, False, len(data), os.getpid(), number) + data)
+            return
+        with self._lock:
+            start = 0
+            while start < len(data):
+                end = min(start + _CHUNK, len(data))
+                # Not inside a character: another process's frame may come to lie between the two halves.
+                while end < len(data) and end > start + _CHUNK - 4 and data[end] & 0xC0 == 0x80:
+                    end -= 1
+                header = _HEADER.pack(MAGIC, kind, end < len(data), end - start, os.getpid(), number)
+                os.write(1, header + data[start:end])
+                start = end
+
+    def after_fork(self) -> None:
+        """In a process that the rank has forked: another thread may have held the lock meanwhile."""
+        self._lock = threading.RLock()
+
+    def message(self, kind: str, **content: Any) -> None:
+        """Send a display message, with what is written so far before it. Its content is plain JSON."""
+        self.write(MESSAGE, json.dumps([kind, content], default=str).encode())
+
+
+class FrameReader:
+    """In the kernel: one pipe from a rank. Takes bytes, gives (kind, text or message) in order."""
+
+    def __init__(self, kind: int) -> None:
+        self._raw = kind, 0  # what is between frames: its kind, and no process
+        self._rest = b""
+        # By kind and process, since a process may write between two frames of another's character.
+        self._decoders: dict[tuple[int, int], codecs.IncrementalDecoder] = {}
+        # By process and number there: a message may also come between two frames of another of the same process.
+        self._unfinished: dict[tuple[int, int], bytearray] = {}
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, Any]]:
+        text: list[bytes] = []
+        source = self._raw
+        for part_source, payload in self._split(self._rest + data, last=not data):
+            if text and part_source != source:
+                yield from self._decode(source, b"".join(text))
+                text = []
+            if part_source[0] == MESSAGE:
+                yield MESSAGE, json.loads(payload)
+            else:
+                source = part_source
+                text.append(payload)
+        if text:
+            yield from self._decode(source, b"".join(text))
+        if not data:
+            for source in self._decoders:
+                yield from self._decode(source, b"", final=True)
+
+    def _decode(self, source: tuple[int, int], data: bytes, final: bool = False) -> Iterator[tuple[int, str]]:
+        if source not in self._decoders:
+            self._decoders[source] = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        text = self._decoders[source].decode(data, final)
+        if text:
+            yield source[0], text
+
+    def _split(self, data: bytes, last: bool) -> Iterator[tuple[tuple[int, int], bytes]]:
+        position = 0
+        while True:
+            start = data.find(MAGIC, position)
+            if start < 0:
+                # The beginning of a frame may be here already.
+                keep = 0 if last else _overlap(data, position)
+                end = len(data) - keep
+                if end > position:
+                    yield self._raw, data[position:end]
+                self._rest = data[end:]
+                return
+            if start > position:
+                yield self._raw, data[position:start]
+            begin = start + _HEADER.size
+            if len(data) >= begin:
+                _, kind, more, size, process, number = _HEADER.unpack_from(data, start)
+            if len(data) < begin or len(data) < begin + size:
+                self._rest = b"" if last else data[start:]
+                return
+            position = begin + size
+            payload = data[begin:position]
+            if kind == MESSAGE:
+                whole = self._unfinished.setdefault((process, number), bytearray())
+                whole += payload
+                if more:
+                    continue
+                payload = bytes(self._unfinished.pop((process, number)))
+            yield (kind, process), payload
+
+
+def _overlap(data: bytes, position: int) -> int:
+    """How many bytes at the end of `data` could be the beginning of `MAGIC`."""
+    for size in range(min(len(MAGIC) - 1, len(data) - position), 0, -1):
+        if data.endswith(MAGIC[:size]):
+            return size
+    return 0

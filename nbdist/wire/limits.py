@@ -1,0 +1,28 @@
+"""The limit of open files: many ranks need more of them than a shell allows at first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+#: Descriptors left for everything else.
+_SPARE = 64
+#: Limits above this are of no use, and slow down programs that close every descriptor there may be.
+_ENOUGH = 1 << 20
+
+
+def allow_open_files(count: int) -> int:
+    """Make room for `count` more descriptors in this process: the soft limit is raised to the hard one at need.
+
+    Returns how many there is room for now.
+    """
+    used = len(os.listdir("/dev/fd"))
+    soft, hard = (_ENOUGH if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    wanted = used + count + _SPARE
+    if soft < wanted:
+        raised = min(hard, max(wanted, _ENOUGH))
+        with contextlib.suppress(ValueError, OSError):  # macOS has a third limit, which it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            soft = raised
+    return soft - used - _SPARE

@@ -1,0 +1,73 @@
+"""What the kernel tells a rank of its place in the world, and of the call to come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .rendezvous import RendezvousAddress
+
+
+class Slot(NamedTuple):
+    """Where a rank runs, in the words of torchrun, and what of the node is its own."""
+
+    node: int
+    local_rank: int
+    local_world_size: int
+    interface: str
+    """The network interface that process groups use; empty where it is left to them."""
+    threads: int
+    """Threads that are its share."""
+    cores: Sequence[int]
+    """The cores that are its share, where ranks are bound to theirs."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A rank's place: who it is, where its process group meets, and what of the machine it may use."""
+
+    rank: int
+    world_size: int
+    device: str
+    """`cpu` or `cuda:N`, N counted among the visible GPUs; `cuda` is that of the rank's number on its node."""
+    backend: str
+    slot: Slot
+    rendezvous: RendezvousAddress
+    threads: int
+    """Threads for the kernels of torch and BLAS."""
+    cores: Sequence[int] | None = None
+    """The cores that the rank is bound to; None leaves it all of them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of the kernel holds in its ranks."""
+
+    environ: Mapping[str, str]
+    cwd: str
+    path: Sequence[str]
+    argv: Sequence[str]
+    reads_memory: bool = False
+    """Whether the kernel may try to read big answers out of the rank's memory."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank has to know before it can open the parcel of a call."""
+
+    imports: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Source text by file name, of code that is in no file (the cells of a notebook)."""
+    cells: Mapping[str, int] = field(default_factory=dict)
+    """The number of the cell, by the same file names."""
+    need: frozenset[str] = frozenset()
+    """Names that the caller listed: they go before the same names from the import block."""
+    settings: Mapping[str, bytes] = field(default_factory=dict)
+    """Pickles of what is set in the notebook, by name."""
+    places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
+    """File and sub-module folders of modules that a rank could not find by `sys.path`."""
+    own_sources: Mapping[str, int] = field(default_factory=dict)
+    """The checksum of what the notebook has executed of each of the user's own modules."""

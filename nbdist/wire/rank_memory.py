@@ -1,0 +1,77 @@
+"""Big buffers of a rank's answer, which the kernel reads out of the rank's own memory. Both ends are here.
+
+That is one copy, by several cores; a shared segment is another copy, by one. Pages are left to the system: huge ones
+are fewer, but where memory must first be found for them (compacted, or given back by a hypervisor) they come later.
+Linux alone can do it, and does not everywhere allow it (Yama's ptrace_scope, a container's seccomp): where it does not,
+the answer comes in a segment like any other parcel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .copying import by_threads, layout, pieces
+
+#: Whether a process can read another's memory here at all.
+POSSIBLE = sys.platform == "linux"
+#: Buffers that are fewer bytes together are not worth a question.
+LEAST = 8 << 20
+
+_PIECE = 32 << 20  # bytes that one core reads as fast as several
+
+
+class RankBuffer(NamedTuple):
+    """A buffer in a rank's memory: its address and size in bytes, and whether it is read-only."""
+
+    address: int
+    size: int
+    readonly: bool
+
+
+def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
+    """In the rank: where these buffers lie. They must stay there until the kernel has answered."""
+    import numpy as np
+
+    arrays = [(np.frombuffer(view, dtype=np.uint8), view.readonly) for view in views]
+    return [RankBuffer(array.ctypes.data, array.nbytes, readonly) for array, readonly in arrays]
+
+
+def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
+    """In the kernel: copies of a rank's buffers. Raises `OSError` where that is not allowed, or the rank is gone."""
+    starts, end = layout(buffer.size for buffer in buffers)
+    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    work = [
+        (base + start + done, buffer.address + done, size)
+        for start, buffer in zip(starts, buffers, strict=True)
+        for done, size in pieces(buffer.size, _PIECE)
+    ]
+    by_threads(lambda piece: _read(pid, *piece), work)
+    whole = memoryview(memory)
+    views = [whole[start : start + buffer.size] for start, buffer in zip(starts, buffers, strict=True)]
+    return [view.toreadonly() if buffer.readonly else view for view, buffer in zip(views, buffers, strict=True)]
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def _read(pid: int, to: int, address: int, size: int) -> None:
+    """Copy memory of another process to an address of this one."""
+    process_vm_readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    process_vm_readv.restype = ctypes.c_ssize_t
+    process_vm_readv.argtypes = (
+        *(ctypes.c_int, ctypes.POINTER(_Iovec), ctypes.c_ulong),
+        *(ctypes.POINTER(_Iovec), ctypes.c_ulong, ctypes.c_ulong),
+    )
+    while size:
+        count = process_vm_readv(pid, _Iovec(to, size), 1, _Iovec(address, size), 1, 0)
+        if count < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        to, address, size = to + count, address + count, size - count

@@ -1,0 +1,96 @@
+"""Where the ranks of a process group find each other: a store that only they can reach. Both ends are here.
+
+On one Linux machine the store is a file without a name. A `TCPStore` would ask the DNS for the name of 127.0.0.1 at
+each connection (`getnameinfo` in torch's socket.cpp), which takes seconds where the DNS is slow or away. Elsewhere a
+file cannot be opened by its descriptor, and other machines have no file: there the store is a `TCPStore` at a socket
+that listens beforehand.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+#: The variables by which process groups are told their network interface.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LINUX = sys.platform == "linux"
+
+
+class RendezvousAddress(NamedTuple):
+    """What ranks are told of their rendezvous."""
+
+    host: str
+    port: int
+    """Nobody else is given it: for a group that `fn` makes itself."""
+    store_port: int
+    """0 where the store is a file."""
+
+    def environ(self) -> dict[str, str]:
+        """What a group that `fn` makes itself (`init_method="env://"`) has to know."""
+        variables = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
+        if self.port == self.store_port:  # the port is taken: by our store
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        return variables
+
+
+class Rendezvous:
+    """On the machine of rank 0: a store, and a port that nobody else is given.
+
+    Args:
+        host: The address of this machine that the ranks of other machines know; None if there are none.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self._file = os.memfd_create("nbdist-store", os.MFD_CLOEXEC) if _LINUX and host is None else -1
+        self._sockets: list[socket.socket] = []  # of rank 0; the last one listens if the store is no file
+        address = host or LOOPBACK
+        if _LINUX:
+            # Rank 0 may listen at the port all the same, as long as this socket does not.
+            self._bind(address)
+        if self._file < 0:
+            self._bind(address).listen(1024)
+        ports = [sock.getsockname()[1] for sock in self._sockets]
+        self.address = RendezvousAddress(address, ports[0], ports[-1] if self._file < 0 else 0)
+
+    def _bind(self, address: str) -> socket.socket:
+        sock = socket.socket()
+        self._sockets.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, 0))
+        return sock
+
+    def fds(self, rank: int) -> list[int]:
+        """What a rank has to be given; it keeps them as long as the group lives, but for the socket that listens."""
+        file = [self._file] if self._file >= 0 else []
+        return file + ([sock.fileno() for sock in self._sockets] if rank == 0 else [])
+
+    def close(self) -> None:
+        """Give up this process's part. The ranks keep theirs."""
+        for sock in self._sockets:
+            sock.close()
+        if self._file >= 0:
+            os.close(self._file)
+
+
+def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequence[int]) -> Any:
+    """In a rank: the store, from what `Rendezvous.fds` gave. It lives as long as the group."""
+    import torch.distributed as dist
+
+    if not address.store_port and world_size == 1:
+        return dist.HashStore()  # may be in the notebook itself, which gives the descriptors up before the store
+    if not address.store_port:
+        return dist.FileStore(f"/proc/self/fd/{fds[0]}", world_size)
+    listen_fd = os.dup(fds[-1]) if rank == 0 else None  # the store closes it
+    return dist.TCPStore(
+        address.host,
+        address.store_port,
+        world_size,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )

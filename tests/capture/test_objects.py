@@ -1,0 +1,44 @@
+"""Objects of the standard library and of what notebooks use: each arrives equal or is refused by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import objects
+import pytest
+
+CODE = """
+import warnings
+warnings.simplefilter("ignore")
+import objects
+for row in objects.rows():
+    print(*row, sep="\\t")
+"""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[tuple[str, ...]]:
+    """In a process of their own: some of the objects are threads, event loops and connections."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        cwd=objects.__file__.rpartition("/")[0],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(line.split("\t")) for line in done.stdout.splitlines() if line.count("\t") == 2]
+
+
+def test_none_arrives_changed(rows: list[tuple[str, ...]]) -> None:
+    assert len(rows) >= 500
+    assert not [row for row in rows if row[2] == "changed"]
+
+
+def test_the_page_says_so(rows: list[tuple[str, ...]]) -> None:
+    said = dict(re.findall(r"^[|] `(.*)` [|] (.*) [|]$", objects.PAGE.read_text(), re.MULTILINE))
+    for _, what, fate in rows:  # other releases have other objects
+        known = said.get(what.replace("|", "\\|"))
+        assert known is None or known == fate, (what, fate, known)

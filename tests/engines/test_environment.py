@@ -1,0 +1,89 @@
+"""Environment variables that count before a rank can set them: those of imports, and those that open sockets."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from nbdist import NbdistError, RayOptions, Session, in_ddp
+from nbdist.engines import forkserver
+
+
+def seen() -> tuple[int, dict[str, Any], int]:
+    """The rank's server, what TORCH_LOGS has set, and whether OpenMP binds its threads."""
+    from threadpoolctl import threadpool_info
+
+    levels = dict(torch._logging._internal.log_state.log_qname_to_level)
+    openmp = next(pool["filepath"] for pool in threadpool_info() if pool["internal_api"] == "openmp")
+    return os.getppid(), levels, ctypes.CDLL(openmp).omp_get_proc_bind()
+
+
+def test_variables_that_are_read_at_import_hold() -> None:
+    with Session(2) as plain, Session(2, env={"ANYTHING": "1", "OMP_NUM_THREADS": "1"}) as alike:
+        server, levels, bound = plain.run(seen)
+        assert not levels and not bound and alike.run(seen)[0] == server
+        with Session(2, env={"TORCH_LOGS": "+dynamo", "OMP_PROC_BIND": "true"}) as other:
+            own, levels, bound = other.run(seen)
+            assert own != server and "torch._dynamo" in levels and bound == 1
+            assert other.run_all(seen)[1][0] == own, "one server for all of them"
+        with Session(1, env={"OMP_PROC_BIND": "true", "TORCH_LOGS": "+dynamo"}) as same:
+            assert same.run(seen)[0] == own
+        assert plain.run(seen)[0] == server and in_ddp(1, seen)[0] == server
+
+
+def test_variables_that_the_notebook_has_set_since_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = in_ddp(1, seen)
+    monkeypatch.setenv("TORCH_LOGS", "+aot")
+    own, levels, _ = in_ddp(1, seen)
+    assert own != first[0] and levels
+    monkeypatch.delenv("TORCH_LOGS")
+    assert in_ddp(1, seen) == first
+
+
+def test_what_libraries_set_and_what_ranks_set_themselves_takes_no_other_server() -> None:
+    held = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_INIT_AT_FORK", "TORCH_NCCL_BLOCKING_WAIT", "PATH"]
+    assert not forkserver.read_at_import(dict.fromkeys(held, "1"))
+    assert len(forkserver.read_at_import({"PYTORCH_CUDA_ALLOC_CONF": "a", "TORCHINDUCTOR_FREEZING": "1"})) == 2
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens."""
+    process: Any = psutil.Process()
+    found = (process.net_connections if hasattr(process, "net_connections") else process.connections)("tcp")
+    return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_machine_listen_to_the_network_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = {
+        name: address.address
+        for name, found in psutil.net_if_addrs().items()
+        for address in found
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    if not addresses:
+        pytest.skip("no network")
+    interface, address = next(iter(addresses.items()))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    assert in_ddp(0, listening) <= {"127.0.0.1"} | listening()
+    with Session(2) as own, Session(2) as again:
+        assert own.run_all(listening) == again.run_all(listening) == [{"127.0.0.1"}] * 2
+    told = capfd.readouterr().err
+    assert told.count(f"GLOO_SOCKET_IFNAME={interface} is not used") == 1 and "Session(env={'GLOO_SOCKET" in told
+    with Session(2, env={"GLOO_SOCKET_IFNAME": interface}) as asked:
+        assert asked.run_all(listening) == [{address}] * 2
+    assert "not used" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("version", ["2.49.0", "2.51.2"])
+def test_a_ray_without_tokens_is_not_started(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} knows no tokens"):
+        session.run(os.getpid)

@@ -1,0 +1,107 @@
+"""Many ranks on one machine: what costs little with two ranks must not cost the session with many."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from calls import boom, on, sums
+from conftest import poll
+
+from nbdist import Session
+
+pytestmark = pytest.mark.slow
+
+MANY = 64
+ROOT = str(Path(__file__).parent.parent.parent)
+
+
+def test_a_failure_leaves_the_same_ranks_however_many_there_are() -> None:
+    with Session(MANY) as session:
+        pids = session.run_all(os.getpid)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="boom"):
+                session.run(on, 1, boom, sums)
+            assert session.run(sums) == float(MANY) and session.run_all(os.getpid) == pids
+
+
+LIMITED = """
+import os, resource
+import torch, torch.distributed as dist
+from nbdist import NbdistError, Session
+
+def sums():
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group())
+    return total.item()
+
+def soft():
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+with Session(4) as session:
+    print(session.run(sums), session.run(soft), soft())
+with Session(%d) as session:
+    try:
+        print(session.run(sums), session.run(soft), soft())
+    except NbdistError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def limited(tmp_path: Path, ranks: int, soft: int, hard: int) -> list[str]:
+    """What a script prints that starts 4 ranks and then more, under limits of open files."""
+    script = tmp_path / "script.py"
+    script.write_text(LIMITED % ranks)
+    shell = f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {sys.executable} {script}"
+    ran = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_the_limit_of_open_files_is_raised_where_ranks_need_more(tmp_path: Path) -> None:
+    few, many = limited(tmp_path, MANY, 256, 2000)
+    assert few == "4.0 256 256", "nothing is raised where there is no need"
+    assert many == f"{MANY}.0 2000 2000"
+
+
+def test_where_even_the_hard_limit_is_too_low_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
+    few, many = limited(tmp_path, MANY, 200, 200)
+    assert few == "4.0 200 200"
+    found = re.match(rf"NbdistError {MANY} ranks need \d+ open files.* (\d+) ranks fit", many)
+    assert found, many
+    fits = int(found[1])
+    assert 10 < fits < MANY
+    assert limited(tmp_path, fits, 200, 200)[1] == f"{fits}.0 200 200"
+
+
+def test_silent_ranks_are_waited_for_together() -> None:
+    with Session(8) as session:
+        pids = session.run_all(os.getpid)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            assert poll(lambda: {psutil.Process(pid).status() for pid in pids} == {psutil.STATUS_STOPPED})
+            begin = time.monotonic()
+            assert session.stacks().count("does not answer") == 8
+            assert time.monotonic() - begin < 6.0, "two seconds for all of them"
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        assert session.run(sums) == 8.0 and session.stacks().count("waits for a call") == 8
+
+
+def test_the_memory_of_many_ranks_is_looked_at_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int | None] = []
+    monkeypatch.setattr("nbdist.engines.local._private_memory", lambda pid: looks.append(pid) or 10**6)
+    with Session(20) as session:
+        pids = session.run_all(os.getpid)
+        for seen in (pids, pids[:16], [*pids[16:], *pids[:12]]):
+            looks.clear()
+            assert str(session.status()).count("1.0 MB") == 20 and looks == seen

@@ -1,0 +1,421 @@
+"""What can only happen on a cluster: room, placement, versions, lost nodes, a lost head, one transfer a node."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Kernel, living, poll, ranks_of, start_cluster, stop_cluster
+from test_contract import sums, train
+
+import nbdist
+from nbdist import NbdistError, RankDied, RayOptions, Session
+from nbdist.engines.ray import connecting, process
+from nbdist.engines.ray.ranks import RayEngine, RayRanks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def options(ray_cluster: Any) -> RayOptions:
+    return RayOptions(address=ray_cluster.address, placement="spread")
+
+
+def node_rank() -> int:
+    return int(os.environ["NODE_RANK"])
+
+
+def raylet() -> int:
+    """Which node this rank is on: the process that is its node."""
+    return next(process.pid for process in psutil.Process().parents() if process.name() == "raylet")
+
+
+def raylet_of(node: Any) -> int:
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def free_cpus(cluster: Any) -> float:
+    """What the cluster's nodes have left."""
+    free = cluster.global_state.available_resources_per_node().values()
+    return float(sum(node.get("CPU", 0.0) for node in free))
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("wait", [60.0, 0.0])
+def test_a_busy_cluster_is_asked_again(monkeypatch: pytest.MonkeyPatch, wait: float) -> None:
+    answers = [
+        ConnectionAbortedError(f"Initialization failure from server:\n{reason}")
+        for reason in ("RuntimeError: Starting Ray client server failed. See logs", "ray client connection timeout")
+    ]
+
+    def init(**options: Any) -> None:
+        if answers:
+            raise answers.pop(0)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr(connecting.time, "sleep", lambda seconds: None)
+    said: list[str] = []
+    if wait:
+        connecting.connect(RayOptions(address="auto", wait=wait), said.append)
+        assert len(said) == 2 and "busy (Starting Ray client server failed); trying again" in said[0]
+    else:
+        with pytest.raises(connecting.Refused, match=r"(?s)no connection to Ray at 'auto': .*Starting Ray client"):
+            connecting.connect(RayOptions(address="auto", wait=wait), said.append)
+
+
+def test_another_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise RuntimeError("version mismatch")
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(connecting.Refused, match="version mismatch"):
+        connecting.connect(RayOptions(address="auto"), print)
+
+
+def test_options_that_make_no_sense() -> None:
+    for wrong in ({"placement": "anywhere"}, {"gpus": 2}, {"cpus": -1.0}, {"cpus": 0.0}, {"wait": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            RayOptions(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"devices='cuda'.*RayOptions\(gpus=1\)"):
+        Session(2, engine=RayOptions(), devices="cuda")
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NbdistError, match=r'pip install "nbdist\[ray\]"'):
+        Session(2, engine="ray")
+    with pytest.raises(NbdistError, match=r'pip install "nbdist\[ray\]"'):
+        nbdist.use("ray")
+
+
+@pytest.mark.parametrize(
+    ("placement", "nranks", "nodes"),
+    [("pack", 4, [0] * 4), ("strict_pack", 3, [0] * 3), ("spread", 4, [0, 0, 1, 1]), ("strict_spread", 2, [0, 1])],
+)
+def test_placement(ray_cluster: Any, placement: str, nranks: int, nodes: list[int]) -> None:
+    options = RayOptions(address=ray_cluster.address, placement=placement, linger=0.0)
+    with Session(nranks, engine=options) as own:
+        assert own.run_all(node_rank) == nodes
+        assert own.run(sums) == nranks
+
+
+def test_ranks_on_one_node_use_no_network(ray_cluster: Any) -> None:
+    with Session(2, engine=RayOptions(address=ray_cluster.address, placement="strict_pack", linger=0.0)) as own:
+        assert own.run(lambda: os.environ["MASTER_ADDR"]) == "127.0.0.1"
+
+
+def test_a_resource_of_ones_own_chooses_the_node(ray_cluster: Any) -> None:
+    options = RayOptions(address=ray_cluster.address, resources={"second": 0.25}, linger=0.0)
+    (second,) = ray_cluster.worker_nodes
+    with Session(2, engine=options) as own:
+        assert own.run_all(raylet) == [raylet_of(second)] * 2
+
+
+def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any, tmp_path: Path) -> None:
+    """Ray believes what a node says of its GPUs: there are none here, but the ranks are told which would be theirs."""
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
+    try:
+        options = RayOptions(address=ray_cluster.address, gpus=1, linger=0.0)
+        with pytest.raises(Exception, match=r"(?i)cuda"), Session(2, engine=options) as own:
+            assert "on cuda" in repr(own)
+            own.run(sums)
+        engine = RayEngine(options)
+        ranks = engine.start(2, print)
+        assert ranks.setting(0, {}).environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+        assert [slot.local_rank for slot in ranks.slots] == [0, 1]
+        ranks.close()
+    finally:
+        process.release()
+        ray_cluster.remove_node(node)
+
+
+def test_threads_are_the_cpus_of_a_rank(ray_cluster: Any) -> None:
+    with Session(2, engine=RayOptions(address=ray_cluster.address, cpus=2, linger=0.0)) as own:
+        assert own.run_all(torch.get_num_threads) == [2, 2]
+
+
+def test_the_working_directory_of_the_runtime_environment(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "project_module.py").write_text("answer = 42\n")
+    environment = {"working_dir": str(tmp_path), "env_vars": {"OF_THE_NODES": "yes"}}
+    options = RayOptions(address=ray_cluster.address, runtime_env=environment, linger=0.0)
+    with Session(2, engine=options) as own:
+        found = own.run_all(lambda: (os.getcwd(), os.environ["OF_THE_NODES"], os.path.exists("project_module.py")))
+        assert all(folder != os.getcwd() and (env, there) == ("yes", True) for folder, env, there in found)
+        assert own.run(lambda: __import__("project_module").answer) == 42
+
+
+# -------------------------------------------------------------------------------------------------- what cannot be had
+
+
+def test_a_cluster_that_is_too_small_says_what_is_missing(ray_cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    options = RayOptions(address=ray_cluster.address, cpus=3, resources={"second": 0.5, "license": 1}, wait=4)
+    with pytest.raises(NbdistError, match=r"no room for 4 ranks for 4 s: license: 4 wanted, 0 free of 0") as caught:
+        in_ddp_on(options, 4)
+    assert "CPU: 12 wanted, 8 free of 8; " in str(caught.value) and "2 nodes, placement 'pack'" in str(caught.value)
+    assert "nbdist: waiting for room for 4 ranks (" in capsys.readouterr().err
+    assert poll(lambda: free_cpus(ray_cluster) == 8.0, 20)
+
+
+def in_ddp_on(options: RayOptions, nranks: int) -> Any:
+    with Session(nranks, engine=options) as own:
+        return own.run(sums)
+
+
+def test_ranks_start_as_soon_as_there_is_room(ray_cluster: Any) -> None:
+    options = RayOptions(address=ray_cluster.address, cpus=3, linger=0.0)
+    first = Session(2, engine=options)
+    assert first.run(sums) == 2.0
+    threading.Timer(3.0, first.close).start()
+    assert in_ddp_on(options, 2) == 2.0
+
+
+def test_no_cluster_at_that_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with pytest.raises(NbdistError, match="no connection to Ray at"):
+        in_ddp_on(RayOptions(address=address), 2)
+
+
+def test_other_versions_on_the_nodes_are_named_before_any_rank_starts(ray_cluster: Any, tmp_path: Path) -> None:
+    for name in ("torch", "cloudpickle"):
+        info = tmp_path / f"{name}-0.1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent.parent)])
+    options = RayOptions(address=ray_cluster.address, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    expected = rf"differ: node 0: torch is 0.1, here {torch.__version__.partition('+')[0]}; cloudpickle is 0.1"
+    with pytest.raises(NbdistError, match=expected):
+        in_ddp_on(options, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+def test_captured_data_goes_to_each_node_once(options: RayOptions) -> None:
+    data = np.random.default_rng(0).random(6 << 20)  # 48 MB
+
+    def total() -> float:
+        return float(data.sum())
+
+    with Session(6, engine=options) as own:
+        assert own.run_all(total) == [data.sum()] * 6
+        ranks: Any = own._executor.group.ranks  # type: ignore[union-attr]
+        received = ranks.received()
+        assert len(received) == 2 and all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
+        assert own.run_all(total) == [data.sum()] * 6
+        assert ranks.received() == received  # unchanged: not sent again
+        memory = [psutil.Process(pid).memory_full_info().uss for pid in own.run_all(os.getpid)]
+        assert all(size < data.nbytes for size in memory)  # one copy a node, which its ranks share
+
+
+def test_only_nodes_that_run_the_function_get_its_data(options: RayOptions) -> None:
+    data = np.ones(1 << 20)
+    with Session(2, engine=options) as own:
+        assert own.call(lambda: float(data[5]), ranks=[1]) == [1.0]
+        first, second = own._executor.group.ranks.received()  # type: ignore[union-attr]
+        assert first == 0 and second >= data.nbytes
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster: Any, options: RayOptions) -> None:
+    process.release()
+    assert in_ddp_on(options, 2) == 2.0
+    with Session(2, engine=options) as own:
+        begin = time.monotonic()
+        parents = own.run_all(os.getppid)
+        assert time.monotonic() - begin < 2
+    with Session(2, engine=options) as own:
+        assert own.run_all(os.getppid) == parents
+    assert free_cpus(ray_cluster) == 6.0
+    process.release()
+    assert poll(lambda: free_cpus(ray_cluster) == 8.0, 20)
+
+
+@pytest.mark.timeout(240)
+def test_a_lost_node_is_named_and_restarts_end_in_the_same_loss(
+    ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    third = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+    options = RayOptions(address=ray_cluster.address, resources={"big": 0.5}, cpus=0.5, linger=0.0)
+    fourth = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+    nodes = {raylet_of(node): node for node in (third, fourth)}
+    spread = RayOptions(**{**vars(options), "placement": "strict_spread"})
+
+    def lose_in_mid_epoch(restarts: int) -> Any:
+        with Session(2, engine=spread, restarts=restarts) as own:
+            victim = nodes.pop(own.run_all(raylet)[1])
+            snapshot = tmp_path / "snapshot.pt"
+
+            def slow() -> tuple[float, int]:
+                barrier = dist.barrier
+
+                def late() -> None:
+                    barrier()
+                    time.sleep(0.5 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0.0)
+
+                dist.barrier = late  # a step takes half a second
+                return train(str(tmp_path), -1)
+
+            future = own.submit(slow)
+            assert poll(snapshot.exists, 30)
+            time.sleep(1.0)
+            ray_cluster.remove_node(victim, allow_graceful=False)
+            replacement = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+            nodes[raylet_of(replacement)] = replacement
+            return future.result(60)
+
+    try:
+        with Session(2, engine=spread) as own:
+            undisturbed, _ = own.run(train, str(tmp_path), -1)
+        (tmp_path / "snapshot.pt").unlink()
+        assert lose_in_mid_epoch(restarts=1) == (undisturbed, 1)
+        assert "was lost with node 1 (" in capsys.readouterr().err
+        (tmp_path / "snapshot.pt").unlink()
+        with pytest.raises(RankDied, match=r"rank 1 .* was lost with node 1 \(") as caught:
+            lose_in_mid_epoch(restarts=0)
+        assert caught.value.rank == 1
+    finally:
+        for node in nodes.values():
+            ray_cluster.remove_node(node)
+
+
+def test_a_lost_driver(options: RayOptions) -> None:
+    with Session(2, engine=options) as own:
+        assert own.run(sums) == 2.0
+        driver = own._executor.group.ranks._driver.process  # type: ignore[union-attr]
+        future = own.submit(time.sleep, 60)
+        assert poll(future.running)
+        os.kill(driver.pid, signal.SIGKILL)
+        with pytest.raises(RankDied, match="the connection to the Ray cluster has ended"):
+            future.result(20)
+        assert poll(lambda: not ranks_of(), 20), ranks_of()
+        own.restart()
+        assert own.run(sums) == 2.0
+
+
+def test_a_killed_kernel_frees_the_cluster(ray_cluster: Any, options: RayOptions, tmp_path: Path) -> None:
+    process.release()
+    kernel = Kernel(tmp_path)
+    try:
+        kernel.ok(f"import time, nbdist\nfrom nbdist import RayOptions, in_ddp\nnbdist.use({options!r})")
+        kernel.start("def fn():\n    open('began', 'w').close()\n    time.sleep(300)\nin_ddp(2, fn)")
+        assert poll((tmp_path / "began").exists, 60)
+        assert len(ranks_of()) >= 2
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert poll(lambda: not ranks_of(), 20), ranks_of()
+        assert poll(lambda: free_cpus(ray_cluster) == 8.0, 20)
+    finally:
+        kernel.close()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[Any]:
+    """A cluster that a test may ruin, with a port for clients."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder, socket.create_server(("", 0)) as sock:
+        port = sock.getsockname()[1]
+        sock.close()
+        cluster = start_cluster(folder, ray_client_server_port=port)
+        cluster.client = f"ray://127.0.0.1:{port}"
+        try:
+            yield cluster
+        finally:
+            stop_cluster(cluster)
+
+
+@pytest.mark.timeout(240)
+def test_a_client_and_a_lost_head(own_cluster: Any) -> None:
+    with Session(2, engine=RayOptions(address=own_cluster.client, placement="strict_spread", linger=0.0)) as own:
+        assert own.run_all(node_rank) == [0, 1] and own.run(sums) == 2.0
+        big = np.ones(3 << 20)
+        assert own.run(lambda: big + 1).sum() == 2 * len(big)
+    options = RayOptions(address=own_cluster.address, resources={"second": 0.25}, linger=0.0)
+    with Session(2, engine=options) as own:
+        assert own.run(sums) == 2.0
+        future = own.submit(time.sleep, 100)
+        assert poll(future.running)
+        own_cluster.remove_node(own_cluster.head_node, allow_graceful=False)
+        with pytest.raises(RankDied, match="lost"):
+            future.result(90)
+    assert poll(lambda: not ranks_of(), 60), ranks_of()
+
+
+def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook() -> None:
+    process.release()
+    with Session(2, engine=RayOptions(linger=0.0, cpus=0.5)) as own:
+        assert own.run(sums) == 2.0
+        holder, address, _ = process._private[os.getpid()]
+        family = psutil.Process(holder.pid).children(recursive=True)
+        with pytest.raises(NbdistError, match="no connection to Ray"):
+            in_ddp_on(RayOptions(address=address), 1)
+    process.release()
+    assert family and poll(lambda: not living(family), 20)
+
+
+# ------------------------------------------------------------------------------------------ a node that does not answer
+
+
+def agent_of(pid: int) -> psutil.Process:
+    """The agent that holds a rank on this machine: the parent of its fork server."""
+    agent = psutil.Process(pid).parents()[1]
+    assert "nbdist" not in "".join(agent.cmdline())
+    return agent
+
+
+def test_a_node_of_rank_0_that_answers_late(options: RayOptions) -> None:
+    with Session(2, engine=options) as session:
+        pids = session.run_all(os.getpid)
+        session.run(dist.destroy_process_group)  # the next call needs a new one
+        agent = agent_of(pids[0])
+        agent.suspend()
+        later = threading.Timer(5.0, agent.resume)
+        later.start()
+        try:
+            assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids
+        finally:
+            later.join()
+
+
+def test_a_node_of_rank_0_that_does_not_answer(options: RayOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(2, engine=options) as session:
+        pids = session.run_all(os.getpid)
+        session.run(dist.destroy_process_group)
+        agent = agent_of(pids[0])
+        monkeypatch.setattr(RayRanks, "patience", 1.0)
+        agent.suspend()
+        later = threading.Timer(8.0, agent.resume)
+        later.start()
+        try:
+            with pytest.raises(NbdistError, match=r"node of rank 0 .* does not answer"):
+                session.run(sums)
+        finally:
+            later.join()
+        monkeypatch.undo()
+        assert session.run(sums) == 2.0
+
+
+def test_the_node_of_rank_0_is_lost_before_the_ranks_meet(options: RayOptions) -> None:
+    with Session(2, engine=options) as session:
+        pids = session.run_all(os.getpid)
+        session.run(dist.destroy_process_group)
+        agent_of(pids[0]).kill()
+        with pytest.raises(RankDied, match=r"rank 0 .* was lost"):
+            session.run(sums)
+        session.restart()
+        assert session.run(sums) == 2.0

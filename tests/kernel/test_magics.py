@@ -1,0 +1,286 @@
+"""`%ddp` and `%%ddp` in a real kernel."""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist.kernel.magics import numbers
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A notebook with three ranks started by `%ddp start 3`."""
+    kernel = Kernel(tmp_path_factory.mktemp("magic"))
+    try:
+        kernel.ok("%load_ext nbdist")
+        assert "3 ranks on cpu, gloo, running" in kernel.ok("%ddp start 3 --devices cpu").text
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def test_a_cell_runs_on_every_rank_and_shows_its_last_expression(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nimport torch, torch.distributed as dist\nx = torch.full((2,), dist.get_rank() + 1.0)")
+    assert notebook.ok("%%ddp\ndist.all_reduce(x)\nx").text == "tensor([6., 6.])\n"
+    assert notebook.ok("%%ddp\nx;").text == "" and notebook.ok("%%ddp\nNone").text == ""
+    assert notebook.ok("%%ddp\nprint('printed')\ndist.get_rank()").text == "printed\n0\n"
+    assert "Did you mean the line magic %ddp" in notebook.ok("%%ddp\n").text
+
+
+def test_the_notebook_and_the_ranks_have_variables_of_their_own(notebook: Kernel) -> None:
+    notebook.ok("only_here = 1")
+    result = notebook.run("%%ddp\nonly_here")
+    assert result.error == "NameError" and "only_here" in result.message
+    notebook.ok("%%ddp\nonly_there = 2")
+    assert notebook.run("only_there").error == "NameError"
+
+
+def test_output_of_all_and_of_some_ranks(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nimport torch.distributed as dist")
+    every = notebook.ok("%%ddp --output all\nprint('I am', dist.get_rank())").text.splitlines()
+    assert sorted(every) == [f"[rank {rank}] I am {rank}" for rank in range(3)]
+    assert notebook.ok("%%ddp --ranks 1-2\ndist.get_rank()").text == "1\n"
+    assert notebook.ok("%%ddp --output none\nprint(5)").text == ""
+    assert notebook.ok("%%ddp --ranks 0,2 --output all\nprint('some')").text.count("some") == 2
+    html = notebook.ok("%%ddp --output all\nfrom IPython.display import HTML\nHTML('<b>%d</b>' % dist.get_rank())")
+    shown = [o["data"]["text/html"] for o in html.outputs if o["kind"] == "display_data"]
+    assert sorted(shown) == ["<b>0</b>", "<b>1</b>", "<b>2</b>"]
+
+
+def test_need_imports_push_and_pull(notebook: Kernel) -> None:
+    notebook.ok("import pandas as pd\nratings, factor = pd.DataFrame({'rating': [1.0, 2.0]}), 3")
+    command = '%%ddp --need "ratings factor" --imports "import math"\nmath.floor((ratings.rating * factor).sum())'
+    assert notebook.ok(command).text == "9\n"
+    notebook.ok("pushed = {'a': 1}\n%ddp push pushed factor")
+    assert notebook.ok("%%ddp\npushed['a'] + factor").text == "4\n"
+    notebook.ok("%%ddp\nresult = [len(ratings), 'two']\nclass Own:\n    size = 5\nmade = Own()")
+    assert notebook.ok("%ddp pull result made\nprint(result, made.size)").text == "[2, 'two'] 5\n"
+    missing = notebook.run("%ddp pull no_such")
+    assert missing.error == "NameError" and "no_such" in missing.message
+    assert notebook.run("%ddp push no_such").error == "NameError"
+    assert notebook.run('%%ddp --imports "1 + 1"\n1').error == "ValueError"
+
+
+def test_what_a_notebook_cell_can_do_a_rank_can(notebook: Kernel) -> None:
+    cell = "%%ddp\nimport asyncio\nasync def later():\n    await asyncio.sleep(0)\n    return 'later'\nawait later()"
+    assert notebook.ok(cell).text == "'later'\n"
+    assert "hello" in notebook.ok("%%ddp\n!echo hello").text
+    plot = "%%ddp\nimport matplotlib.pyplot as plt\n%matplotlib inline\nplt.plot([1, 2]);"
+    assert any("image/png" in o.get("data", {}) for o in notebook.ok(plot).outputs)
+    update = "%%ddp\nfrom IPython.display import display\nh = display(1, display_id=True)\nh.update(2)"
+    assert [o["kind"] for o in notebook.ok(update).outputs] == ["display_data", "update_display_data"]
+
+
+def test_errors_show_the_cell_and_leave_the_ranks(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nimport torch, torch.distributed as dist\nkept = 1")
+    code = "%%ddp\nif dist.get_rank() == 1:\n    1 / 0\ndist.all_reduce(torch.ones(1))"
+    result = notebook.run(code)
+    assert result.error == "ZeroDivisionError"
+    seen = result.plain_traceback
+    assert "rank 1 (pid" in seen and "----> 3     1 / 0" in seen, seen
+    assert f"Cell In[{result.number}], line 3" in seen or not NUMBERS_CELLS, seen
+    assert "site-packages" not in seen and "shell.py" not in seen, seen
+    assert notebook.ok("%%ddp\nt = torch.ones(1)\ndist.all_reduce(t)\nkept + t.item()").text == "4.0\n"
+    syntax = notebook.run("%%ddp\nx = = 1")
+    assert syntax.error == "SyntaxError" and "x = = 1" in syntax.plain_traceback + syntax.message
+    assert notebook.ok("%%ddp\nkept").text == "1\n"
+
+
+def test_interrupt(notebook: Kernel) -> None:
+    cell = notebook.start("%%ddp\nimport time\nprint('begun', flush=True)\ntime.sleep(60)")
+    notebook.finish(cell, until=lambda result: "begun" in result.text)
+    notebook.interrupt()
+    begin = time.monotonic()
+    assert notebook.finish(cell).error == "KeyboardInterrupt" and time.monotonic() - begin < 8
+    assert notebook.ok("%%ddp\n1 + 1").text == "2\n"
+
+
+def test_status_stacks_logs(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nimport torch.distributed as dist\nprint('line of', dist.get_rank())")
+    status = notebook.ok("%ddp status")
+    assert status.text.count("idle") == 3 and "line of 2" in status.text
+    assert any("<table>" in o.get("data", {}).get("text/html", "") for o in status.outputs)
+    assert notebook.ok("%ddp stacks").text.count("waits for a call") == 3
+    assert "line of 1\n" in notebook.ok("%ddp logs 1").text
+
+
+@pytest.mark.parametrize(
+    ("line", "shows"),
+    [
+        ("%ddp", "usage: %ddp"),
+        ("%ddp no_such", "invalid choice: 'no_such'"),
+        ("%ddp start", "%ddp start"),
+        ("%ddp start two", "invalid int value: 'two'"),
+        ("%ddp start 2", "run already"),
+        ("%ddp start 2 --output some", "invalid choice: 'some'"),
+        ("%ddp logs 'x", "quotation"),
+        ("%%ddp --ranks 1,x\n1", "write them like 0,2-3"),
+        ("%%ddp --ranks 3-1\n1", "names no rank"),
+        ("%%ddp --no-such\n1", "unrecognized arguments: --no-such"),
+    ],
+)
+def test_arguments_that_make_no_sense(notebook: Kernel, line: str, shows: str) -> None:
+    result = notebook.run(line)
+    assert result.error == "UsageError" or shows in result.text, result
+    assert shows in result.text + result.message + result.traceback, result
+
+
+def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
+    result = notebook.run("%%ddp --ranks 0,7\n1")
+    assert result.error == "ValueError" and "no rank 7" in result.message
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("%ddp st", {"start", "status", "stacks", "stop"}),
+        ("%ddp start 2 --o", {"--output"}),
+        ("%ddp start 2 --output r", {"rank0"}),
+        ("%ddp push rat", {"ratings_of_mine"}),
+        ("%%ddp --r", {"--ranks"}),
+        ("%%ddp --output a", {"all"}),
+    ],
+)
+def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
+    notebook.ok("ratings_of_mine = 1")
+    reply = notebook.client.complete(line, len(line), reply=True, timeout=30)["content"]
+    assert offered <= set(reply["matches"]), reply
+
+
+def test_help(notebook: Kernel) -> None:
+    reply = notebook.client.inspect("%ddp", 4, reply=True, timeout=30)["content"]
+    assert reply["found"] and "%ddp start N" in reply["data"]["text/plain"]
+
+
+def test_restart_and_stop(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    assert kernel.run("%%ddp\n1").error == "UsageError" or "%ddp start 2" in kernel.run("%%ddp\n1").text
+    kernel.ok("session = %ddp start 2 --timeout 60 --threads 1 --seed 3 --hold-on-error")
+    kernel.ok("%%ddp\nkept = 1")
+    before = {p.pid for p in ranks_of(kernel.pid)}
+    kernel.ok("%ddp restart")
+    assert kernel.run("%%ddp\nkept").error == "NameError"
+    after = {p.pid for p in ranks_of(kernel.pid)}
+    assert len(after) == 2 and not before & after
+    assert kernel.ok("print(session.run(lambda: 5))").text == "5\n", "the magics' session is one like others"
+    kernel.ok("%ddp stop")
+    assert poll(lambda: not ranks_of(kernel.pid))
+    kernel.ok("%ddp start 1")
+    kernel.ok("%unload_ext nbdist")
+    assert poll(lambda: not ranks_of(kernel.pid)) and kernel.run("%ddp status").text
+
+
+def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
+    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed."""
+    left, prompts, text = list(lines), [], []
+
+    def answer(message: dict) -> None:
+        prompts.append(message["content"]["prompt"])
+        kernel.client.input(left.pop(0))
+
+    def output(message: dict) -> None:
+        if message["msg_type"] == "stream":
+            text.append(message["content"]["text"])
+
+    kernel.client.allow_stdin = True
+    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
+    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
+
+
+def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\n%ddp start 2 --hold-on-error")
+    assert kernel.run("%%ddp\ndef f(x):\n    return 1 / x\nf(0)").error == "ZeroDivisionError"
+    prompts, text = typed(kernel, "%ddp post-mortem", "p x + 40", "u", "q")
+    assert len(prompts) == 3 and all(re.fullmatch(r"\(rank [01]\) ", prompt) for prompt in prompts)
+    assert "40\n" in text and "return 1 / x" in text
+    assert kernel.ok("%%ddp\n1 + 1").text == "2\n"
+
+
+def test_a_call_without_ranks_is_debugged_as_usual(kernel: Kernel) -> None:
+    kernel.ok("from nbdist import in_ddp\ndef f(x):\n    y = x + 1\n    return y / 0")
+    assert kernel.run("in_ddp(0, f, 41)").error == "ZeroDivisionError"
+    prompts, text = typed(kernel, "%debug", "p y", "q")
+    assert "42\n" in text and len(prompts) == 2
+    kernel.ok("def g(x):\n    breakpoint()\n    return x + 1")
+    prompts, text = typed(kernel, "print('returned', in_ddp(0, g, 6))", "p x * 7", "c")
+    assert "42\n" in text and "returned 7" in text
+
+
+def test_output_of_the_background_goes_to_its_own_cell(kernel: Kernel) -> None:
+    kernel.ok("import time\nfrom nbdist import Session\nsession = Session(2)\nsession.run(int)")
+    code = """
+def train():
+    from IPython.display import display
+    from tqdm.auto import tqdm
+    handle = display("begin", display_id=True)
+    for epoch in range(5):
+        print("epoch", epoch)
+        time.sleep(0.1)
+    handle.update("end")
+    display("over")
+    return 7
+future = session.submit(train)
+"""
+    cell = kernel.start(code)
+    other = kernel.start("print('here', session.status())\ntime.sleep(1)\nprint(future.result())")
+    mine, others, kinds = "", "", []
+    deadline = time.monotonic() + 30
+    while "7\n" not in others and time.monotonic() < deadline:
+        message = kernel.client.get_iopub_msg(timeout=30)
+        parent, content = message["parent_header"].get("msg_id"), message["content"]
+        text = content.get("text", "") + content.get("data", {}).get("text/plain", "")
+        if parent == cell:
+            kinds.append(message["msg_type"])
+            mine += text
+        elif parent == other:
+            others += text
+    assert [f"epoch {n}" in mine for n in range(5)] == [True] * 5 and "epoch" not in others.replace("line", "")[200:]
+    assert "'end'" in mine and "'over'" in mine and {"display_data", "update_display_data"} <= set(kinds)
+    assert "running  train" in others and others.endswith("7\n")
+
+
+def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
+    kernel.ok("import time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
+    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()")
+    seen: list[str] = []  # first the call may still be on its way to the rank
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and not ("<td>running" in "".join(seen) and "<td>idle" in seen[-1]):
+        message = kernel.client.get_iopub_msg(timeout=30)
+        if message["parent_header"].get("msg_id") == cell and "data" in message["content"]:
+            seen.append(message["content"]["data"]["text/html"])
+    assert any("<td>running" in table for table in seen) and "<td>idle" in seen[-1]
+
+
+def test_the_kernel_can_end_while_the_background_works(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path)
+    kernel.ok("import time\nfrom nbdist import Session\nfuture = Session(2).submit(time.sleep, 600)")
+    assert poll(lambda: len(ranks_of(kernel.pid)) == 2)
+    family = psutil.Process(kernel.pid).children(recursive=True)
+    begin = time.monotonic()
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=False)
+    assert time.monotonic() - begin < 10
+    assert poll(lambda: not living(family), 5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 20)), min_size=1))
+def test_rank_lists(parts: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{first}-{first + more}" if more else str(first) for first, more in parts)
+    assert numbers(text) == [rank for first, more in parts for rank in range(first, first + more + 1)]
+
+
+@pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "1--2", "2-1", "1.5"])
+def test_no_rank_lists(text: str) -> None:
+    with pytest.raises(ArgumentTypeError):
+        numbers(text)

@@ -1,0 +1,665 @@
+"""What ranks write and display arrives in the cell: nothing lost, in order, live, as the outputs it would be there."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import nbformat
+import pytest
+from conftest import Kernel, Result, poll
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from nbdist.kernel import output
+from nbdist.kernel.output import KEPT, Log
+from nbdist.wire import frames
+from nbdist.wire.frames import MAGIC, MESSAGE, STDERR, STDOUT, FrameReader, FrameWriter
+
+ROOT = str(Path(__file__).parent.parent.parent)
+
+# --------------------------------------------------------------------------------------------------------- the wire
+
+TEXT = st.text(st.characters(codec="utf-8"))
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("stdout"), TEXT),
+        st.tuples(st.just("stderr"), TEXT),
+        st.tuples(st.just("raw"), TEXT),
+        st.tuples(st.just("message"), TEXT),
+    )
+)
+CHUNKS = st.sampled_from([4, 5, 7, 64, frames._CHUNK])
+
+
+def written(actions: list[tuple[str, str]], process: int, chunk: int) -> list[bytes]:
+    """The writes, each of them atomic, by which a process does these actions."""
+    writes: list[bytes] = []
+    system = SimpleNamespace(write=lambda fd, data: writes.append(bytes(data)), getpid=lambda: process)
+    with mock.patch.object(frames, "os", system), mock.patch.object(frames, "_CHUNK", chunk):
+        writer = FrameWriter()
+        for action, text in actions:
+            if action == "raw":
+                writes.append(text.encode())
+            elif action == "message":
+                writer.message("display", text=text)
+            else:
+                writer.write(STDOUT if action == "stdout" else STDERR, text.encode())
+    return writes
+
+
+def split(data: bytes, lengths: Iterator[int]) -> Iterator[bytes]:
+    """The same bytes, in pieces of these lengths, and the empty one that says it is the end."""
+    position = 0
+    while position < len(data):
+        length = next(lengths)
+        yield data[position : position + length]
+        position += length
+    yield b""
+
+
+def fed(reads: Iterator[bytes], pipe_kind: int = STDOUT) -> list[tuple[int, Any]]:
+    """What a pipe makes of these reads, neighbours of one kind of text joined."""
+    pipe = FrameReader(pipe_kind)
+    return joined([part for read in reads for part in pipe.feed(read)])
+
+
+def joined(parts: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    result: list[tuple[int, Any]] = []
+    for kind, group in itertools.groupby(parts, key=lambda part: part[0]):
+        whole = [what for _, what in group]
+        result += [(kind, what) for what in whole] if kind == MESSAGE else [(kind, "".join(whole))]
+    return [part for part in result if part[1]]
+
+
+def expected(actions: list[tuple[str, str]]) -> list[tuple[int, Any]]:
+    kinds = {"stdout": STDOUT, "raw": STDOUT, "stderr": STDERR, "message": MESSAGE}
+    return joined(
+        [
+            (kinds[a], ["display", {"text": text}] if a == "message" else text)
+            for a, text in actions
+            if text or a[0] == "m"
+        ]
+    )
+
+
+@given(ACTIONS, CHUNKS, st.lists(st.integers(1, 40), min_size=1))
+def test_any_output_in_any_pieces(actions: list[tuple[str, str]], chunk: int, lengths: list[int]) -> None:
+    stream = b"".join(written(actions, 1, chunk))
+    assert fed(split(stream, itertools.cycle(lengths))) == expected(actions)
+
+
+@given(
+    st.lists(st.one_of(st.binary(), st.integers(1, len(MAGIC) - 1).map(lambda n: MAGIC[:n]))),
+    st.lists(st.integers(1, 40), min_size=1),
+)
+def test_any_bytes_between_frames(pieces: list[bytes], lengths: list[int]) -> None:
+    """Also those that are no text, or that begin as a frame does."""
+    raw = b"".join(pieces)
+    assume(MAGIC not in raw)
+    frame = b"".join(written([("message", "there")], 1, frames._CHUNK))
+    before, message, after = fed(split(b"<" + raw + frame + raw + b">", itertools.cycle(lengths)))
+    assert before[1] + after[1] == (b"<" + raw + raw + b">").decode(errors="backslashreplace")
+    assert message == (MESSAGE, ["display", {"text": "there"}])
+    text = raw.decode(errors="backslashreplace")
+    assert fed(split(raw, itertools.cycle(lengths)), STDERR) == ([(STDERR, text)] if text else [])
+
+
+def test_a_signal_handler_writes_in_the_middle_of_a_write() -> None:
+    """It may come between any two frames, and write all that the interrupted code may."""
+    writes: list[bytes] = []
+    handled = iter(["short", "long" * 10, "short"])
+
+    def write(fd: int, data: bytes) -> None:
+        writes.append(bytes(data))
+        for text in itertools.islice(handled, 1):
+            writer.write(STDERR, text.encode())
+            writer.message("display", text=text)
+
+    writer = FrameWriter()
+
+    def interrupted() -> None:
+        writer.message("display", text="outer" * 10)
+        writer.write(STDERR, b"end" * 10)
+
+    system = SimpleNamespace(write=write, getpid=lambda: 1)
+    with mock.patch.object(frames, "os", system), mock.patch.object(frames, "_CHUNK", 16):
+        thread = threading.Thread(target=interrupted, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "it waits for itself"
+    found = fed(split(b"".join(writes), itertools.repeat(7)))
+    messages = [what[1]["text"] for kind, what in found if kind == MESSAGE]
+    assert sorted(messages) == sorted(["outer" * 10, "short", "long" * 10, "short"])
+    assert "".join(what for kind, what in found if kind == STDERR).endswith("end" * 10)
+
+
+UPDATES = st.lists(st.tuples(st.sampled_from(["update", "display", "text"]), st.sampled_from("ab")))
+
+
+@given(UPDATES)
+def test_only_updates_that_are_overtaken_are_left_out(actions: list[tuple[str, str]]) -> None:
+    frames: list[tuple[int, Any]] = []
+    for number, (action, display_id) in enumerate(actions):
+        content = {"update": action == "update", "transient": {"display_id": display_id}, "data": number}
+        frames.append((STDOUT, str(number)) if action == "text" else (MESSAGE, ["display", content]))
+    expected = [
+        frame
+        for number, (frame, action) in enumerate(zip(frames, actions, strict=True))
+        if action[0] != "update" or action not in actions[number + 1 :]
+    ]
+    assert list(output._without_overtaken(frames)) == expected
+
+
+@given(
+    st.lists(st.text("aä€😀\n")),
+    st.lists(st.text("bö…🤖\r")),
+    CHUNKS,
+    st.lists(st.booleans(), min_size=1),
+    st.lists(st.integers(1, 40), min_size=1),
+)
+def test_two_processes_at_once(
+    ours: list[str], theirs: list[str], chunk: int, turns: list[bool], lengths: list[int]
+) -> None:
+    """A rank and a process that it forked write to one pipe: each one's text and messages arrive whole, in order."""
+    queues = [
+        written([(kind, text) for text in texts for kind in ("stdout", "message")], process, chunk)
+        for process, texts in ((1, ours), (2, theirs))
+    ]
+    stream = b""
+    for turn in itertools.cycle(turns):
+        queue = queues[turn] or queues[not turn]
+        if not queue:
+            break
+        stream += queue.pop(0)
+    parts = fed(split(stream, itertools.cycle(lengths)))
+    text = "".join(what for kind, what in parts if kind == STDOUT)
+    messages = [what[1]["text"] for kind, what in parts if kind == MESSAGE]
+    for alphabet, texts in (("aä€😀\n", ours), ("bö…🤖\r", theirs)):
+        assert "".join(c for c in text if c in alphabet) == "".join(texts)
+        assert [m for m in messages if m and m[0] in alphabet] == [t for t in texts if t]
+    assert set(text) <= set("aä€😀\nbö…🤖\r")
+
+
+def test_a_frame_is_written_at_once() -> None:
+    for write in written([("stdout", "€" * 100_000), ("message", "x" * 100_000)], 1, frames._CHUNK):
+        assert len(write) <= frames.select.PIPE_BUF
+
+
+@given(st.lists(st.text(max_size=50), max_size=300), st.integers(10, 1000))
+def test_a_log_keeps_the_last_text(texts: list[str], kept: int) -> None:
+    log = Log()
+    with mock.patch.object(output, "KEPT", kept):
+        for text in texts:
+            log.write(text)
+    assert "".join(texts).endswith(log.text())
+    assert min(kept, len("".join(texts))) - 50 <= len(log.text()) <= kept + 50
+    assert log.tail(3) == "\n".join(log.text().splitlines()[-3:])
+
+
+# --------------------------------------------------------------------------------------------------- in a notebook
+
+PRELUDE = """
+import os, sys, time, warnings, logging, subprocess, ctypes, inspect, threading
+import torch, torch.distributed as dist
+from nbdist import Session, in_ddp
+
+def wait_for(name):
+    begin = time.monotonic()
+    while not os.path.exists(name):
+        time.sleep(0.01)
+        assert time.monotonic() - begin < 20
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("relay"))
+    try:
+        kernel.ok(PRELUDE)
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def run(kernel: Kernel, body: str, call: str = "in_ddp(2, f)") -> Result:
+    """Run a cell that calls a function with this body in two ranks."""
+    return kernel.ok("def f():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n" + call)
+
+
+def streams(result: Result, name: str = "stdout") -> str:
+    return "".join(o["text"] for o in result.outputs if o["kind"] == "stream" and o["name"] == name)
+
+
+def kinds(result: Result) -> list[str]:
+    return [output["kind"] for output in result.outputs]
+
+
+def live(kernel: Kernel, actions: list[str]) -> None:
+    """Each action makes rank 0 show its number; the next is not begun before that has been seen."""
+    lines = [f"{action}; wait_for('seen{i}')" for i, action in enumerate(actions)]
+    for mark in kernel.cwd.glob("seen*"):
+        mark.unlink()
+    cell = kernel.start("def f():\n" + textwrap.indent("\n".join(lines), "    ") + "\nin_ddp(1, f)")
+    for i in range(len(actions)):
+        kernel.finish(cell, until=lambda result, i=i: f"<{i}>" in str(result.outputs))  # type: ignore[misc]
+        (kernel.cwd / f"seen{i}").touch()
+    assert kernel.finish(cell).error is None
+
+
+def test_output_is_live(notebook: Kernel) -> None:
+    live(
+        notebook,
+        [
+            "print('<0>')",
+            "print('<1>', end='')",
+            "sys.stderr.write('<2>')",
+            "os.write(1, b'<3>')",
+            "os.write(2, b'<4>')",
+            "subprocess.run(['echo', '<5>'])",
+            "display('<6>')",
+            "warnings.warn('<7>')",
+            "logging.warning('<8>')",
+            "ctypes.CDLL(None).printf(b'<9>'), ctypes.CDLL(None).fflush(None)",
+        ],
+    )
+
+
+def test_everything_that_writes_in_order(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        print("print")
+        logging.basicConfig(level=logging.INFO)
+        logging.info("logging")
+        warnings.warn("warning")
+        os.write(1, b"descriptor 1\\n")
+        os.write(2, b"descriptor 2\\n")
+        subprocess.run(["sh", "-c", "echo child; echo complaint >&2"])
+        ctypes.CDLL(None).puts(b"C")
+        ctypes.CDLL(None).fflush(None)
+        print("ünï€odé 😀", "x" * 10_000)
+        sys.stdout.buffer.write(b"bytes\\n")
+        print("no newline", end="")
+        """,
+    )
+    shown = streams(result).splitlines()
+    assert shown == ["print", "descriptor 1", "child", "C", "ünï€odé 😀 " + "x" * 10_000, "bytes", "no newline"]
+    errors = streams(result, "stderr")
+    for first, second in (("INFO:root:logging", "UserWarning: warning"), ("descriptor 2", "complaint")):
+        assert 0 <= errors.find(first) < errors.find(second)
+    assert "ipykernel" in errors  # the warning names the cell's file, as it does in the notebook
+
+
+def test_displays_in_order(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        import pandas as pd
+        from IPython.display import HTML, clear_output, display, update_display
+        print("first")
+        display(pd.DataFrame({"a": [1]}))
+        print("second")
+        display(HTML("<b>bold</b>"), display_id="mine")
+        print("third", file=sys.stderr)
+        update_display(HTML("<b>bolder</b>"), display_id="mine")
+        clear_output(wait=True)
+        print("last")
+        """,
+    )
+    assert (
+        kinds(result)
+        == "stream display_data stream display_data stream update_display_data clear_output stream".split()
+    )
+    first, table, _, bold, _, bolder, cleared, last = result.outputs
+    assert "<table" in table["data"]["text/html"] and first["text"] == "first\n" and last["text"] == "last\n"
+    assert bold["data"]["text/html"] == "<b>bold</b>" and bolder["data"]["text/html"] == "<b>bolder</b>"
+    assert bold["transient"]["display_id"] == bolder["transient"]["display_id"] == "mine"
+    assert cleared["wait"] is True
+
+
+def test_figures(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        import matplotlib.pyplot as plt
+        plt.plot([1, 2])
+        plt.show()
+        print("between")
+        plt.plot([2, 1])
+        """,
+    )
+    assert kinds(result) == ["display_data", "stream", "display_data"]  # one shown, one left open
+    assert all(output["data"]["image/png"].startswith("iVBOR") for output in result.outputs[::2])
+
+
+def test_plain_tqdm(notebook: Kernel) -> None:
+    result = run(notebook, "from tqdm import tqdm\nfor i in tqdm(range(20)): pass\nprint('done')")
+    assert "\r100%|██████████| 20/20" in streams(result, "stderr") and streams(result) == "done\n"
+
+
+def test_widget_of_tqdm(notebook: Kernel) -> None:
+    (notebook.cwd / "seen").unlink(missing_ok=True)
+    cell = notebook.start(
+        """
+def f():
+    from tqdm.auto import tqdm
+    for i in tqdm(range(20), mininterval=0):
+        if i == 10:
+            wait_for("seen")
+in_ddp(2, f)
+"""
+    )
+    view = "application/vnd.jupyter.widget-view+json"
+    result = notebook.finish(cell, until=lambda result: "'value': 9.0" in str(result.outputs))
+    (shown,) = [o["data"] for o in result.outputs if o["kind"] == "display_data"]
+    opened = {o["comm_id"]: o for o in result.outputs if o["kind"] == "comm_open"}
+    box = opened[shown[view]["model_id"]]
+    assert box["target_name"] == "jupyter.widget" and box["envelope"]["version"].startswith("2.")
+    assert box["data"]["state"]["_model_name"] == "HBoxModel"
+    assert kinds(result).index("display_data") > kinds(result).index("comm_open")
+    # What the view says to the rank's widget does not disturb anybody.
+    said = {"comm_id": shown[view]["model_id"], "data": {"method": "update", "state": {"layout": None}}}
+    for kind in ("comm_msg", "comm_close"):
+        notebook.client.shell_channel.send(notebook.client.session.msg(kind, said))
+    (notebook.cwd / "seen").touch()
+    result = notebook.finish(cell)
+    updates = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] in opened]
+    assert updates[-1] == {"bar_style": "success"} and {"value": 20.0} in updates
+    assert result.error is None and "display_data" not in kinds(result) and not result.text
+    assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
+
+
+def test_output_widget_and_rich(notebook: Kernel) -> None:
+    """What rich clears while its bar grows is in its own widget, and not in the cell."""
+    result = run(
+        notebook,
+        """
+        from rich import print
+        from rich.progress import track
+        print("[bold]before[/bold]")
+        for _ in track(range(3), description="Rich"):
+            time.sleep(0.01)
+        """,
+    )
+    assert result.outputs[0]["data"]["text/html"].count("before") == 1
+    assert any("Rich" in str(o.get("data", {}).get("text/html")) for o in result.outputs)
+    inside = False
+    for shown in result.outputs:
+        state = shown["data"].get("state", {}) if shown["kind"] == "comm_msg" else {}
+        if "msg_id" in state:
+            assert state["msg_id"] != frames.CELL
+            inside = bool(state["msg_id"])
+        elif shown["kind"] == "clear_output":
+            assert inside, "the whole cell is cleared"
+    assert not inside
+
+
+def test_text_in_an_output_widget(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        from ipywidgets import Output
+        with Output():
+            print("inside")
+            1 / 0
+        print("outside")
+        get_ipython().run_line_magic("timeit", "-n1 -r1 1")
+        """,
+    )
+    marks = [
+        o["data"]["state"]["msg_id"] if o["kind"] == "comm_msg" else o["text"]
+        for o in result.outputs
+        if o["kind"] in ("comm_msg", "stream")
+    ]
+    begin, inside, end, outside = marks
+    assert begin and not end
+    assert inside.startswith("inside\n") and "ZeroDivisionError" in inside
+    assert outside.startswith("outside\n") and "1 loop" in outside
+
+
+def test_bar_of_fastprogress(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        from fastprogress.fastprogress import master_bar, progress_bar
+        bar = master_bar(range(3))
+        bar.write(["epoch", "loss"], table=True)
+        for epoch in bar:
+            for _ in progress_bar(range(10), parent=bar):
+                time.sleep(0.04)
+            bar.write([str(epoch), f"0.{epoch}"], table=True)
+        """,
+    )
+    assert set(kinds(result)) == {"display_data", "update_display_data"}
+    identified = [o for o in result.outputs if "display_id" in o["transient"]]
+    assert len({o["transient"]["display_id"] for o in identified}) == 1
+    assert kinds(result).count("display_data") == 2  # its style, and itself
+    pages = [o["data"]["text/html"] for o in identified]
+    assert any("<progress" in page for page in pages)
+    rows = [page.count("<td>0.") for page in pages]
+    assert rows == sorted(rows) and set(rows) == {0, 1, 2, 3}  # the table grows
+    assert "<progress" not in pages[-1]
+
+
+def test_all_ranks_with_prefix(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        rank = dist.get_rank()
+        for turn in range(2):
+            if rank == turn:
+                print("a", end="")
+                print("b\\nc")
+                print("complaint", file=sys.stderr)
+                display(f"shown {rank}")
+                print("no newline", end="")
+            dist.barrier()
+        """,
+        'with Session(2, output="all") as session:\n    session.run(f)',
+    )
+    for rank in range(2):
+        lines = [line for line in streams(result).splitlines() if line.startswith(f"[rank {rank}]")]
+        assert lines == [f"[rank {rank}]{rest}" for rest in (" ab", " c", "", " no newline")]
+        assert f"[rank {rank}] complaint\n" in streams(result, "stderr")
+    assert result.text.index("[rank 0]\n") < result.text.index("'shown 0'")
+    assert result.text.index("[rank 1]\n") < result.text.index("'shown 1'")
+
+
+def test_logs(notebook: Kernel) -> None:
+    notebook.ok("session = Session(2, output='none')")
+    result = run(
+        notebook,
+        "print('from', dist.get_rank())\nprint('complaint', file=sys.stderr)\ndisplay('shown')\nos.write(1, b'end')",
+        "session.run(f)",
+    )
+    assert not result.outputs
+    assert notebook.ok("print([session.logs(0), session.logs(1)])").text == (
+        r"""["from 0\ncomplaint\n'shown'\nend", "from 1\ncomplaint\n'shown'\nend"]""" + "\n"
+    )
+    run(notebook, "for i in range(60_000): print(f'{i:050}')", "session.run(f)")
+    notebook.ok("logs = [session.logs(rank) for rank in range(2)]; session.close()")
+    sizes = [int(size) for size in notebook.ok("print(*map(len, logs))").text.split()]
+    assert all(0.8 * KEPT < size <= 1.3 * KEPT for size in sizes)
+    assert notebook.ok("print(logs[1][-51:])").text == f"{59_999:050}\n\n"
+
+
+def test_much_output_at_once(notebook: Kernel) -> None:
+    begin = time.monotonic()
+    result = run(
+        notebook,
+        """
+        for i in range(20_000):
+            print("out", dist.get_rank(), i)
+            print("err", dist.get_rank(), i, file=sys.stderr)
+        """,
+        'with Session(2, output="all") as session:\n    session.run(f)',
+    )
+    assert time.monotonic() - begin < 30
+    for stream, word in (("stdout", "out"), ("stderr", "err")):
+        lines = streams(result, stream).splitlines()
+        for rank in range(2):
+            prefix = f"[rank {rank}] "
+            own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+            assert own == [f"{word} {rank} {i}" for i in range(20_000)]
+        assert len(lines) == 40_000
+
+
+def test_the_notebook_stays_responsive(notebook: Kernel) -> None:
+    """While ranks flood it with output, the kernel passes it on as it comes, and can be interrupted."""
+    cell = notebook.start("def f():\n    while True: print('flood')\nin_ddp(2, f)")
+    notebook.finish(cell, until=lambda result: result.text.count("flood") > 1000)
+    begin = time.monotonic()
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+    assert time.monotonic() - begin < 5
+
+
+def test_workers_of_a_data_loader_print_whole_lines(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        from torch.utils.data import DataLoader
+        class Data:
+            def __len__(self):
+                return 2000
+            def __getitem__(self, i):
+                print("worker", i)
+                return i
+        assert len(list(DataLoader(Data(), batch_size=50, num_workers=2))) == 40
+        """,
+    )
+    assert sorted(result.text.splitlines()) == sorted(f"worker {i}" for i in range(2000))
+
+
+def test_threads_print(notebook: Kernel) -> None:
+    result = run(
+        notebook,
+        """
+        def work(n):
+            for i in range(500):
+                sys.stdout.write(f"thread {n} {i} {'x' * 5000}\\n")
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        """,
+    )
+    lines = result.text.splitlines()
+    for n in range(4):
+        assert [line for line in lines if line.startswith(f"thread {n} ")] == [
+            f"thread {n} {i} {'x' * 5000}" for i in range(500)
+        ]
+    assert len(lines) == 2000
+
+
+def test_source_of_a_notebook_function(notebook: Kernel) -> None:
+    code = "def g():\n    return 42  # the answer\n" + "def f():\n    print(inspect.getsource(g))\nin_ddp(2, f)"
+    assert "return 42  # the answer" in notebook.ok(code).text
+
+
+# ------------------------------------------------------------------------------------------------- a saved notebook
+
+COLLAB = """
+from nbdist import in_ddp
+from nbdist.recsys.datasets import synthetic_ratings
+ratings = synthetic_ratings(n_ratings=2000, n_users=100, n_items=100).frame.to_pandas()
+def train(epochs):
+    from tqdm.auto import tqdm
+    dls = CollabDataLoaders.from_df(ratings, bs=64)
+    learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5))
+    with learn.distrib_ctx():
+        learn.fit_one_cycle(epochs, 5e-3)
+    for _ in tqdm(range(1000), mininterval=0):
+        pass
+    dls.show_batch()
+in_ddp(2, train, 3, imports="from fastai.collab import *; from fastai.distributed import *")
+"""
+
+
+@pytest.mark.slow
+def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training with fastai leaves a handful of ordinary outputs: the table, not every step of the bar."""
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    node = new_notebook(cells=[new_code_cell(COLLAB)])
+    client = NotebookClient(node, timeout=100, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3")
+    client.create_kernel_manager().kernel_spec.argv[0] = sys.executable
+    client.execute()
+    nbformat.validate(node)
+    outputs = node.cells[0].outputs
+    assert len(outputs) <= 8, outputs
+    assert {output.output_type for output in outputs} <= {"display_data", "stream"}
+    pages = [output.data.get("text/html", "") for output in outputs if output.output_type == "display_data"]
+    (table,) = [page for page in pages if "valid_loss" in page]
+    assert table.count("<tr") == 4 and "<progress" not in table  # the heading, and an epoch a row
+    assert sum("<table" in page for page in pages) == 2
+    (model,) = [o.data["application/vnd.jupyter.widget-view+json"] for o in outputs if "widget" in str(o.get("data"))]
+    widgets = node.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    assert model["model_id"] in widgets
+    assert any(widget["state"].get("value") == 1000.0 for widget in widgets.values())
+
+
+# ------------------------------------------------------------------------------------------------------- in a script
+
+
+def test_in_a_script(tmp_path: Path) -> None:
+    """No IPython there: text goes to the script's own streams, at once; displays are text."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, subprocess, sys
+            import torch.distributed as dist
+            from nbdist import in_ddp
+
+            def f():
+                print("from", dist.get_rank())
+                print("complaint", file=sys.stderr)
+                os.write(1, b"raw\\n")
+                sys.stdout.flush()
+                from IPython.display import display
+                display([dist.get_rank()])
+                print("end", end="")
+
+            if __name__ == "__main__":
+                in_ddp(2, f)
+                print("after")
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT},
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "from 0\nraw\n[0]\nendafter\n"
+    assert done.stderr == "complaint\n"
+
+
+def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
+    script = (
+        "from nbdist import in_ddp\nimport os, time\n"
+        "def f():\n    print('now')\n    while not os.path.exists('seen'): time.sleep(0.01)\n"
+        "in_ddp(1, f)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={"PYTHONPATH": ROOT}
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        (tmp_path / "seen").touch()
+        assert poll(lambda: process.poll() == 0)

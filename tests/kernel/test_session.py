@@ -1,0 +1,348 @@
+"""Sessions on this machine, beyond what test_engines.py holds all engines to: the background, post mortem, growth."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from calls import boom, on, remember, sums
+from conftest import open_fds, poll
+
+from nbdist import CaptureError, NbdistError, Session, in_ddp, post_mortem
+from nbdist.wire.parcel import Parcel
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session(2) as session:
+        yield session
+
+
+def test_a_session_dropped_after_a_call_in_the_background() -> None:
+    dropped = Session(1)
+    pid = dropped.submit(os.getpid).result()
+    del dropped
+    assert poll(lambda: gc.collect() is not None and not psutil.pid_exists(pid), 5)
+
+
+def test_a_call_that_ends_the_process_group_costs_the_next_one_nothing(session: Session) -> None:
+    before = session.run_all(remember, 1)
+    session.run(dist.destroy_process_group)
+    assert session.run(sums) == 2.0 and [kept[:2] for kept in session.run_all(remember, 2)] == before
+    session.call(lambda: dist.destroy_process_group(), ranks=[1])
+    assert session.run(sums) == 2.0
+
+
+def test_a_rank_that_dies_after_its_answer(session: Session) -> None:
+    def dies_later() -> None:
+        def die() -> None:
+            time.sleep(0.2)
+            os._exit(4)
+
+        on(1, threading.Thread(target=die).start, lambda: time.sleep(1))
+
+    session.run(dies_later)
+    with pytest.raises(NbdistError, match=r"rank 1 .* exit code 4"):
+        session.run(sums)
+
+
+def test_restart_gives_fresh_ranks(session: Session) -> None:
+    before = session.run_all(remember, 1)
+    session.restart()
+    after = session.run_all(remember, 2)
+    assert [kept[1:] for kept in after] == [[2], [2]] and not {k[0] for k in before} & {k[0] for k in after}
+
+
+# --------------------------------------------------------------------------------------------------- the background
+
+
+def test_submit_gives_a_future(session: Session) -> None:
+    called: list[Any] = []
+    future = session.submit(lambda x: sums() + x, 3)
+    future.add_done_callback(called.append)
+    assert future.result(30) == 5.0 and future.done() and not future.cancelled() and future.exception() is None
+    assert poll(lambda: called == [future])
+    again: list[float] = []
+    session.submit(sums).add_done_callback(lambda done: again.append(done.result() + session.run(sums)))
+    assert poll(lambda: again == [4.0])
+    failing = session.submit(boom)
+    assert isinstance(failing.exception(30), ValueError)
+    with pytest.raises(ValueError, match="boom") as caught:
+        failing.result()
+    assert "rank " in str(caught.value.__cause__)
+    assert session.run(sums) == 2.0
+    done, _ = concurrent.futures.wait([session.submit(sums), session.submit(sums)], timeout=30)
+    assert [f.result() for f in done] == [2.0, 2.0]
+
+
+def test_what_cannot_be_sent_fails_at_once(session: Session) -> None:
+    with pytest.raises(CaptureError):
+        session.submit(print, (i for i in ()))
+    with pytest.raises(NameError, match="no_such"):
+        session.submit(sums, need="no_such")
+
+
+def test_calls_take_turns_and_see_values_as_they_were(session: Session) -> None:
+    big = torch.zeros(1 << 20)
+
+    def slow(value: torch.Tensor) -> float:
+        time.sleep(0.05)
+        return float(value[0])
+
+    futures = []
+    for number in range(5):
+        big.fill_(number)
+        futures.append(session.submit(slow, big))
+    big.fill_(-1)
+    assert session.run(slow, big) == -1.0 and all(future.done() for future in futures)
+    assert [future.result() for future in futures] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def waits_for(folder: str) -> str:
+    """Leaves a file when it begins and one when it is told to stop."""
+    begun = os.path.join(folder, f"begun-{dist.get_rank()}")
+    try:
+        open(begun, "w").close()
+        time.sleep(60)
+    finally:
+        open(begun.replace("begun", "cleaned"), "w").close()
+    return "done"
+
+
+def names(folder: Any, start: str) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if name.startswith(start))
+
+
+def test_close_stops_the_background(tmp_path: Any) -> None:
+    with Session(2) as own:
+        future = own.submit(waits_for, str(tmp_path))
+        waiting = own.submit(sums)
+        assert poll(lambda: len(names(tmp_path, "begun")) == 2)
+    assert future.cancelled() and waiting.cancelled() and len(names(tmp_path, "cleaned")) == 2
+
+
+def test_restart_stops_the_background(session: Session, tmp_path: Any) -> None:
+    future = session.submit(waits_for, str(tmp_path))
+    assert poll(lambda: len(names(tmp_path, "begun")) == 2)
+    session.restart()
+    assert future.cancelled() and session.run(sums) == 2.0
+
+
+def test_two_sessions_work_at_the_same_time(session: Session) -> None:
+    with Session(3) as other:
+        slow = session.submit(lambda: (time.sleep(1), sums())[1])
+        assert other.run(sums) == 3.0 and not slow.done()
+        assert slow.result(30) == 2.0
+
+
+# ------------------------------------------------------------------------------------------------------------ status
+
+
+def test_status(session: Session) -> None:
+    assert "not started" in str(session.status())
+    pids = session.run_all(os.getpid)
+    session.run(lambda: print("epoch 3\nloss 0.25"))
+    text = str(session.status())
+    head, *rows = text.splitlines()[1:]
+    assert head.split()[:4] == ["rank", "pid", "device", "state"]
+    for rank, row in enumerate(rows):
+        assert row.split()[:4] == [str(rank), str(pids[rank]), "cpu", "idle"] and row.endswith("loss 0.25")
+        assert "MB" in row
+    future = session.submit(time.sleep, 60)
+    assert poll(lambda: str(session.status()).count("running  sleep") == 2), session.status()
+    assert "<td>running</td><td>sleep</td>" in session.status()._repr_html_()
+    future.cancel()
+    assert poll(future.done) and poll(lambda: "running  sleep" not in str(session.status()))
+
+
+def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
+    with Session(2) as session:
+        seen = session._lock.in_turn(session._look)
+        assert seen.busy and "not started" in seen.title
+
+
+# ------------------------------------------------------------------------------------------------------- post mortem
+
+
+def fails_with(number: int) -> None:
+    local = number * 2
+    on(1, lambda: local / (number - number))
+
+
+def test_post_mortem_looks_into_the_frames_of_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(2, hold_on_error=True) as own:
+        before = own.run_all(remember, 1)
+        with pytest.raises(ZeroDivisionError):
+            own.run(fails_with, 21)
+        capsys.readouterr()
+        own.post_mortem(commands=["up", "up", "p local, number", "print(number + 1)", "no_such", "q"])
+        out = capsys.readouterr().out
+        assert "(42, 21)" in out and "\n22\n" in out and "NameError" in out and "(rank 1) p local" in out
+        own.post_mortem(1, commands=["where"])
+        assert "fails_with(21" not in out and "in fails_with" in capsys.readouterr().out.replace(
+            "fails_with()", "in fails_with"
+        )
+        assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
+        with pytest.raises(NbdistError, match="no rank is held"):
+            own.post_mortem(commands=[])
+
+
+def test_post_mortem_of_another_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(2, hold_on_error=True) as own:
+        with pytest.raises(ZeroDivisionError):
+            own.run(lambda: 1 / (dist.get_rank() * 0))
+        own.post_mortem(0, commands=["p 'rank', dist.get_rank"])
+        assert "(rank 0) p 'rank'" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="rank 5 has not raised"):
+            own.post_mortem(5, commands=[])
+
+
+def test_post_mortem_needs_a_held_rank(session: Session) -> None:
+    with pytest.raises(ValueError):
+        session.run(boom)
+    with pytest.raises(NbdistError, match="hold_on_error=True"):
+        session.post_mortem(commands=[])
+    with pytest.raises(NbdistError, match="hold_on_error=True"):
+        post_mortem(commands=[])
+
+
+def test_post_mortem_after_in_ddp(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(2, fails_with, 4, hold_on_error=True)
+    post_mortem(commands=["up", "up", "p local"])
+    assert "\n8\n" in capsys.readouterr().out
+    with pytest.raises(NbdistError, match="no rank is held"):
+        post_mortem(commands=[])
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(2, fails_with, 4, hold_on_error=True)
+    assert in_ddp(2, sums) == 2.0, "the next call lets the held ranks go"
+
+
+# ------------------------------------------------------------------------------------------------------------- growth
+
+
+@pytest.mark.slow
+def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
+    def work(number: int, data: torch.Tensor) -> float:
+        if number % 50 == 0:
+            on(number // 50 % 2, boom)
+        return sums() + float(data[0])
+
+    def look() -> tuple[int, int, list[tuple[int, int, int]]]:
+        me = psutil.Process()
+        ranks = session.run_all(lambda: (psutil.Process().memory_full_info().uss, psutil.Process().num_fds(), 0))
+        return open_fds(), len(me.children(recursive=True)), ranks
+
+    data, before = torch.zeros(1 << 19), None
+    for number in range(1, 1101):
+        data[0] = number
+        try:
+            assert session.run(work, number, data) == 2.0 + number
+        except ValueError:
+            assert number % 50 == 0
+        if number == 100:  # what is imported and allocated once is there
+            before = look()
+    after = look()
+    assert before is not None
+    assert after[0] <= before[0] and after[1] == before[1]
+    for (memory, fds, _), (memory_before, fds_before, _) in zip(after[2], before[2], strict=True):
+        assert fds <= fds_before + 2 and memory < memory_before + 10e6  # gloo closes its sockets a little later
+
+
+# --------------------------------------------------------------------------------------------------- turns are not lost
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises: as KeyboardInterrupt, and not to be mistaken for that of pytest."""
+
+
+def test_an_interrupt_at_any_moment_gives_the_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(1)
+    request = SimpleNamespace(call=SimpleNamespace(parcel=Parcel(b"", [], [])))
+    monkeypatch.setattr(session, "_capture", lambda *args: request)
+    monkeypatch.setattr(session._executor, "carry_out", lambda *args: [1])
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted, random = 0, Random(0)
+    try:
+        for _ in range(5_000):
+            with contextlib.suppress(Interrupted):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 60e-6))
+                    session.call(sums)
+                    time.sleep(0.001)
+                except Interrupted:
+                    interrupted += 1
+            assert not session._lock.busy(), f"lost after {interrupted} interrupts"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 2_000
+
+
+def test_a_thread_that_cannot_start(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert session.run(sums) == 2.0
+    fds = open_fds()
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", fail)
+        session.submit(sums)
+    assert open_fds() == fds
+    ahead = session.submit(sums)
+    assert session.run(sums) == 2.0 and ahead.result(30) == 2.0
+
+
+def test_calls_of_many_threads_take_turns(session: Session) -> None:
+    order: list[int] = []
+    futures = [session.submit(sums) for _ in range(20)]
+    for number, future in enumerate(futures):
+        future.add_done_callback(lambda done, number=number: order.append(number))  # type: ignore[misc]
+    futures[7].cancel()
+    assert session.run(sums) == 2.0
+    assert poll(lambda: all(future.done() for future in futures) and len(order) == 20)
+    assert [number for number in order if number != 7] == [number for number in range(20) if number != 7]
+
+
+def test_a_call_that_was_torn_off_is_not_answered_by_the_next(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An interrupt may come between the sending of a call and the waiting for it."""
+    before = session.run_all(os.getpid)
+
+    def torn(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(session._executor, "_wait_for", torn)
+        session.run(time.sleep, 1)
+    assert session.run(lambda: 5) == 5 and "fresh ranks" in capfd.readouterr().err
+    assert set(session.run_all(os.getpid)).isdisjoint(before)
+
+
+def test_a_call_cancelled_while_its_ranks_start_is_not_answered_by_the_next() -> None:
+    for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05):
+        with Session(2) as own:
+            future = own.submit(lambda: time.sleep(60))
+            time.sleep(delay)
+            future.cancel()
+            for number in range(3):
+                assert own.run_all(lambda number=number: (number, dist.get_rank())) == [(number, 0), (number, 1)]

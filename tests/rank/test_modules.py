@@ -1,0 +1,147 @@
+"""The user's own modules, edited and reloaded while a session lives."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Kernel
+
+from nbdist import NbdistError, Session
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    """Writes modules, each time with another length: Python does not look closer within a second."""
+    monkeypatch.syspath_prepend(tmp_path)
+    lengths = itertools.count()
+
+    def write(**modules: str) -> None:
+        for name, text in modules.items():
+            (tmp_path / f"{name}.py").write_text(textwrap.dedent(text) + "#" * next(lengths) + "\n")
+        importlib.invalidate_caches()
+
+    yield write
+    for name in [name for name in sys.modules if name.startswith("own_")]:
+        del sys.modules[name]
+
+
+def answer() -> Any:
+    return sys.modules["own_a"].answer()
+
+
+def test_a_reloaded_module_is_new_in_the_ranks_too(write: Write) -> None:
+    write(own_a="def answer(): return 1")
+    import own_a  # type: ignore[import-not-found]
+
+    with Session(2) as session:
+        assert session.run_all(own_a.answer) == [1, 1]
+        pids = session.run_all(os.getpid)
+        write(own_a="def answer(): return 2")
+        assert session.run(answer) == own_a.answer() == 1, "not reloaded here, not there"
+        importlib.reload(own_a)
+        assert session.run_all(own_a.answer) == [2, 2] == session.run_all(answer, imports="import own_a")
+        del sys.modules["own_a"]
+        write(own_a="def answer(): return 3")
+        import own_a
+
+        assert session.run_all(own_a.answer) == [3, 3] and session.run_all(os.getpid) == pids
+
+
+def test_a_module_that_only_ranks_have_is_as_its_file_is(write: Write) -> None:
+    write(own_a="def answer(): return 1")
+    with Session(1) as session:
+        assert session.run(answer, imports="import own_a") == 1 and "own_a" not in sys.modules
+        write(own_a="def answer(): return 2")
+        assert session.run(answer, imports="from own_a import answer") == 2
+        write(own_a="def answer(): return 3")
+        import own_a
+
+        assert session.run(own_a.answer) == 3
+
+
+def test_what_was_made_of_a_module_before_is_new_too(write: Write) -> None:
+    write(
+        own_a="def answer(): return 1", own_b="from own_a import answer\nclass Asks:\n  def ask(self): return answer()"
+    )
+    import own_a
+    import own_b  # type: ignore[import-not-found]
+
+    def make() -> None:
+        sys.modules["__main__"].kept = own_b.Asks()  # type: ignore[attr-defined]
+
+    def ask() -> Any:
+        return sys.modules["__main__"].kept.ask()  # type: ignore[attr-defined]
+
+    with Session(1) as session:
+        session.run(make)
+        assert session.run(ask) == 1
+        write(
+            own_a="def answer(): return 2", own_b="import own_a\nclass Asks:\n  def ask(self): return -own_a.answer()"
+        )
+        importlib.reload(own_a)
+        importlib.reload(own_b)
+        assert session.run(lambda: own_b.Asks().ask()) == -2
+
+
+def test_a_module_is_executed_again_only_when_it_was_edited(write: Write) -> None:
+    write(own_a="times = []\ndef answer(): times.append(1); return len(times)")
+    import own_a
+
+    with Session(1) as session:
+        first = session.run(own_a.answer)
+        importlib.reload(own_a)
+        assert [session.run(own_a.answer) for _ in range(2)] == [first + 1, first + 2]
+
+
+def test_a_reload_that_fails_is_seen(write: Write) -> None:
+    write(own_a="def answer(): return 1")
+    import own_a
+
+    with Session(1) as session:
+        assert session.run(own_a.answer) == 1
+        write(own_a="1 / 0")
+        with pytest.raises(ZeroDivisionError):
+            importlib.reload(own_a)
+        with pytest.raises(ZeroDivisionError):
+            session.run(answer)
+        write(own_a="def answer(): return 2")
+        importlib.reload(own_a)
+        assert session.run(answer) == 2
+
+
+def test_a_file_that_is_not_what_the_notebook_has_reloaded_is_named(write: Write) -> None:
+    write(own_a="def answer(): return 1")
+    import own_a
+
+    with Session(1) as session, Session(1) as other:
+        assert session.run(answer, imports="import own_a") == other.run(answer, imports="import own_a") == 1
+        write(own_a="def answer(): return 2")
+        importlib.reload(own_a)
+        assert other.run(answer) == 2
+        write(own_a="def answer(): return 3")
+        with pytest.raises(NbdistError, match=r"'own_a' .* stale .* restart\(\)"):
+            session.run(answer)
+        importlib.reload(own_a)
+        assert session.run(answer) == other.run(answer) == 3
+
+
+@pytest.mark.parametrize("mode", ["%autoreload 2", "%autoreload 3", "%autoreload 2 --full"])
+def test_autoreload(mode: str, kernel: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "own_a.py"
+    module.write_text("def answer(x): return x + 1\n")
+    if kernel.run(f"%load_ext autoreload\n{mode}\nfrom nbdist import Session\nimport own_a").error is not None:
+        pytest.skip(f"this IPython has no {mode}")
+    kernel.ok("session = Session(2)\ndef fn(): return own_a.answer(1)")
+    assert kernel.ok("print(session.run_all(fn), own_a.answer(1))").text == "[2, 2] 2\n"
+    module.write_text("def answer(x):\n    return x + 100\n")
+    assert kernel.ok("print(session.run_all(fn), own_a.answer(1))").text == "[101, 101] 101\n"

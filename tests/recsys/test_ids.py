@@ -1,0 +1,73 @@
+"""Ids outside a sharded table are an error that names them, and neither read nor train another row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from nbdist import Session, warm
+from nbdist.recsys.sharding import STRATEGIES, shard
+
+pytestmark = pytest.mark.slow
+
+ROWS = 50
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    warm("import torchrec.distributed")
+    with Session(2, timeout=60) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared session's ranks may stay."""
+
+
+def ask(strategy: str, ids: list[int], pooled: bool = True, **options: Any) -> torch.Tensor:
+    """In a rank: a table looked up by two features, of which the second has no ids on rank 1."""
+    shape: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 32, "feature_names": ["user", "friend"]}
+    model: nn.Module
+    if pooled:
+        model = EmbeddingBagCollection(tables=[EmbeddingBagConfig(name="users", **shape)])
+    else:
+        model = EmbeddingCollection(tables=[EmbeddingConfig(name="users", **shape)])
+    sharded = shard(model, {"*": strategy}, batch_size=8, **options)
+    mine = ids if dist.get_rank() == 0 else []
+    batch = KeyedJaggedTensor(
+        keys=["user", "friend"],
+        values=torch.tensor([0, ROWS - 1, *mine]),
+        lengths=torch.tensor([1, 1, len(mine), 0]),
+    )
+    output = sharded.model(batch)
+    values = output.values() if pooled else output["user"].values()
+    values.sum().backward()
+    return values.detach()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("wrong", [ROWS, 57, 10**6, -1])
+def test_an_id_outside_a_table(session: Session, strategy: str, wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"feature 'friend' has the id {wrong}, and table 'users' has 50 rows: .*49"):
+        session.run(ask, strategy, [3, wrong])
+
+
+def test_an_id_outside_the_table_of_a_sequence(session: Session) -> None:
+    with pytest.raises(ValueError, match="feature 'friend' has the id 57, and table 'users'"):
+        session.run(ask, "row_wise", [57], pooled=False)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_first_and_the_last_row_are_inside(session: Session, pooled: bool) -> None:
+    assert len(session.run(ask, "row_wise", [0, ROWS - 1], pooled)) == 2
+
+
+def test_unchecked_on_request(session: Session) -> None:
+    assert len(session.run(ask, "table_wise", [57], checked=False)) == 2

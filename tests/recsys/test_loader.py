@@ -1,0 +1,447 @@
+"""Loaders: the union over ranks is the input, steps are aligned, orders agree and differ, what is wrong is said."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist.recsys.io.partition import REMAINDERS
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, prefetch
+from nbdist.recsys.loader import batches as batching
+from nbdist.recsys.loader.base import Loader
+from nbdist.recsys.loader.columns import Ragged, keyed_jagged
+
+
+def table(rows: int, first: int = 0) -> pa.Table:
+    """Rows that can be told apart, the same from every column: `row`, and lists of `row % 4` numbers."""
+    row = np.arange(first, first + rows)
+    return pa.table(
+        {
+            "row": row,
+            "small": (row % 100).astype(np.uint16),
+            "score": row.astype(np.float32) / 2,
+            "liked": row % 3 == 0,
+            "pair": pa.FixedSizeListArray.from_arrays(pa.array(np.repeat(row, 2)), 2),
+            "genres": pa.array([[r * 10 + k for k in range(r % 4)] for r in row.tolist()], pa.list_(pa.int64())),
+        }
+    )
+
+
+def check(batch: dict[str, Any]) -> list[int]:
+    """The rows of a batch, after a look whether its columns belong together."""
+    row = batch["row"]
+    assert batch["small"].dtype == torch.uint16 and batch["small"].tolist() == (row % 100).tolist()
+    assert batch["score"].dtype == torch.float32 and torch.equal(batch["score"], row / 2)
+    assert batch["liked"].dtype == torch.bool and torch.equal(batch["liked"], row % 3 == 0)
+    assert torch.equal(batch["pair"], torch.stack([row, row], 1))
+    genres = batch["genres"]
+    assert isinstance(genres, Ragged) and genres.offsets[0] == 0 and torch.equal(genres.lengths, row % 4)
+    lists = [values.tolist() for values in genres.values.tensor_split(genres.offsets[1:-1])]
+    assert lists == [[r * 10 + k for k in range(r % 4)] for r in row.tolist()]
+    return list(row.tolist())
+
+
+def epoch(one: Loader) -> list[list[int]]:
+    return [check(batch) for batch in one]
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "rows": draw(st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(any)),
+        "group": draw(st.integers(1, 50)),
+        "world": draw(st.integers(1, 5)),
+        "batch_size": draw(st.integers(1, 30)),
+        "shuffle": draw(st.booleans()),
+        "remainder": draw(st.sampled_from(REMAINDERS)),
+        "seed": draw(st.integers(-5, 2**63)),
+        "prefetch": draw(st.sampled_from([0, 1, 3])),
+        "whole": draw(st.booleans()),
+        "block": draw(st.sampled_from([1, 500, 1 << 22])),
+        "window": draw(st.sampled_from([1, 2000, 5000])),
+    }
+
+
+def write(folder: Path, counts: list[int], group: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        old.unlink()
+    first = 0
+    for number, rows in enumerate(counts):
+        pq.write_table(table(rows, first), folder / f"{number}.parquet", row_group_size=group)
+        first += rows
+    return folder
+
+
+def stream(one: ParquetLoader, window: int) -> ParquetLoader:
+    """Make a loader of a small file do what it does with a large one."""
+    one._whole, one._window = False, window
+    return one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parquet")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_survives() -> Iterator[None]:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "nbdist loader"]
+
+
+def check_epochs(make: Any, s: dict[str, Any]) -> None:
+    """What holds for any loader over the rows 0 .. total - 1, made with a rank by `make`."""
+    total, world, batch_size = sum(s["rows"]), s["world"], s["batch_size"]
+    try:
+        ranks = [make(rank) for rank in range(world)]
+    except ValueError as error:
+        assert "cannot go once each" in str(error) or "do not fill one batch" in str(error)
+        return
+    first, second = ([epoch(one) for one in ranks] for _ in range(2))
+    partition = ranks[0].partition
+    for batches in (first, second):
+        assert {len(one) for one in batches} == {len(one) for one in ranks} == {partition.steps}
+        for rank, one in enumerate(batches):
+            assert [len(batch) for batch in one] == [partition.size(rank, step) for step in range(partition.steps)]
+        dealt = [
+            r
+            for rank, one in enumerate(batches)
+            for i, b in enumerate(one)
+            for r in b[: partition.size_without_repeats(rank, i)]
+        ]
+        if s["remainder"] == "drop":
+            assert len(dealt) == len(set(dealt)) == total - total % (world * batch_size)
+            assert set(dealt) <= set(range(total))
+        else:
+            assert sorted(dealt) == list(range(total))
+        if not s["shuffle"]:
+            assert dealt == sorted(dealt)
+    if s["shuffle"] and total > 30:
+        assert first != second or s["remainder"] == "drop"
+    for one in ranks:
+        one.set_epoch(1)
+    assert [epoch(one) for one in ranks] == second, "seed and epoch give the order"
+
+
+@given(settings_of())
+@settings(max_examples=60, deadline=None)
+def test_parquet_for_any_files_row_groups_ranks_and_batches(folder: Path, s: dict[str, Any]) -> None:
+    write(folder, s["rows"], s["group"])
+    options = {name: s[name] for name in ("shuffle", "remainder", "seed", "prefetch")}
+
+    def make(rank: int) -> ParquetLoader:
+        one = ParquetLoader(folder, s["batch_size"], rank=rank, world_size=s["world"], **options)
+        return one if s["whole"] else stream(one, s["window"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "BLOCK_BYTES", s["block"])
+        check_epochs(make, s)
+
+
+@given(settings_of())
+@settings(max_examples=40, deadline=None)
+def test_memory_for_any_rows_ranks_and_batches(s: dict[str, Any]) -> None:
+    data = table(sum(s["rows"]))
+    options = {name: s[name] for name in ("shuffle", "remainder", "seed", "prefetch")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "BLOCK_BYTES", s["block"])
+        check_epochs(lambda rank: MemoryLoader(data, s["batch_size"], rank=rank, world_size=s["world"], **options), s)
+
+
+@given(settings_of(), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: int) -> None:
+    write(folder, s["rows"], s["group"])
+
+    def make(seed: int) -> ParquetLoader:
+        options = {"shuffle": s["shuffle"], "remainder": "pad", "prefetch": s["prefetch"]}
+        one = ParquetLoader(folder, s["batch_size"], rank=s["world"] - 1, world_size=s["world"], seed=seed, **options)
+        return one if s["whole"] else stream(one, s["window"])
+
+    whole = make(s["seed"])
+    expected = epoch(whole) + epoch(whole)
+    one = make(s["seed"])
+    after %= len(expected)
+    seen: list[list[int]] = []
+    state = one.state_dict()
+    while len(seen) < after:
+        for batch in one:
+            seen.append(check(batch))
+            if len(seen) == after:
+                state = one.state_dict()
+                break
+    other = make(s["seed"] + 1)
+    other.load_state_dict(json.loads(json.dumps(state)))
+    while len(seen) < len(expected):
+        seen += epoch(other)
+    assert seen == expected
+
+
+def test_resumed_parquet_reads_only_what_is_still_to_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stream(ParquetLoader(write(folder, [100], 10), 5, shuffle=True, seed=1, prefetch=0), 1)
+    for _, _ in zip(range(13), one, strict=False):
+        pass
+    state = one.state_dict()
+    read: list[int] = []
+    original = one._files.read
+    monkeypatch.setattr(one._files, "read", lambda pieces, *rest: read.append(len(pieces)) or original(pieces, *rest))
+    one.load_state_dict(state)
+    assert len(epoch(one)) == 20 - 13
+    assert len(read) in (4, 5), "of ten or eleven windows, the last"
+
+
+def test_a_state_of_something_else_is_refused(folder: Path) -> None:
+    one = ParquetLoader(write(folder, [50], 10), 5, seed=1)
+    state = one.state_dict()
+    with pytest.raises(ValueError, match="input"):  # other windows are another order
+        stream(ParquetLoader(folder, 5, seed=1), 100).load_state_dict(state)
+    for change in ({"batch_size": 6}, {"world_size": 2}, {"input": "x"}, {"shuffle": True}):
+        with pytest.raises(ValueError, match=f"the state is of a loader with {next(iter(change))}="):
+            one.load_state_dict({**state, **change})
+
+
+def test_an_iteration_that_is_broken_off_begins_anew() -> None:
+    one = MemoryLoader(table(100), 7, shuffle=True, seed=0, prefetch=2)
+    first = epoch(one)
+    one.set_epoch(0)
+    for batch in one:
+        assert check(batch) == first[0]
+        break
+    assert epoch(one) == first != epoch(one)
+
+
+def test_shuffles_of_a_stream_mix_files_and_ranks(folder: Path) -> None:
+    one = stream(ParquetLoader(write(folder, [200, 200], 20), 50, shuffle=True, rank=0, world_size=2, seed=3), 6000)
+    rows = [row for batch in epoch(one) for row in batch]
+    assert {row < 200 for row in rows} == {True, False}
+    assert rows != sorted(rows) and set(rows) != {row for batch in epoch(one) for row in batch}
+
+
+# --- what data may be ---
+
+
+def test_tensors_are_neither_copied_nor_changed_in_kind() -> None:
+    x, y = torch.arange(20).reshape(10, 2), np.arange(10, dtype=np.float16)
+    one = MemoryLoader((x, y), 4)
+    batches = list(one)
+    assert all(isinstance(batch, tuple) for batch in batches)
+    assert torch.equal(torch.cat([batch[0] for batch in batches]), x)
+    assert batches[0][1].dtype == torch.float16 and [len(batch[1]) for batch in batches] == [4, 4, 2]
+    batches[0][0].zero_()
+    assert x[0, 1] == 1, "a batch may be written to"
+    x[0, 0] = 7
+    assert next(iter(one))[0][0, 0] == 7
+
+
+def test_frames() -> None:
+    pandas = pd.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})
+    frame = pl.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})
+    for data in (pandas, frame, frame.to_arrow()):
+        (batch,) = MemoryLoader(data, 3)
+        assert batch["row"].tolist() == [1, 2, 3] and batch["score"].isnan().tolist() == [False, True, False]
+        assert batch["genres"].offsets.tolist() == [0, 1, 1, 3] and batch["genres"].values.tolist() == [1, 2, 3]
+    codes = pl.DataFrame({"code": pl.Series([3, 2**32 - 1, 1], dtype=pl.UInt32)})
+    (batch,) = MemoryLoader(codes, 3, shuffle=True)
+    assert batch["code"].dtype == torch.uint32 and sorted(batch["code"].tolist()) == [1, 3, 2**32 - 1]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "'b' has 4 rows, 'a' has 3"),
+        ({"a": [1, 2]}, TypeError, "'a' is a list"),
+        ({"a": torch.tensor(1)}, TypeError, "'a' is a Tensor"),
+        ({}, ValueError, "no columns"),
+        (5, TypeError, "of a int"),
+        ({"a": torch.arange(0)}, ValueError, "rows=0"),
+        ({"a": Ragged(torch.arange(3), torch.tensor([0, 2]))}, ValueError, "'a': offsets"),
+        (pa.table({"a": ["x"]}), ValueError, "the table: column 'a' is string.*categorify"),
+        (pl.DataFrame({"a": [1, None]}), ValueError, r"the frame: column 'a' has 1 null\(s\)"),
+        (pl.DataFrame({"a": [[1], [None]]}), ValueError, r"column 'a' has lists with 1 null\(s\)"),
+        (pd.DataFrame({"a": ["x", "y"]}), ValueError, "the frame: column 'a' is .*string"),
+        (pl.DataFrame({"a": [[["x"]]]}), ValueError, "column 'a' is"),
+    ],
+)
+def test_data_that_has_no_batches_is_refused(data: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MemoryLoader(data, 2)
+
+
+def test_slices_and_empty_lists() -> None:
+    (batch,) = MemoryLoader(table(50).slice(20, 9), 9, shuffle=True, seed=0)
+    assert sorted(check(batch)) == list(range(20, 29))
+    empty = pa.table({"genres": pa.array([[], [], []], pa.large_list(pa.int32()))})
+    (batch,) = MemoryLoader(empty, 3, shuffle=True)
+    assert batch["genres"].values.dtype == torch.int32 and batch["genres"].offsets.tolist() == [0, 0, 0, 0]
+
+
+def test_transform_and_keyed_jagged() -> None:
+    pytest.importorskip("torchrec")  # it has no release for every Python; nothing else here needs it
+    keys = ["genres", "row"]
+    one = MemoryLoader(table(10), 4, transform=lambda batch: (keyed_jagged(batch, keys), batch["score"]))
+    kjt, score = next(iter(one))
+    assert kjt.keys() == keys and score.tolist() == [0, 0.5, 1, 1.5]
+    assert kjt["genres"].lengths().tolist() == [0, 1, 2, 3] and kjt["row"].values().tolist() == [0, 1, 2, 3]
+    batch = next(iter(MemoryLoader(table(10), 4)))
+    for names, message in ((["title"], "no column 'title'"), (["pair"], "shape"), (["row", "small"], "uint16")):
+        with pytest.raises(ValueError, match=message):
+            keyed_jagged(batch, names)
+
+
+# --- files ---
+
+
+def test_columns_are_chosen_and_read_in_that_order(folder: Path) -> None:
+    write(folder, [10], 4)
+    for files in (folder, folder / "0.parquet", str(folder / "*.parquet"), [folder / "0.parquet"]):
+        (batch,) = ParquetLoader(files, 10, columns=["genres", "row"])
+        assert list(batch) == ["genres", "row"] and len(batch["row"]) == 10
+
+
+def test_wrong_files_are_named(tmp_path: Path) -> None:
+    good = tmp_path / "a.parquet"
+    pq.write_table(table(10), good)
+
+    def refused(message: str, other: pa.Table | bytes | None = None, error: Any = ValueError, **options: Any) -> None:
+        path = tmp_path / "b.parquet"
+        if isinstance(other, bytes):
+            path.write_bytes(other)
+        elif other is not None:
+            pq.write_table(other, path)
+        with pytest.raises(error, match=message):
+            ParquetLoader(options.pop("files", [good, path] if other is not None else good), 2, **options)
+
+    refused("nothing.parquet: no such file", error=FileNotFoundError, files=tmp_path / "nothing.parquet")
+    (tmp_path / "empty").mkdir()
+    refused(r"empty: the folder has no \*.parquet", error=FileNotFoundError, files=tmp_path / "empty")
+    refused("names no file", files=[])
+    refused("a.parquet: column 'title' is there 0 times", columns=["title"])
+    refused("no columns", columns=[])
+    refused("b.parquet: not a whole Parquet file", good.read_bytes()[:-30])
+    refused("b.parquet: column 'extra' is not in .*a.parquet", table(3).append_column("extra", pa.array([1, 2, 3])))
+    refused("b.parquet: no column 'row'", table(3).drop_columns(["row"]))
+    refused("b.parquet: column 'row' is double, but int64", table(3).set_column(0, "row", pa.array([1.0, 2.0, 3.0])))
+    refused("b.parquet: column 'row' is string.*categorify", table(1).set_column(0, "row", pa.array(["x"])))
+    pq.write_table(table(0), tmp_path / "b.parquet")
+    refused("b.parquet: no rows in 1 file", files=tmp_path / "b.parquet")
+    pq.write_table(pa.table({"a": [1, None, 3]}), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b.parquet, row group 0: column 'a' has 1 null\(s\)"):
+        list(ParquetLoader(tmp_path / "b.parquet", 2))
+
+
+def test_a_file_that_changes_is_noticed(folder: Path) -> None:
+    one = stream(ParquetLoader(write(folder, [20], 10), 4), 1)
+    write(folder, [20], 7)
+    with pytest.raises(ValueError, match=r"0.parquet, row group 0: has changed"):
+        epoch(one)
+
+
+def test_the_memory_budget(folder: Path) -> None:
+    rows = 3_000_000
+    rng = np.random.default_rng(0)
+    data = {"user": rng.integers(0, 10**6, rows), "item": rng.integers(0, 10**6, rows), "rating": rng.random(rows)}
+    pq.write_table(pa.table(data), write(folder, [], 1) / "0.parquet", row_group_size=100_000)
+    budget = 48 << 20
+    one = ParquetLoader(folder, 4096, shuffle=True, memory=budget, seed=0)
+    assert one._files.size == 24 * rows > budget and not one._whole
+    taken: list[int] = []
+    original = one._files.read
+
+    def read(*args: Any) -> Any:
+        columns = original(*args)
+        taken.append(sum(map(batching.bytes_of, columns.values())))
+        return columns
+
+    one._files.read = read  # type: ignore[method-assign]
+    total = sum(int(batch["user"].sum()) for batch in one)
+    assert total == data["user"].sum() and budget // 4 < max(taken) < budget
+    with pytest.raises(ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory=(\d+) or more") as caught:
+        ParquetLoader(folder, 4096, memory=8 << 20)
+    enough = int(str(caught.value).split("memory=")[2].split()[0])
+    assert len(next(iter(ParquetLoader(folder, 4096, memory=enough)))["user"]) == 4096
+
+
+def test_a_loader_is_sent_without_what_it_can_read_again(folder: Path) -> None:
+    one = ParquetLoader(write(folder, [500], 100), 50, shuffle=True, seed=5)
+    first = epoch(one)
+    assert one._table is not None
+    data = pickle.dumps(one)
+    assert len(data) < 3000
+    other = pickle.loads(data)
+    assert epoch(other) == epoch(one) != first
+
+
+# --- prefetching ---
+
+
+def test_an_exception_comes_at_its_place_and_the_thread_ends() -> None:
+    def items() -> Any:
+        yield 1
+        raise ZeroDivisionError
+
+    for depth in (0, 1, 5):
+        seen = []
+        with pytest.raises(ZeroDivisionError):
+            for item in prefetch.ahead(items(), depth):
+                seen.append(item)
+        assert seen == [1]
+
+
+def test_what_is_made_ahead_is_bounded_and_stops() -> None:
+    made: list[int] = []
+
+    def items() -> Any:
+        try:
+            for i in range(1000):
+                made.append(i)
+                yield i
+        finally:
+            made.append(-1)
+
+    ahead = prefetch.ahead(items(), 2)
+    assert next(ahead) == 0
+    ahead.close()
+    assert made[-1] == -1 and len(made) <= 6
+
+
+def test_arguments_that_make_no_sense() -> None:
+    data = table(10)
+    for options, message in (
+        ({"rank": 0}, "belong together"),
+        ({"rank": 2, "world_size": 2}, "no rank 2"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"remainder": "all"}, "'all'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MemoryLoader(data, 2, **options)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="pin_memory=True needs a GPU"):
+            MemoryLoader(data, 2, pin_memory=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_batches_for_a_gpu_come_pinned_and_in_a_stream_of_their_own() -> None:
+    one = MemoryLoader(table(10_000), 100, shuffle=True, seed=0, device="cuda")
+    rows = []
+    for batch in one:
+        assert {column.device.type for column in batch.values() if isinstance(column, torch.Tensor)} == {"cuda"}
+        assert batch["genres"].values.device.type == "cuda"
+        rows.append((batch["row"] * 1).cpu())
+    assert torch.cat(rows).sort().values.equal(torch.arange(10_000))
+    assert next(iter(MemoryLoader(table(100), 10, pin_memory=True)))["row"].is_pinned()

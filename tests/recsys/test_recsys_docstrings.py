@@ -1,0 +1,56 @@
+"""The examples in the docstrings of public names of `nbdist.recsys` run as they stand, and there is one in each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_docstrings import check_example
+
+from nbdist import warm
+from nbdist.recsys import metrics
+from nbdist.recsys.triton.serving import exists_for_this_machine
+
+ROOMS = ("datasets", "etl", "loader", "sharding", "training", "triton")
+#: Values and the names of types, which have no docstrings.
+VALUES = {"NULL", "NULL_STRING", "OPTIMIZERS", "PADDING", "PADDING_STRING", "STRATEGIES", "Schedule"}
+SERVED = {"Server", "serve"}
+
+
+def public() -> dict[str, Any]:
+    """Every public name, with its room's before it."""
+    found = {}
+    for name in ROOMS:
+        room = importlib.import_module(f"nbdist.recsys.{name}")
+        found |= {f"{name}.{one}": getattr(room, one) for one in set(room.__all__) - VALUES}
+    own = inspect.getmembers(metrics, lambda one: getattr(one, "__module__", None) == metrics.__name__)
+    return found | {f"metrics.{one}": obj for one, obj in own if not one.startswith("_")}
+
+
+PUBLIC = public()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed() -> None:
+    warm("import torchrec.distributed, torchmetrics, polars, pandas")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples write into a folder of their own, and neither find data sets on this machine nor reach GroupLens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NBDIST_DATA", raising=False)
+    monkeypatch.setenv("FASTAI_HOME", str(tmp_path / "fastai"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_example(name: str) -> None:
+    if name.partition(".")[2] in SERVED and not exists_for_this_machine():
+        pytest.skip("no Triton server for this machine")
+    check_example(name, PUBLIC[name], {})

@@ -1,0 +1,668 @@
+"""Sharded tables do what the same tables do in one piece, whatever the strategy and the number of ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import PoolingType
+
+from nbdist import Session, warm
+from nbdist.recsys.parallel.plan import Shard as PlanShard
+from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, shard
+from nbdist.recsys.sharding.versions import check_torchrec, matching, releases
+
+pytestmark = pytest.mark.slow
+
+RANKS = (2, 4)
+ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
+COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
+SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[int, Session]]:
+    warm("import torchrec.distributed")
+    with Session(2, timeout=60) as two, Session(4, timeout=60) as four:
+        yield {2: two, 4: four}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared sessions' ranks may stay."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tables, and how they are trained."""
+
+    strategy: str = "row_wise"
+    others: dict[str, str] = field(default_factory=dict)
+    """Tables of another strategy."""
+    rows: tuple[int, ...] = (50, 23)
+    columns: int = 32
+    mean: bool = False
+    weighted: bool = False
+    optimizer: str = "adagrad"
+    batches: tuple[int, ...] = (6, 6, 6, 6)
+    """Samples of each rank; the first so many ranks count."""
+    longest: int = 4
+    """A bag has 0 to so many ids."""
+    steps: int = 10
+    seed: int = 0
+    real: bool = True
+    """Whether the tables have values before they are sharded."""
+    sequences: bool = False
+    """Whether they are those of an `EmbeddingCollection`, which does not pool."""
+
+    def tables(self, device: str = "cpu") -> EmbeddingBagCollection | EmbeddingCollection:
+        torch.manual_seed(self.seed)
+        shapes: list[dict[str, Any]] = [
+            {
+                "name": f"table_{i}",
+                "num_embeddings": rows,
+                "embedding_dim": self.columns,
+                # The first table is looked up by two features.
+                "feature_names": [f"feature_{i}", "again"] if i == 0 else [f"feature_{i}"],
+            }
+            for i, rows in enumerate(self.rows)
+        ]
+        if self.sequences:
+            some = [EmbeddingConfig(**shape) for shape in shapes]
+            return EmbeddingCollection(tables=some, device=torch.device(device))
+        pooling = PoolingType.MEAN if self.mean else PoolingType.SUM
+        configs = [EmbeddingBagConfig(**shape, pooling=pooling) for shape in shapes]
+        return EmbeddingBagCollection(tables=configs, is_weighted=self.weighted, device=torch.device(device))
+
+    def batch(self, rank: int, step: int) -> KeyedJaggedTensor:
+        draw = torch.Generator().manual_seed(self.seed * 10_000 + step * 10 + rank)
+        keys = [*(f"feature_{i}" for i in range(len(self.rows))), "again"]
+        lengths, values = [], []
+        for rows in (*self.rows, self.rows[0]):
+            lengths.append(torch.randint(self.longest + 1, (self.batches[rank],), generator=draw))
+            values.append(torch.randint(rows, (int(lengths[-1].sum()),), generator=draw))
+        ids = torch.cat(values)
+        weights = torch.rand(len(ids), generator=draw) + 0.5 if self.weighted else None
+        return KeyedJaggedTensor(keys=keys, values=ids, lengths=torch.cat(lengths), weights=weights)
+
+    def output(self, tables: nn.Module, rank: int, step: int) -> torch.Tensor:
+        """Shape (samples, columns of all features), or (ids of all features, columns)."""
+        if not self.batches[rank] and isinstance(tables, (EmbeddingBagCollection, EmbeddingCollection)):
+            # TorchRec's modules cannot look up nothing.
+            return torch.zeros(0, self.columns * (1 if self.sequences else len(self.rows) + 1), requires_grad=True)
+        output = tables(self.batch(rank, step))
+        if not self.sequences:
+            return output.values()  # type: ignore[no-any-return]
+        parts = output if isinstance(output, dict) else output.wait()
+        assert {len(part.lengths()) for part in parts.values()} == {self.batches[rank]}
+        return torch.cat([parts[name].values() for name in sorted(parts)])
+
+    def loss(self, output: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self.seed * 10_000 + step * 10 + rank + 5)
+        # A batch without samples has the loss 0.
+        target = torch.randn(output.shape, generator=draw)
+        return ((output - target) ** 2).sum() / max(1, self.batches[rank])
+
+
+def train(case: Case) -> tuple[list[torch.Tensor], torch.Tensor, nn.Module | None, Plan]:
+    """In a rank: the outputs of each step, those for one more batch, the gathered tables, the plan."""
+    rank = dist.get_rank()
+    tables = case.tables("cpu" if case.real else "meta")
+    sharded = shard(tables, {"*": case.strategy} | case.others, batch_size=8, optimizer=case.optimizer, lr=0.1)
+    outputs = []
+    for step in range(case.steps):
+        sharded.optimizer.zero_grad()
+        output = case.output(sharded.model, rank, step)
+        outputs.append(output.detach().clone())
+        case.loss(output, rank, step).backward()
+        sharded.optimizer.step()
+    return outputs, case.output(sharded.model, rank, case.steps).detach(), sharded.gather(), sharded.plan
+
+
+class BlockwiseAdagrad(torch.optim.Optimizer):
+    """Row-wise Adagrad with a state per row and block of columns, written down independently of FBGEMM's."""
+
+    def __init__(self, parameters: Any, lr: float, eps: float, parts: int) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps, "parts": parts})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                blocks = p.grad.view(len(p), group["parts"], -1)  # (rows, parts, columns of a part)
+                total = self.state[p].setdefault("total", torch.zeros(len(p), group["parts"], 1))
+                total += (blocks**2).mean(dim=2, keepdim=True)
+                p -= group["lr"] * (blocks / (total.sqrt() + group["eps"])).view_as(p)
+
+
+def unsharded(case: Case, nranks: int, parts: int = 1) -> tuple[list[list[torch.Tensor]], nn.Module]:
+    """The same training in this process: the outputs of each rank and step, and the tables."""
+    tables = case.tables()
+    make: Any = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8),
+        "rowwise_adagrad": lambda p: BlockwiseAdagrad(p, 0.1, 1e-8, parts),
+    }
+    optimizer = make[case.optimizer](tables.parameters())
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(nranks)]
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(nranks):
+            output = case.output(tables, rank, step)
+            outputs[rank].append(output.detach().clone())
+            total = total + case.loss(output, rank, step) / nranks
+        total.backward()
+        optimizer.step()
+    return outputs, tables
+
+
+def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
+    expected, tables = unsharded(case, session.nranks, parts)
+    answers = session.run_all(train, case)
+    whole = answers[0][2]
+    assert type(whole) is type(tables) and all(gathered is None for _, _, gathered, _ in answers[1:])
+    torch.testing.assert_close(dict(whole.state_dict()), dict(tables.state_dict()), rtol=0, atol=1e-5)
+    for rank, (outputs, last, _, _) in enumerate(answers):
+        # Equal weights give equal outputs: those they all begin with, and those that were learnt.
+        torch.testing.assert_close(outputs[0], expected[rank][0], rtol=0, atol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(last, case.output(whole, rank, case.steps), rtol=0, atol=1e-6)
+        # Between the two, what weights that differ by less than 1e-5 make of a bag.
+        torch.testing.assert_close(outputs, expected[rank], rtol=0, atol=1e-5 * 1.5 * max(1, case.longest))
+    return answers
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_as_in_one_piece(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+    answers = assert_same(sessions[nranks], Case(strategy))
+    plan = answers[0][3]
+    assert plan == answers[-1][3] and plan.strategies == {"table_0": strategy, "table_1": strategy}
+    for index, rows in enumerate((50, 23)):
+        shards = [s for s in plan.shards if s.table == f"table_{index}"]
+        area = sum(s.rows * s.columns for s in shards)
+        assert area == rows * 32 * (nranks if strategy == "data_parallel" else 1), "the shards make up the table"
+        assert sum(s.bytes for s in shards) == 4 * area
+    assert (len({s.column for s in plan.shards}) > 1) == (strategy in COLUMN_STRATEGIES)
+    assert (len({s.row for s in plan.shards}) > 1) == (strategy in ROW_STRATEGIES)
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_the_other_optimizers(sessions: dict[int, Session], optimizer: str, strategy: str, nranks: int) -> None:
+    parts = {"column_wise": nranks, "table_column_wise": nranks, "grid_shard": 2}.get(strategy, 1)
+    assert_same(sessions[nranks], Case(strategy, optimizer=optimizer, weighted=True), parts)
+
+
+FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+SHAPES: dict[str, Any] = {
+    "rows": st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    "width": st.integers(1, 4),
+    "optimizer": st.sampled_from(["sgd", "adagrad"]),
+    "longest": st.integers(0, 5),
+    "batches": st.tuples(*[st.integers(0, 9)] * 4),
+    "seed": st.integers(0, 1000),
+}
+POOLINGS = st.sampled_from(["sum", "mean", "weighted"])  # torch itself has no weighted mean
+
+
+def assert_same_shape(
+    session: Session, strategy: str, nranks: int, rows: list[int], width: int, **options: Any
+) -> None:
+    # A part without rows is refused.
+    assume(strategy not in ROW_STRATEGIES or all(-(-n // -(-n // nranks)) == nranks for n in rows))
+    assert_same(session, Case(strategy, {}, tuple(rows), width * 4 * nranks, **options))
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_shape(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+    @FEW
+    @given(pooling=POOLINGS, **SHAPES)
+    def check(pooling: str, **options: Any) -> None:
+        options |= {"mean": pooling == "mean", "weighted": pooling == "weighted"}
+        assert_same_shape(sessions[nranks], strategy, nranks, **options)
+
+    check()
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
+def test_sequences_of_any_shape(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+    @FEW
+    @given(**SHAPES)
+    def check(**options: Any) -> None:
+        assert_same_shape(sessions[nranks], strategy, nranks, sequences=True, **options)
+
+    check()
+
+
+@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batches_of_different_sizes(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+    assert_same(sessions[nranks], Case(strategy, batches=(7, 3, 1, 5), mean=True))
+    assert_same(sessions[nranks], Case(strategy, batches=(0, 8, 8, 0), weighted=True))
+    assert_same(sessions[nranks], Case(strategy, batches=(5, 0, 0, 2), mean=True))
+    assert_same(sessions[nranks], Case(strategy, batches=(0, 0, 0, 0), steps=2))
+
+
+class Clicks(nn.Module):
+    """A model with tables and dense layers: a tower on pooled tables, and a sequence of embeddings."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.bags = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, num_embeddings=40, embedding_dim=16, feature_names=[name])
+                for name in ("user", "movie")
+            ],
+            device=torch.device(device),
+        )
+        self.history = EmbeddingCollection(
+            tables=[EmbeddingConfig(name="seen", num_embeddings=30, embedding_dim=16, feature_names=["seen"])],
+            device=torch.device(device),
+        )
+        self.over = nn.Sequential(nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 1))
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, bags: KeyedJaggedTensor, seen: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = self.bags(bags).values()  # (batch, 32)
+        last = self.history(seen)["seen"].to_padded_dense(2).sum(1)  # (batch, 16)
+        return self.scale * self.over(torch.cat([pooled, last], dim=1)).squeeze(1)
+
+
+def clicks(rank: int, step: int, size: int = 8) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    ones, twos = torch.ones(2 * size, dtype=torch.long), torch.full((size,), 2)
+    bags = KeyedJaggedTensor(["user", "movie"], torch.randint(40, (2 * size,), generator=draw), lengths=ones)
+    seen = KeyedJaggedTensor(["seen"], torch.randint(30, (2 * size,), generator=draw), lengths=twos)
+    return bags, seen, torch.rand(size, generator=draw)
+
+
+def build(strategies: dict[str, str], seed: int = 1) -> Sharded:
+    torch.manual_seed(seed)
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.01)
+
+    return shard(Clicks(), strategies, batch_size=8, lr=0.1, dense_optimizer=adam)
+
+
+def fit(sharded: Sharded, steps: range, sizes: tuple[int, ...] = (8, 8, 8, 8)) -> list[float]:
+    losses = []
+    for step in steps:
+        bags, seen, target = clicks(dist.get_rank() % 2, step, sizes[dist.get_rank()])
+        sharded.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(sharded.model(bags, seen), target)
+        loss.backward()
+        sharded.optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+SPLIT = {"user": "row_wise", "movie": "column_wise", "seen": "row_wise"}
+PLANS = {
+    "table_wise": {"*": "table_wise"},
+    "row_wise": {"*": "row_wise"},
+    "column_wise": {"*": "column_wise"},
+    "table_row_wise": {"seen": "row_wise", "*": "table_row_wise"},
+    "table_column_wise": {"seen": "column_wise", "*": "table_column_wise"},
+    "grid_shard": {"seen": "table_wise", "*": "grid_shard"},
+    "data_parallel": {"*": "data_parallel"},
+}
+
+
+def initial(strategies: dict[str, str]) -> tuple[nn.Module | None, list[float]]:
+    sharded = build(strategies)
+    whole = sharded.gather()
+    return whole, [*fit(sharded, range(3)), float(torch.rand(1))]
+
+
+def test_tables_on_meta_start_alike_whatever_the_plan(sessions: dict[int, Session]) -> None:
+    states, losses = [], []
+    for nranks in RANKS:
+        for strategies in PLANS.values():
+            answers = sessions[nranks].run_all(initial, strategies)
+            assert len({values[-1] for _, values in answers}) == 1, "the ranks draw the same numbers after it"
+            states.append(answers[0][0].state_dict())
+            losses.append(answers[0][1][0])
+    for state in states:
+        torch.testing.assert_close(state, states[0], rtol=0, atol=0)
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-6)
+    weight = states[0]["bags.embedding_bags.user.weight"]
+    assert len(weight.unique()) > 0.9 * weight.numel(), "no two shards are alike"
+    assert 0 < weight.abs().max() <= 40**-0.5, "init_fn's range"
+
+
+def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: dict[int, Session]) -> None:
+    def copies() -> dict[str, torch.Tensor]:
+        torch.manual_seed(dist.get_rank())
+        sharded = shard(bags("cpu", ("a", 20, 8)), {"a": "data_parallel"}, batch_size=8)
+        return dict(sharded.model.state_dict())
+
+    first, second = sessions[2].run_all(copies)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+def test_the_gathered_model_predicts_in_the_notebook(sessions: dict[int, Session]) -> None:
+    def predict() -> tuple[nn.Module | None, torch.Tensor]:
+        sharded = build(SPLIT)
+        fit(sharded, range(5))
+        bags, seen, _ = clicks(0, 99)
+        return sharded.gather(), sharded.model(bags, seen).detach()
+
+    model, expected = sessions[2].run(predict)
+    assert type(model) is Clicks and type(model.bags) is EmbeddingBagCollection
+    bags, seen, target = clicks(0, 99)
+    torch.testing.assert_close(model(bags, seen), expected, rtol=0, atol=1e-6)
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and model.scale == 0.5
+    nn.functional.mse_loss(model(bags, seen), target).backward()  # it can be trained further
+
+
+def save(strategies: dict[str, str], folder: Path) -> tuple[nn.Module | None, list[float]]:
+    """Train 3 steps, save, train 3 more: the model as saved, the losses after it."""
+    sharded = build(strategies)
+    fit(sharded, range(3))
+    sharded.save(folder)
+    return sharded.gather(), fit(sharded, range(3, 6))
+
+
+def load(strategies: dict[str, str], folder: Path, optimizer: bool = True) -> tuple[nn.Module | None, list[float]]:
+    sharded = build(strategies, seed=2)
+    sharded.load(folder, optimizer=optimizer)
+    return sharded.gather(), fit(sharded, range(3, 6))
+
+
+@pytest.mark.parametrize("strategies", [pytest.param(strategies, id=name) for name, strategies in PLANS.items()])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 2)])
+def test_saved_on_n_ranks_and_loaded_on_m(
+    sessions: dict[int, Session], tmp_path: Path, strategies: dict[str, str], n: int, m: int
+) -> None:
+    saved, losses = sessions[n].run(save, strategies, tmp_path)
+    if "column" in str(strategies):  # the state of the default optimizer is per block of columns, and those differ
+        with pytest.raises(ValueError, match=r"optimizer's state .* does not fit"):
+            sessions[m].run(load, strategies, tmp_path)
+        loaded, _ = sessions[m].run(load, strategies, tmp_path, optimizer=False)
+    else:
+        loaded, after = sessions[m].run(load, strategies, tmp_path)
+        # Ranks 2 and 3 see what 0 and 1 see: the mean gradient is one for 2 and for 4 ranks.
+        assert after == pytest.approx(losses, abs=1e-5), "training goes on as if nothing had happened"
+    torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+
+def test_loaded_with_other_strategies(sessions: dict[int, Session], tmp_path: Path) -> None:
+    saved, losses = sessions[4].run(save, PLANS["row_wise"], tmp_path)
+    loaded, after = sessions[2].run(load, PLANS["table_wise"], tmp_path)
+    torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
+    assert after == pytest.approx(losses, abs=1e-5)
+    for strategies in PLANS.values():
+        loaded, _ = sessions[2].run(load, strategies, tmp_path, optimizer=False)
+        torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+
+def test_sequences_of_different_lengths(sessions: dict[int, Session]) -> None:
+    def losses(strategies: dict[str, str]) -> list[list[float]]:
+        return sessions[4].run_all(lambda: fit(build(strategies), range(4), (8, 1, 3, 5)))
+
+    first = losses(PLANS["table_wise"])
+    for strategies in PLANS.values():
+        # The first step has the same weights; later ones differ a little where columns are cut.
+        torch.testing.assert_close(torch.tensor(losses(strategies))[:, 0], torch.tensor(first)[:, 0], rtol=0, atol=1e-6)
+
+
+def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -> None:
+    def steps() -> list[int]:
+        return list(equal_steps(range(3 + 2 * dist.get_rank())))
+
+    assert sessions[4].run_all(steps) == [[0, 1, 2]] * 4
+    assert sessions[2].run_all(lambda: list(equal_steps(range(5 if dist.get_rank() else 0)))) == [[], []]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_outputs_are_in_the_order_of_the_features(sessions: dict[int, Session], strategy: str) -> None:
+    """TorchRec's own are in the order of the ranks that hold them."""
+    assert_same(sessions[2], Case(strategy, rows=(2, 30, 7, 50, 6), mean=True, steps=3))
+
+
+@pytest.mark.parametrize("other", STRATEGIES)
+@pytest.mark.parametrize("strategy", ROW_STRATEGIES)
+def test_means_in_a_collection_of_several_strategies(sessions: dict[int, Session], strategy: str, other: str) -> None:
+    assert_same(sessions[2], Case(strategy, {"table_1": other}, mean=True, batches=(5, 2, 5, 5)))
+
+
+def refused(**options: Any) -> str:
+    """In a rank: what `shard` says, with all ranks agreeing."""
+    case: Case = options.pop("case", Case())
+    model = options.pop("model", None) or case.tables("meta")
+    with pytest.raises(ValueError) as caught:
+        shard(model, options.pop("strategies", {}), batch_size=8, **options)
+    return str(caught.value)
+
+
+def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=columns, feature_names=[name])
+        for name, rows, columns in sizes
+    ]
+    return EmbeddingBagCollection(tables=configs, device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"optimizer": "adam"}, r"no fused adam for CPU ranks; it has sgd, adagrad, rowwise_adagrad"),
+        ({"optimizer": "lamb"}, r"no fused lamb for CPU ranks; it has sgd, adagrad, rowwise_adagrad"),
+        ({"optimizer": "lars_sgd"}, r"no fused lars_sgd for CPU ranks; it has sgd"),
+        ({"optimizer": "adamw"}, r"'adamw': one of sgd, adagrad"),
+        ({"strategies": {"*": "rowwise"}}, r"'rowwise' is no sharding strategy; there are table_wise, row_wise"),
+        ({"strategies": {"users*": "row_wise"}}, r"'users\*' matches no table; there are table_0, table_1"),
+        (
+            {"strategies": {"table_1": "column_wise"}, "case": Case(columns=36)},
+            r"table 'table_1' cannot be column_wise on 4 ranks: 36 columns in 4 parts: .* multiple of 16",
+        ),
+        ({"strategies": {"*": "grid_shard"}, "case": Case(columns=4)}, r"'table_0' cannot be grid_shard .* 2 parts"),
+        ({"case": Case(columns=6), "strategies": {"*": "row_wise"}}, r"'table_0' cannot be row_wise .* 6 columns"),
+        (
+            {"case": Case(rows=(5,)), "strategies": {"*": "row_wise"}},
+            r"'table_0' cannot be row_wise .* 5 rows to 3 of 4 ranks",
+        ),
+        ({"model": nn.Linear(2, 2)}, r"Linear has no EmbeddingBagCollection"),
+        (
+            {"model": bags("meta", ("small", 100, 16), ("big", 50_000, 64)), "memory": 2**20},
+            r"do not fit on 4 ranks with 1,048,576 bytes each. .* table 'big' .*bytes on one rank",
+        ),
+        (
+            {"model": bags("meta", ("big", 20_000, 64)), "memory": 2**21, "strategies": {"big": "table_wise"}},
+            r"table 'big' \(table_wise\): 5,\d\d\d,\d\d\d bytes on one rank.*a strategy that splits the table",
+        ),
+        (
+            {"model": Clicks(), "strategies": {"seen": "grid_shard"}},
+            r"'seen' cannot be grid_shard .* EmbeddingCollection",
+        ),
+        ({"model": Clicks()}, r"parameters beside its tables \(over.0.weight, .*dense_optimizer"),
+    ],
+)
+def test_what_cannot_work_is_said_before(sessions: dict[int, Session], options: dict[str, Any], pattern: str) -> None:
+    options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("strategies")) else options
+    answers = sessions[4].run_all(refused, **options)
+    assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
+
+
+def test_not_outside_a_rank() -> None:
+    with pytest.raises(RuntimeError, match="in_ddp"):
+        shard(bags("meta", ("a", 8, 8)), batch_size=8)
+
+
+def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: dict[int, Session]) -> None:
+    def plan() -> Plan:
+        model = bags("meta", *((name, 64, 16) for name in ("user_a", "user_b", "movie", "other")))
+        return shard(model, {"user_*": "row_wise", "user_b": "table_wise", "m*": "column_wise"}, batch_size=8).plan
+
+    strategies = sessions[2].run(plan).strategies
+    assert {**strategies, "other": "?"} == {
+        "user_a": "row_wise",
+        "user_b": "table_wise",
+        "movie": "column_wise",
+        "other": "?",
+    }
+    assert strategies["other"] in STRATEGIES
+
+
+def test_works_again_after_a_rank_has_failed() -> None:
+    """The process group is made anew then; TorchRec would go on with groups inside the old one."""
+
+    def fail() -> None:
+        shard(bags("meta", ("a", 40, 16)), {"*": "table_row_wise"}, batch_size=8)
+        if dist.get_rank():
+            raise ZeroDivisionError
+        dist.barrier()
+
+    with Session(2, timeout=60) as session:
+        with pytest.raises(ZeroDivisionError):
+            session.run(fail)
+        assert_same(session, Case("table_row_wise", steps=2))
+        assert_same(session, Case("grid_shard", steps=2))
+
+
+PLAN = Plan(
+    (
+        PlanShard("a<b", "row_wise", 0, 0, 30, 0, 16, 1920, 3_000_000, 1.0),
+        PlanShard("a<b", "row_wise", 1, 30, 20, 0, 16, 1280, 1_000_000, 0.5),
+        PlanShard("c", "table_wise", 1, 0, 5, 0, 16, 320, 2_000_000, 0.5),
+    ),
+    nranks=3,
+)
+
+
+def test_a_plan_to_look_at() -> None:
+    page = PLAN._repr_html_()
+    assert "a&lt;b" in page and "rank 2" in page and "rows 30–49<br>columns 0–15<br>1.25 KiB" in page
+    assert page.count("<tr>") == 1 + 2 + 3 and "2.00 × the mean work" not in page
+    assert list(PLAN.frame.columns) == "table strategy rank row rows column columns bytes memory work".split()
+    assert PLAN.ranks["memory"].tolist() == [3_000_000, 3_000_000, 0] and PLAN.ranks["shards"].tolist() == [1, 2, 0]
+    assert PLAN.imbalance("memory") == pytest.approx(1.5) and PLAN.imbalance("work") == pytest.approx(1.5)
+    assert "a<b" in repr(PLAN) and "30–49" in repr(PLAN) and "1.50 × the mean memory" in repr(PLAN)
+    axes = PLAN.plot()
+    heights = [patch.get_height() for patch in axes[0].patches]
+    assert sum(heights) == pytest.approx(6_000_000 / 2**20) and "1.50" in axes[0].get_title()
+    assert axes[0].get_figure() is not None
+    assert "None" not in page
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
+def test_memory_of_a_row_wise_table_while_it_is_built() -> None:
+    """Private memory of all ranks over that of a first, tiny shard() call: at most 1.1 × the table, at its highest."""
+    rows, columns = 1_000_000, 64
+
+    def grow() -> tuple[float, float]:
+        shard(bags("meta", ("tiny", 400, columns)), {"*": "row_wise"}, batch_size=8)  # loads what is loaded once
+        before, peak, done = private(), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.002):
+                peak = max(peak, private())
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        sharded = shard(bags("meta", ("big", rows, columns)), {"*": "row_wise"}, batch_size=8)
+        done.set()
+        watcher.join()
+        held = private()
+        del sharded
+        return max(peak, held) - before, held - before
+
+    def private() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
+
+    with Session(4) as session:
+        answers = session.run_all(grow)
+    table = rows * columns * 4
+    peak, held = (sum(values) / table for values in zip(*answers, strict=True))
+    print(f"table {table:,} bytes; over 4 ranks at most {peak:.3f} x while built, {held:.3f} x afterwards")
+    assert 0.95 < held <= peak <= 1.1
+
+
+def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_torchrec()
+    assert matching("2.11.0")["torchrec"] == "1.6.1" and matching("2.5.1")["fbgemm-gpu"] == "1.0.0"
+    with pytest.raises(ImportError, match=r"older than 2\.5"):
+        matching("2.4.0")
+    with pytest.raises(ImportError, match=r"only up to torch 2\.\d\d"):
+        matching("2.99.0")
+    pair = r"install the pair torchrec==1\.8\.0 and fbgemm-gpu-cpu==1\.8\.0"
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+
+    def versions(**found: str) -> None:
+        names = {"torchrec": "1.8.0"} | {name.replace("_", "-"): version for name, version in found.items()}
+        monkeypatch.setattr("nbdist.recsys.sharding.versions._version", names.get)
+
+    versions(fbgemm_gpu_cpu="1.7.0")
+    with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* another release of torch. (.|\n)*{pair}"):
+        check_torchrec()
+    versions(fbgemm_gpu="1.8.0", fbgemm_gpu_cpu="1.8.0")
+    with pytest.raises(ImportError, match="both installed"):
+        check_torchrec()
+    versions(fbgemm_gpu_cpu="1.8.0")
+    check_torchrec()
+
+
+def test_requirements_and_documentation_have_the_same_pairs() -> None:
+    """Those for the torch of constraints.txt in requirements/, all of them in the documentation."""
+    root = Path(__file__).parents[2]
+    found = re.search(r"^torch==(\S+)", (root / "constraints.txt").read_text(), re.M)
+    assert found is not None
+    versions = matching(found[1])
+    for build, file in (("fbgemm-gpu", "torchrec-cuda.txt"), ("fbgemm-gpu-cpu", "torchrec-cpu.txt")):
+        wanted = [f"torchrec=={versions['torchrec']}", f"{build}=={versions[build]}"]
+        lines = (root / "requirements" / file).read_text().splitlines()
+        assert [line for line in lines if not line.startswith("#")] == wanted
+    page = (root / "docs/how-to/install.md").read_text()
+    for torch_release, versions in releases().items():
+        cells = [".".join(map(str, torch_release)), *versions.values()]
+        assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize(
+    ("hidden", "says"),
+    [
+        ("torchrec", "TorchRec is not installed"),
+        ("fbgemm_gpu", "needs FBGEMM, which is not installed"),
+        ("tensordict", "needs the module tensordict"),
+    ],
+)
+def test_something_missing(hidden: str, says: str) -> None:
+    """In a fresh interpreter in which one package cannot be found."""
+    code = f"""
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+hide = lambda cls, name, *rest: None if name.partition(".")[0] == {hidden!r} else find(name, *rest)
+importlib.machinery.PathFinder.find_spec = classmethod(hide)
+import nbdist.recsys.sharding
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode and says in done.stderr and "ImportError" in done.stderr, done.stderr
+    assert "torchrec==" in done.stderr and "--no-deps" in done.stderr
+
+
+def test_import_nbdist_leaves_torchrec_out() -> None:
+    code = (
+        "import sys, nbdist, nbdist.recsys.datasets; assert not {'torch', 'torchrec', 'fbgemm_gpu'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

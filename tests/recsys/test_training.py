@@ -1,0 +1,533 @@
+"""The training loop: it learns what a plain loop learns, whatever the ranks and the sharding, and can be resumed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from clicks import Clicks, build, clicks, loaders, noisy, predict
+from conftest import Kernel
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from nbdist import Session, warm
+from nbdist.recsys.loader import MemoryLoader
+from nbdist.recsys.metrics import AUC, RMSE
+from nbdist.recsys.parallel.sharded import _fused
+from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
+from nbdist.recsys.training.history import History, Record
+
+HOWS = ("sharded", "replicated")
+States = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[int, Session]]:
+    warm("import torchrec.distributed")
+    with Session(1, timeout=60) as one, Session(2, timeout=60) as two, Session(4, timeout=60) as four:
+        yield {1: one, 2: two, 4: four}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared sessions' ranks may stay."""
+
+
+def numbers(history: History) -> list[Any]:
+    """All but the speed."""
+    return [(r.step, r.epoch, r.loss, r.metrics, r.rates) for r in history]
+
+
+def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, States]:
+    """In a rank: train, and gather; `breaks_after` so many steps there is an error."""
+    dropout, left = options.pop("dropout", 0.0), options.pop("breaks_after", 10**9)
+
+    def forward(module: nn.Module, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal left
+        left -= module.training
+        return (noisy if dropout else predict)(module, features) if left >= 0 else 1 / 0
+
+    model = build(how, dropout)
+    history = fit(model, forward, *loaders(rows, batch), **options)
+    whole = model.gather()
+    return history, {} if whole is None else whole.state_dict()
+
+
+# --- what is learnt ---
+
+
+@pytest.mark.slow
+def test_the_same_on_any_number_of_ranks_and_either_way(sessions: dict[int, Session]) -> None:
+    aucs = {}
+    for (nranks, session), how in itertools.product(sessions.items(), HOWS):
+        history, _ = session.run(train, how, 8192, 512 // nranks, epochs=4, show=False)
+        assert [record.step for record in history] == [16, 32, 48, 64]
+        aucs[nranks, how] = history[-1].metrics["auc"]
+    assert min(aucs.values()) > 0.85, aucs
+    assert max(aucs.values()) - min(aucs.values()) < 0.005, aucs
+    for nranks in sessions:
+        assert aucs[nranks, "sharded"] == pytest.approx(aucs[nranks, "replicated"], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_the_schedule_holds_for_tables_and_dense_layers(sessions: dict[int, Session], how: str) -> None:
+    """Against a plain loop in this process, over the rows of both ranks; the last batches are uneven."""
+    rows, batch, steps = 325, 64, 7
+    schedule = warmup_decay(steps, warmup=3, final=0.1)
+    history, trained = sessions[2].run(train, how, rows, batch, steps=steps, every=2, schedule=schedule, show=False)
+    torch.manual_seed(1)
+    model = Clicks()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
+    parts = [MemoryLoader(clicks(rows, 1), batch, shuffle=True, seed=3, rank=r, world_size=2) for r in range(2)]
+    assert len(parts[0]) == 3, "the run is in its third epoch at the end"
+    losses, sizes = [], []
+    both = itertools.chain.from_iterable(zip(*parts, strict=True) for _ in range(3))
+    for step, pair in zip(range(steps), both, strict=False):
+        joined = {name: torch.cat([part[name] for part in pair]) for name in pair[0]}
+        optimizer.param_groups[0]["lr"] = 0.1 * schedule(step)
+        optimizer.zero_grad()
+        logits, labels = predict(model, joined)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        sizes.append(len(labels))
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=1e-5)
+    assert [record.step for record in history] == [2, 4, 6, 7]
+    assert [record.rates for record in history] == [pytest.approx([0.1 * schedule(s)]) for s in (1, 3, 5, 6)]
+    for record, (start, stop) in zip(history, [(0, 2), (2, 4), (4, 6), (6, 7)], strict=True):
+        mean = sum(a * b for a, b in zip(losses[start:stop], sizes[start:stop], strict=True)) / sum(sizes[start:stop])
+        assert record.loss == pytest.approx(mean, abs=1e-5), "the mean over rows, not over batches"
+        assert record.rows_per_second > 0
+
+
+@pytest.mark.slow
+def test_evaluation_is_of_every_row_once(sessions: dict[int, Session]) -> None:
+    def check() -> tuple[dict[str, float], int, bool]:
+        model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        x = torch.arange(103.0)[:, None]
+        rows = 0
+
+        def line(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal rows
+            rows += len(batch[0])
+            assert not module.training and not torch.is_grad_enabled()
+            return module(batch[0]), batch[1]
+
+        found = evaluate(model.model, line, MemoryLoader((x, x + 1), 10), {"rmse": RMSE()})
+        weight, bias = (p.item() for p in model.model.parameters())
+        whole = ((weight * x + bias - x - 1) ** 2).mean().sqrt().item()
+        return found, rows, abs(found["rmse"] - whole) < 1e-4 and model.model.training
+
+    answers = sessions[4].run_all(check)
+    assert all(same for *_, same in answers) and len({found["rmse"] for found, *_ in answers}) == 1
+    assert sum(rows for _, rows, _ in answers) == 103
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [103, 9, 5])
+def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: dict[int, Session], rows: int) -> None:
+    def check(remainder: str) -> float:
+        torch.manual_seed(0)
+        model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        x = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0)) * 10
+        line = lambda module, batch: (module(batch[0]), batch[1])  # noqa: E731
+        return evaluate(model.model, line, MemoryLoader((x, x**2), 2, remainder=remainder), {"rmse": RMSE()})["rmse"]
+
+    assert sessions[4].run(check, "pad") == pytest.approx(sessions[1].run(check, "keep"), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_other_losses_and_metrics(sessions: dict[int, Session]) -> None:
+    def regress() -> tuple[History, float]:
+        torch.manual_seed(0)
+        model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        x = torch.rand(200, 1)
+        data = MemoryLoader((x, 3 * x - 1), 20, shuffle=True, seed=0)
+        history = fit(
+            model,
+            lambda module, batch: (module(batch[0]), batch[1]),
+            data,
+            MemoryLoader((x, 3 * x - 1), 20),
+            epochs=120,
+            loss=nn.functional.mse_loss,
+            metrics={"rmse": RMSE()},
+            show=False,
+        )
+        return history, float(model.model.module.weight)
+
+    history, weight = sessions[2].run(regress)
+    assert history.values("rmse")[-1] < 0.03 and weight == pytest.approx(3, abs=0.05)
+
+
+@pytest.mark.slow
+def test_parts_of_the_ranks_own(sessions: dict[int, Session]) -> None:
+    """Each rank with rows of its own, as when it reads its own file."""
+
+    def own(rows: tuple[int, int]) -> tuple[History, States]:
+        part = {name: column[: rows[dist.get_rank()]] for name, column in clicks(325, dist.get_rank()).items()}
+        model = build("replicated")
+        history = fit(model, predict, MemoryLoader(part, 32, rank=0, world_size=1), epochs=2, show=False)
+        return history, model.model.module.state_dict()
+
+    (history, first), (_, second) = sessions[2].run_all(own, (320, 320))
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert [record.step for record in history] == [10, 20] and history[-1].metrics == {}
+    # As many steps, and rows of different numbers: the gradient is the mean over all of them.
+    whole = [{name: column[:n] for name, column in clicks(325, r).items()} for r, n in enumerate((320, 289))]
+    batches = [MemoryLoader(part, 32, rank=0, world_size=1) for part in whole]
+    torch.manual_seed(1)
+    model = Clicks()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
+    for pair in [*zip(*batches, strict=True), *zip(*batches, strict=True)]:
+        logits, labels = predict(model, {name: torch.cat([part[name] for part in pair]) for name in pair[0]})
+        optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(logits, labels.float()).backward()
+        optimizer.step()
+    _, trained = sessions[2].run(own, (320, 289))
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="rank 0 has 10 steps and that of rank 1 has 11"):
+        sessions[2].run(own, (320, 321))
+
+
+@pytest.mark.slow
+def test_autocast(sessions: dict[int, Session]) -> None:
+    def dtypes(bf16: bool) -> tuple[set[torch.dtype], float]:
+        model, seen = build("sharded"), set()
+
+        def watch(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            logits, labels = predict(module, batch)
+            seen.add(logits.dtype)
+            return logits, labels
+
+        history = fit(model, watch, *loaders(6000, 128), epochs=3, bf16=bf16, show=False)
+        assert {p.dtype for p in model.model.parameters()} == {torch.float32}
+        return seen, history[-1].metrics["auc"]
+
+    (half, auc), (full, expected) = sessions[2].run(dtypes, True), sessions[2].run(dtypes, False)
+    assert half == {torch.bfloat16} and full == {torch.float32}
+    assert auc == pytest.approx(expected, abs=0.01) and auc > 0.7
+
+
+@pytest.mark.slow
+def test_early_stop(sessions: dict[int, Session], tmp_path: Path) -> None:
+    """A learning rate of 0 after the first steps: nothing gets better any more."""
+
+    def stopped(resume: bool) -> History:
+        schedule = lambda step: float(step < 6)  # noqa: E731
+        options = {"steps": 1000, "every": 3, "schedule": schedule, "patience": 2, "show": False}
+        return train("sharded", 2000, 64, snapshots=Snapshots(tmp_path, resume=resume), **options)[0]
+
+    history = sessions[2].run(stopped, False)
+    values = history.values("auc")
+    best = values.index(max(values))
+    assert best <= 2 and len(values) == best + 3 and history[-1].step == 3 * len(values)
+    again = sessions[2].run(stopped, True)
+    assert numbers(again) == numbers(history), "a run that was stopped stays stopped"
+
+
+# --- snapshots ---
+
+LONG: dict[str, Any] = {"dropout": 0.2, "steps": 23, "every": 4, "schedule": warmup_decay(23, warmup=5), "show": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_resumed_as_if_never_broken_off(sessions: dict[int, Session], tmp_path: Path, how: str) -> None:
+    """In mid-epoch, between two records, with dropout and everybody's random generators in use: bit for bit."""
+    history, expected = sessions[2].run(train, how, 1200, 64, **LONG)
+    options = {"snapshots": Snapshots(tmp_path, every=3, keep=1, resume=True), **LONG}
+    for calls, newest in ((2, []), (8, ["step-6"]), (5, ["step-9"]), (9, ["step-18"])):
+        with pytest.raises(ZeroDivisionError):
+            sessions[2].run(train, how, 1200, 64, breaks_after=calls, **options)
+        assert [path.name for path in Snapshots(tmp_path).all()] == newest
+    for _ in range(2):  # the second time there is nothing left to do
+        resumed, weights = sessions[2].run(train, how, 1200, 64, **options)
+        assert numbers(resumed) == numbers(history)
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_fails_costs_no_training(sessions: dict[int, Session], tmp_path: Path) -> None:
+    def evaluated(fails_at: int | None, folder: Path | None) -> tuple[History, States]:
+        model, seen = build("sharded", 0.2), 0
+
+        def forward(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal seen
+            seen += module.training
+            if not module.training and seen == fails_at:
+                raise MemoryError("no room for the evaluation")
+            return noisy(module, batch)
+
+        snapshots = folder and Snapshots(folder, resume=True)
+        history = fit(model, forward, *loaders(1200, 64), steps=12, every=4, snapshots=snapshots, show=False)
+        whole = model.gather()
+        return history, {} if whole is None else dict(whole.state_dict())
+
+    expected, weights = sessions[2].run(evaluated, None, None)
+    for fails_at, newest in ((8, "step-8"), (4, "step-12")):  # the second time at the end: four steps after the eighth
+        with pytest.raises(MemoryError):
+            sessions[2].run(evaluated, fails_at, tmp_path)
+        assert Snapshots(tmp_path).all()[-1].name == newest
+    resumed, trained = sessions[2].run(evaluated, None, tmp_path)
+    assert numbers(resumed) == numbers(expected)
+    torch.testing.assert_close(trained, weights, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: dict[int, Session]) -> None:
+    def one_label(alone: bool) -> History:
+        model, (train, _) = build("replicated"), loaders(600, 64)
+        rows = clicks(100, 2)
+        valid = MemoryLoader({**rows, "liked": torch.ones_like(rows["liked"])}, 64)
+        if alone:
+            evaluate(model.model, predict, valid, {"auc": AUC()})
+        return fit(model, predict, train, valid, steps=4, every=2, patience=1)
+
+    before = len(sessions[2].logs(0))
+    history, other = sessions[2].run_all(one_label, False)
+    assert [record.step for record in history] == [2, 4], "what is no number is never better: it stops after two"
+    for one in (history, other):
+        assert all(set(record.failed) == {"auc"} and math.isnan(record.metrics["auc"]) for record in one)
+        assert all(record.metrics["valid loss"] > 0 for record in one)
+    why = "AUC of 100 rows with 100 labels of 1: it needs both labels"
+    assert f"auc after step 4 could not be computed: {why}" in sessions[2].logs(0)[before:]
+    assert why in history._repr_html_() and History.from_json(history.to_json())[0].failed == {"auc": why}
+    with pytest.raises(ValueError, match=f"auc: {why}"):
+        sessions[2].run(one_label, True)
+
+
+@pytest.mark.slow
+def test_what_is_kept(sessions: dict[int, Session], tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "by it"
+    snapshots = Snapshots(folder, every=2, keep=3)
+    run = sessions[2].run(train, "sharded", 1200, 64, steps=11, snapshots=snapshots, show=False)
+    assert len(run[0]) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-11", "step-8"]
+
+    def weights() -> States:
+        model = build("replicated")
+        model.load(folder / "step-11", optimizer=False)
+        return dict(model.model.module.state_dict())
+
+    # The weights fit a model that is not sharded, on another number of ranks.
+    torch.testing.assert_close(sessions[4].run(weights), run[1], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_snapshots_that_do_not_fit(sessions: dict[int, Session], tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, every=2, resume=True)
+    sessions[2].run(train, "sharded", 1200, 64, steps=4, snapshots=snapshots, show=False)
+    with pytest.raises(ValueError, match=r"taken on 2 ranks, and here are 4: .*Resume it on 2"):
+        sessions[4].run(train, "sharded", 1200, 64, steps=8, snapshots=snapshots, show=False)
+    with pytest.raises(ValueError, match=r"has snapshots of a run, the newest step-4: say resume=True"):
+        sessions[2].run(train, "sharded", 1200, 64, steps=8, snapshots=Snapshots(tmp_path), show=False)
+    with pytest.raises(ValueError, match=r"loader with rows=1200, this one has 1300"):
+        sessions[2].run(train, "sharded", 1300, 64, steps=8, snapshots=snapshots, show=False)
+    with pytest.raises(ValueError, match="does not fit"):
+        sessions[2].run(train, "replicated", 1200, 64, steps=8, snapshots=snapshots, show=False)
+
+
+@pytest.mark.slow
+def test_a_snapshot_that_fails_leaves_the_one_before(sessions: dict[int, Session], tmp_path: Path) -> None:
+    class Broken:
+        """Writes something, and then the disk is full on the last rank."""
+
+        def __init__(self, model: Any) -> None:
+            self.model = model
+
+        def save(self, folder: Path) -> None:
+            self.model.save(folder)
+            dist.barrier()
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise OSError(28, "No space left on device")
+
+    def save(step: int, broken: bool) -> None:
+        model = build("sharded")
+        Snapshots(tmp_path).save(Broken(model) if broken else model, step, {"history": []}, {"rank": dist.get_rank()})
+
+    def load() -> tuple[int, int]:
+        common, own = Snapshots(tmp_path, resume=True).load(build("sharded"))  # type: ignore[misc]
+        return common["step"], own["rank"]
+
+    sessions[2].run(save, 5, False)
+    with pytest.raises(OSError, match="No space"):
+        sessions[2].run(save, 6, True)
+    assert (tmp_path / ".step-6.tmp").exists()
+    assert sessions[2].run_all(load) == [(5, 0), (5, 1)]
+    sessions[2].run(save, 7, False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-5", "step-7"]
+
+
+@pytest.mark.slow
+def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], tmp_path: Path) -> None:
+    """FBGEMM's Adam corrects its bias by them. On CPUs it has no optimizer that counts, so here they are made up."""
+
+    def counts(load: bool) -> set[tuple[int, int]]:
+        model = build("sharded")
+        if load:
+            model.load(tmp_path)
+        else:
+            for lookup in _fused(model.optimizer):
+                lookup.iter.fill_(5)
+            model.save(tmp_path)
+        return {(int(lookup.iter), int(lookup.iter_cpu)) for lookup in _fused(model.optimizer)}
+
+    assert sessions[2].run_all(counts, False) == [{(5, 0)}] * 2
+    assert sessions[2].run_all(counts, True) == [{(5, 5)}] * 2
+
+
+# --- what is refused ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({}, "steps= or epochs="),
+        ({"steps": 3, "epochs": 2}, "one of the two"),
+        ({"steps": 0}, "steps=0: at least 1"),
+        ({"epochs": 1, "every": 0}, "every=0"),
+        ({"epochs": 1, "patience": 0}, "patience=0"),
+        ({"epochs": 1, "patience": 1, "valid": None}, "patience= needs valid="),
+        ({"epochs": 1, "loss": nn.functional.mse_loss}, r"metrics=\{"),
+        ({"epochs": 1, "train": [1, 2, 3]}, "train is a list: a ParquetLoader or MemoryLoader"),
+        ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
+    ],
+)
+def test_what_makes_no_sense(sessions: dict[int, Session], options: dict[str, Any], pattern: str) -> None:
+    def refused() -> str:
+        data, valid = loaders(100, 10)
+        valid.remainder = options.pop("remainder", "keep")
+        model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fit(model, predict, options.pop("train", data), options.pop("valid", valid), **options)
+        return str(caught.value)
+
+    answers = sessions[2].run_all(refused)
+    assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers
+
+
+def test_not_outside_a_rank() -> None:
+    data = MemoryLoader((torch.arange(10),), 2)
+    with pytest.raises(RuntimeError, match="in_ddp"):
+        replicate(nn.Linear(1, 1), torch.optim.SGD)
+    with pytest.raises(RuntimeError, match="in_ddp"):
+        fit(None, predict, data, steps=1)  # type: ignore[arg-type]
+    for options in ({"every": 0}, {"keep": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            Snapshots("somewhere", **options)
+
+
+@pytest.mark.slow
+def test_a_model_on_meta_is_not_replicated(sessions: dict[int, Session]) -> None:
+    with pytest.raises(ValueError, match="weight is on the meta device"):
+        sessions[2].run(lambda: replicate(nn.Linear(2, 2, device="meta"), torch.optim.SGD) and None)
+
+
+# --- schedules ---
+
+
+@given(
+    steps=st.integers(1, 200),
+    parts=st.tuples(st.integers(0, 199), st.integers(0, 199)).map(sorted),
+    final=st.floats(0, 1),
+    shape=st.sampled_from(["cosine", "linear", 2, 0.5]),
+)
+def test_up_and_down(steps: int, parts: list[int], final: float, shape: str | float) -> None:
+    warmup, start = parts
+    if start >= steps:
+        with pytest.raises(ValueError, match="warmup <= start < steps"):
+            warmup_decay(steps, warmup=warmup, start=start)
+        return
+    factors = [warmup_decay(steps, warmup=warmup, start=start, final=final, shape=shape)(i) for i in range(steps + 2)]
+    up, level, down = factors[:warmup], factors[warmup : start + 1], factors[start:]
+    assert up == [(i + 1) / warmup for i in range(warmup)]
+    assert level == pytest.approx([1.0] * len(level))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(down))
+    assert factors[-2:] == pytest.approx([final, final])
+    assert warmup_decay(steps, warmup=warmup)(warmup) == 1.0
+
+
+def test_shapes() -> None:
+    assert [warmup_decay(4, shape="linear")(i) for i in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+    assert [warmup_decay(4, shape=2)(i) for i in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
+    assert warmup_decay(4)(2) == pytest.approx(0.5) and warmup_decay(4)(1) > 0.75
+    for shape in ("steep", 0, -1):
+        with pytest.raises(ValueError, match="power above 0"):
+            warmup_decay(4, shape=shape)
+
+
+# --- what is shown ---
+
+
+def test_a_history_to_look_at() -> None:
+    history = History(
+        Record(10 * i, i / 2, 0.7 / i, {"valid loss": 0.7, "auc": 0.5 + i / 1000}, [0.1, 0.001], 12_345.6)
+        for i in range(1, 26)
+    )
+    assert len(history) == 25 and history[-1].step == 250 and history.values("auc")[0] == 0.501
+    page = history._repr_html_()
+    assert page.count("<tr>") == 1 + 20 and "<td>250</td>" in page and "<td>10</td>" not in page
+    assert "5 earlier ones" in page and "<th>valid loss</th>" in page and "0.1, 0.001" in page
+    assert repr(history).count("\n") == 25 and "12,346" in repr(history)
+    assert list(history.frame.columns) == ["step", "epoch", "loss", "valid loss", "auc", "lr", "lr 2", "rows/s"]
+    figure = history.plot()
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "auc", "learning rate", "rows/s"]
+    assert [len(axes.lines) for axes in figure.axes] == [2, 1, 2, 1]
+    assert History.from_json(history.to_json()).records == history.records
+    assert History()._repr_html_() == "" and "no records" in repr(History()) and History().plot().axes
+
+
+@pytest.mark.slow
+def test_shown_as_lines_where_there_is_no_notebook(sessions: dict[int, Session], tmp_path: Path) -> None:
+    session = sessions[2]
+    before = len(session.logs(0))
+    for steps in (4, 8):
+        session.run(train, "replicated", 1200, 64, steps=steps, every=2, snapshots=Snapshots(tmp_path, resume=True))
+    lines = session.logs(0)[before:].splitlines()
+    assert "rank 1" not in session.logs(1)
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == ["step", "2", "4", "step", "6", "8"]
+    assert "resumed after step 4" in lines and lines[-1] == "8 steps"
+
+
+CELL = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from clicks import build, loaders, predict
+from nbdist import in_ddp
+from nbdist.recsys.training import fit
+
+def slowly(model, batch):
+    time.sleep(0.05)  # the cell shows a table that grows faster at most three times a second
+    return predict(model, batch)
+
+def train():
+    return fit(build("replicated"), slowly, *loaders(2400, 64), steps=30, every=10)
+
+history = in_ddp(2, train)
+"""
+
+
+@pytest.mark.slow
+def test_shown_in_the_cell_as_it_goes(kernel: Kernel) -> None:
+    result = kernel.ok(CELL)
+    shown = [out for out in result.outputs if out["kind"] == "display_data"]
+    updates = [out for out in result.outputs if out["kind"] == "update_display_data"]
+    assert [sorted(out["data"]) for out in shown] == [["text/html", "text/plain"], ["image/png", "text/plain"]]
+    table, plot = (out["transient"]["display_id"] for out in shown)
+    tables = [out["data"]["text/html"] for out in updates if out["transient"]["display_id"] == table]
+    rows = [page.count("<tr>") for page in tables]
+    assert rows == sorted(rows) and {2, 3, 4} <= set(rows), "it grew row by row"
+    assert "30 steps" in tables[-1] and "<td>30</td>" in tables[-1]
+    assert any("image/png" in out["data"] for out in updates if out["transient"]["display_id"] == plot)
+    assert "<td>30</td>" in kernel.ok("history").outputs[0]["data"]["text/html"]

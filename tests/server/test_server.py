@@ -1,0 +1,264 @@
+"""The fork server: it comes back when it is killed, stays fit to be forked, and takes all with it when it goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import living, open_fds, poll
+
+from nbdist import RankDied, Session, in_ddp
+from nbdist.engines import forkserver
+
+pytestmark = pytest.mark.slow
+
+ROOT = str(Path(__file__).parent.parent.parent)
+
+
+def all_reduce_of_ones() -> float:
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def server() -> psutil.Process:
+    return psutil.Process(forkserver._server().process.pid)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return not living([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ----------------------------------------------------------------------------------------------- the server itself
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        killed = server()
+        killed.kill()
+        assert poll(lambda: all(gone(pid) for pid in (killed.pid, *pids)), 5), "ranks do not outlive their server"
+        with pytest.raises(RankDied, match="was the fork server killed"):
+            session.run(all_reduce_of_ones)
+        session.restart()
+        assert session.run(all_reduce_of_ones) == 2.0
+    assert in_ddp(2, all_reduce_of_ones) == 2.0
+    assert server().pid != killed.pid
+
+
+def test_a_server_killed_again_and_again_leaves_no_descriptor() -> None:
+    fds = []
+    for _ in range(3):
+        assert in_ddp(1, all_reduce_of_ones) == 1.0
+        fds.append(open_fds())
+        killed = server()
+        killed.kill()
+        assert poll(lambda: gone(killed.pid))  # noqa: B023
+    assert fds[2] <= fds[1]
+
+
+def huge_pages_can_be_had() -> bool:
+    return sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
+
+
+@pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
+def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
+    assert in_ddp(1, all_reduce_of_ones) == 1.0
+
+    def gathered() -> bool:
+        lines = Path(f"/proc/{server().pid}/smaps_rollup").read_text().splitlines()[1:]
+        kilobytes = {name: int(size) for name, size, _ in (line.split() for line in lines)}
+        return kilobytes["AnonHugePages:"] > kilobytes["Anonymous:"] / 4
+
+    assert poll(gathered)
+
+
+def full_collections() -> int:
+    before = gc.get_stats()[2]["collections"]
+    for _ in range(200):  # enough for one, were all objects new to Python
+        _ = [[] for _ in range(1000)]
+    return int(gc.get_stats()[2]["collections"]) - before
+
+
+def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
+    assert in_ddp(1, full_collections) == 0
+
+
+def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:
+    assert in_ddp(2, all_reduce_of_ones) == 2.0
+    assert server().num_threads() == 1
+    before = server().pid
+    os.kill(before, signal.SIGINT)
+    assert in_ddp(2, all_reduce_of_ones) == 2.0 and server().pid == before
+
+
+NOISY = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+def threads_and_modules(module: str) -> tuple[int, bool, int]:
+    return psutil.Process().num_threads(), module in sys.modules, os.getpid()
+
+
+def test_modules_that_start_threads_are_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noisy_module.py").write_text(NOISY)
+    (tmp_path / "quiet_module.py").write_text("")
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    forkserver._stop_server()  # a new one writes where capfd reads
+    with Session(2) as session:
+        before = session.run_all(threads_and_modules, "noisy_module")
+        pid = server().pid
+        forkserver._server().ask("preload", ["broken_module", "noisy_module", "quiet_module"], sys.path)
+        # The session goes on, with the same ranks; new ranks come from a server that has the quiet module only.
+        assert [rank[2] for rank in session.run_all(threads_and_modules, "")] == [rank[2] for rank in before]
+        noisy, quiet = (in_ddp(1, threads_and_modules, name)[1] for name in ("noisy_module", "quiet_module"))
+        assert quiet and not noisy and server().pid == pid and server().num_threads() == 1
+        assert in_ddp(1, threads_and_modules, "noisy_module", imports="import noisy_module")[1]
+        assert "noisy_module starts threads" in capfd.readouterr().err
+        # It still knows its children.
+        os.kill(before[1][2], signal.SIGKILL)
+        with pytest.raises(RankDied) as caught:
+            session.run(all_reduce_of_ones)
+        assert (caught.value.rank, caught.value.status) == (1, -signal.SIGKILL)
+
+
+def test_a_package_that_starts_threads_is_refused_once_and_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noisy_package").mkdir()
+    (tmp_path / "noisy_package/__init__.py").write_text(NOISY)
+    (tmp_path / "noisy_package/inner.py").write_text("")
+    (tmp_path / "noisy_package/other.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    forkserver._stop_server()
+    in_ddp(1, os.getpid)
+    pid = server().pid
+    for module in ("noisy_package.inner", "noisy_package.other", "noisy_package"):
+        forkserver._server().ask("preload", [module], sys.path)
+        in_ddp(1, os.getpid)
+    said = capfd.readouterr().err
+    assert said.count("starts threads") == 1 and "noisy_package starts threads" in said and server().pid == pid
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["fastai.collab", "pandas", "pyarrow", "sklearn.linear_model", "matplotlib.pyplot"])
+def test_what_notebooks_import_is_fit_to_be_preloaded(module: str, capfd: pytest.CaptureFixture[str]) -> None:
+    forkserver._stop_server()
+    forkserver._server().preload([module])
+    assert in_ddp(1, threads_and_modules, module)[1], capfd.readouterr().err
+    assert server().num_threads() == 1
+
+
+def start_children() -> list[int]:
+    """A child, one in a session of its own, and one whose parent is gone."""
+    plain = subprocess.Popen(["sleep", "1000"])
+    own = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    orphan = subprocess.run(["sh", "-c", "setsid sleep 1000 >&2 & echo $!"], stdout=subprocess.PIPE, text=True)
+    return [plain.pid, own.pid, int(orphan.stdout)]
+
+
+def test_what_ranks_have_started_ends_with_them() -> None:
+    with Session(2) as session:
+        children = [pid for pids in session.run_all(start_children) for pid in pids]
+        assert not any(map(gone, children))
+    assert poll(lambda: all(map(gone, children)), 2)
+
+
+# --------------------------------------------------------------------------------------------- the end of a kernel
+
+BUSY = """
+import os, subprocess, sys, time
+import torch
+import torch.distributed as dist
+from nbdist import Session
+
+def fn(folder):
+    rank = dist.get_rank()
+    if rank == 3:
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    open(f"{folder}/{rank}", "w").close()
+    if rank == 0:
+        while True:
+            pass
+    if rank == 1:
+        time.sleep(1000)
+    if rank == 2:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(1000)
+
+session = Session(4)
+"""
+
+
+def script(code: str, folder: Path) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text(textwrap.dedent(code))
+    (folder / "tmp").mkdir()
+    env = {**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")}
+    return subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=env, text=True, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_all_ends_with_the_kernel_whatever_the_ranks_do(tmp_path: Path, signum: int) -> None:
+    places = [tmp_path / str(rank) for rank in range(4)]
+    with script(f"{BUSY}\nsession.run(fn, {str(tmp_path)!r})", tmp_path) as kernel:
+        try:
+            assert poll(lambda: all(place.exists() for place in places), 30)
+            process = psutil.Process(kernel.pid)
+            assert poll(lambda: len(process.children(recursive=True)) >= 1 + 4 + 2)
+            descendants = process.children(recursive=True)
+        finally:
+            kernel.send_signal(signum)
+    assert poll(lambda: not living(descendants), 5), "these outlived the kernel"
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["", "sys.exit(3)", "os._exit(3)", "raise KeyboardInterrupt"])
+def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: str) -> None:
+    code = f"""
+        {textwrap.indent(BUSY, " " * 8).strip()}
+        print(*session.run_all(os.getpid), flush=True)
+        {how}
+    """
+    with script(code, tmp_path) as kernel:
+        out, _ = kernel.communicate(timeout=30)
+    pids = [int(word) for word in out.split()]
+    assert len(pids) == 4 and poll(lambda: all(map(gone, pids)), 5)
+    assert kernel.returncode == {"": 0, "raise KeyboardInterrupt": -signal.SIGINT}.get(how, 3)
+    assert not any((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.slow
+def test_a_process_forked_from_the_kernel_has_a_server_of_its_own(tmp_path: Path) -> None:
+    code = """
+        import os, sys
+        from nbdist import in_ddp
+
+        print(in_ddp(1, lambda: "first"), flush=True)
+        pid = os.fork()
+        print(in_ddp(1, lambda: "child" if pid == 0 else "parent"), flush=True)
+        if pid:
+            assert os.waitpid(pid, 0)[1] == 0
+            print(in_ddp(1, lambda: "last"), flush=True)
+    """
+    with script(code, tmp_path) as kernel:
+        out, _ = kernel.communicate(timeout=60)
+    assert kernel.returncode == 0 and sorted(out.split()) == ["child", "first", "last", "parent"]

@@ -1,0 +1,150 @@
+"""What people do in cells every day, in a real kernel of whatever IPython, ipykernel and ipywidgets are here."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from conftest import Kernel, Result, poll
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("notebook"))
+    try:
+        kernel.ok(
+            "import time, torch, torch.distributed as dist\n"
+            "from nbdist import RankDied, RankTimeout, Session, in_ddp\n"
+            "def sums():\n"
+            "    total = torch.ones(1)\n"
+            "    dist.all_reduce(total)\n"
+            "    return total.item()"
+        )
+        yield kernel
+        kernel.ok("%load_ext nbdist\n%unload_ext nbdist")
+    finally:
+        kernel.close()
+
+
+def widgets(result: Result) -> list[str]:
+    """The models of the widgets that the cell shows; each must have been opened before it is shown."""
+    opened: dict[str, str] = {}
+    shown = []
+    for output in result.outputs:
+        if output["kind"] == "comm_open":
+            opened[output["comm_id"]] = output["data"]["state"]["_model_name"]
+        elif WIDGET in output.get("data", {}):
+            shown.append(opened[output["data"][WIDGET]["model_id"]])
+    return shown
+
+
+def test_launch(notebook: Kernel) -> None:
+    assert notebook.ok("print('value', in_ddp(2, sums))").text == "value 2.0\n"
+
+
+@pytest.mark.parametrize("module", ["tqdm.notebook", "tqdm.auto"])
+def test_a_bar_is_a_widget(module: str, notebook: Kernel) -> None:
+    notebook.ok(f"def bar():\n    from {module} import tqdm\n    return sum(tqdm(range(20), mininterval=0))")
+    result = notebook.ok("in_ddp(2, bar)")
+    assert widgets(result) == ["HBoxModel"]
+    states = [output["data"].get("state", {}) for output in result.outputs if output["kind"] == "comm_msg"]
+    assert {"value": 20.0} in states
+    assert not [output for output in result.outputs if output["kind"] == "stream"]  # what a bar is without widgets
+
+
+def test_an_exception_has_its_type_and_its_line(notebook: Kernel) -> None:
+    notebook.ok("def divide(by):\n    return 1 / by")
+    result = notebook.run("in_ddp(2, divide, 0)")
+    assert (result.error, result.message) == ("ZeroDivisionError", "division by zero")
+    before, shown, after = result.plain_traceback.partition("return 1 / by")
+    assert shown and "decorator" not in before + after
+    assert "in_ddp(2, divide, 0)" in before and re.search(r"rank [01] \(pid \d+\) raised ZeroDivisionError", before)
+    assert (
+        notebook.ok("try:\n    in_ddp(2, divide, 0)\nexcept ZeroDivisionError:\n    print('caught')").text == "caught\n"
+    )
+
+
+def test_plots_and_html(notebook: Kernel) -> None:
+    notebook.ok("%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom IPython.display import HTML")
+    notebook.ok("def show():\n    plt.plot([1, 2, 3])\n    plt.show()\n    display(HTML('<b>bold</b>'))")
+    result = notebook.ok("in_ddp(2, show)")
+    data = [output["data"] for output in result.outputs if output["kind"] == "display_data"]
+    assert len(data) == 2
+    assert data[0]["image/png"].startswith("iVBORw0KGgo")  # what a PNG begins with, in base64
+    assert data[1]["text/html"] == "<b>bold</b>"
+
+
+def test_magics(notebook: Kernel) -> None:
+    notebook.ok("%load_ext nbdist")
+    started = notebook.ok("%ddp start 2").text
+    assert "Session" in started and "2 ranks" in started
+    notebook.ok("x = 3\n%ddp push x")
+    notebook.ok("%%ddp\ny = x + 4")
+    assert notebook.ok("%ddp pull y\nprint(y)").text == "7\n"
+    assert "idle" in notebook.ok("print(get_ipython().run_line_magic('ddp', 'status'))").text
+    notebook.ok("%ddp stop")
+
+
+def test_cells_on_all_ranks(notebook: Kernel) -> None:
+    notebook.ok("%load_ext nbdist")
+    notebook.ok("%ddp start 2")
+    try:
+        result = notebook.ok("%%ddp --output all --need sums\n%time z = sums()\ndist.get_rank() + z")
+        assert "[rank 1]\n3.0\n" in result.text and "[rank 1] Wall time" in result.text
+        result = notebook.run("%%ddp\n1 / (dist.get_rank() - 1)")
+        assert result.error == "ZeroDivisionError"
+        assert "1 / (dist.get_rank() - 1)" in result.plain_traceback
+        assert "decorator" not in result.plain_traceback
+    finally:
+        notebook.ok("%ddp stop")
+
+
+def test_status_and_a_future(notebook: Kernel) -> None:
+    notebook.ok("session = Session(2)\ndef naps():\n    time.sleep(3)\n    print('awake')\n    return 5")
+    cell = notebook.start("future = session.submit(naps)\nsession.status()")
+    shown = notebook.finish(cell)
+    assert "2 ranks" in shown.text
+    (table,) = [output for output in shown.outputs if output["kind"] == "display_data"]
+    assert "<table" in table["data"]["text/html"]
+    notebook.finish(cell, until=lambda result: "running" in result.text and "naps" in result.text)  # it is kept up
+    notebook.finish(cell, until=lambda result: "awake\n" in result.text)  # output goes to the cell that asked
+    assert notebook.ok("print(future.result(30)); session.close()").text == "5\n"
+
+
+def test_a_timeout(notebook: Kernel) -> None:
+    notebook.ok("def waits():\n    if dist.get_rank() == 0:\n        sums()\n")
+    result = notebook.run("with Session(2, timeout=4) as session:\n    session.run(waits)")
+    assert result.error == "RankTimeout"
+    assert "rank 0 waits in all_reduce at Cell In[" in result.message and "rank 1 has returned" in result.message
+
+
+def test_a_session_outlives_a_failure_in_a_collective(notebook: Kernel) -> None:
+    notebook.ok("session = Session(2)\npids = session.run_all(__import__('os').getpid)")
+    notebook.ok("def fails():\n    if dist.get_rank() == 1:\n        raise ValueError('boom')\n    sums()")
+    result = notebook.run("session.run(fails)")
+    assert (result.error, result.message) == ("ValueError", "boom")
+    text = notebook.ok("print(session.run(sums), session.run_all(__import__('os').getpid) == pids)").text
+    assert text == "2.0 True\n"
+    notebook.ok("session.close()")
+
+
+def test_a_frame(notebook: Kernel) -> None:
+    notebook.ok("import numpy as np, pandas as pd\nframe = pd.DataFrame({'x': np.arange(1_000_000.0), 'y': 1})")
+    notebook.ok("def reads():\n    frame.loc[0, 'x'] = 5.0\n    return frame.x.sum(), frame.head(2)")
+    result = notebook.ok("total, head = in_ddp(2, reads)\nprint(total == frame.x.sum() + 5, frame.x[0])\nhead")
+    assert result.text.startswith("True 0.0\n")
+    assert "<table" in result.outputs[-1]["data"]["text/html"]
+
+
+def test_an_interrupt(notebook: Kernel) -> None:
+    cell = notebook.start("def sleeps():\n    print('asleep', flush=True)\n    time.sleep(300)\nin_ddp(2, sleeps)")
+    notebook.finish(cell, until=lambda result: "asleep" in result.text)
+    begin = time.monotonic()
+    notebook.interrupt()
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
+    assert time.monotonic() - begin < 20
+    assert poll(lambda: notebook.ok("print(in_ddp(2, sums))").text == "2.0\n")

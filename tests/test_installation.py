@@ -1,0 +1,75 @@
+"""Where people are, packages are there already, and installing nbdist replaces none: asked of pip, not tried."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nox.project
+import pytest
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
+assert spec is not None and spec.loader is not None
+noxfile = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(noxfile)
+ENVIRONMENTS = noxfile.ENVIRONMENTS
+FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
+
+
+def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """What pip would install, and what is there: an environment of names and versions with nothing behind them."""
+    about = ENVIRONMENTS[name]
+    python = noxfile.interpreter(about["python"])
+    if not Path(python).is_absolute():
+        pytest.skip(f"no Python {about['python']} here")
+    subprocess.run([python, "-m", "venv", "--without-pip", folder / "there"], check=True)
+    [packages] = (folder / "there").glob("lib/python3*/site-packages")
+    there = dict(pin.split("==") for pin in about["pins"].split())
+    for package, version in there.items():
+        info = packages / f"{package.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        (info / "INSTALLER").write_text("pip\n")
+    (folder / "there.txt").write_text("".join(f"{package}=={version}\n" for package, version in there.items()))
+    pip = [sys.executable, "-m", "pip", "--python", folder / "there/bin/python", "install", "--dry-run", "--quiet"]
+    constraints = ["-c", folder / "there.txt"] if keep else []
+    command = [*pip, "--report", "-", *constraints, f"{ROOT}[{extras}]"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = [item["metadata"] for item in json.loads(done.stdout)["install"]]
+    return {item["name"].lower().replace("_", "-"): item["version"] for item in found}, there
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
+def test_nothing_that_is_there_is_replaced(name: str, tmp_path: Path) -> None:
+    new, there = would_install(name, "fastai,notebook,recsys", False, tmp_path)
+    assert "nbdist" in new and not set(new) & set(there)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
+def test_the_rest_fits_where_pip_is_told_to_keep_what_is_there(name: str, tmp_path: Path) -> None:
+    """The newest of what these bring along wants newer packages; older ones of it fit."""
+    new, there = would_install(name, "torchrec,ray", True, tmp_path)
+    assert {package: version for package, version in new.items() if package in there} == {}
+
+
+def test_floors_are_what_the_oldest_environment_has() -> None:
+    """Of what is declared for the launcher, fastai and notebooks: no floor is above or below what is tested."""
+    project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["fastai"], *extras["notebook"], *extras["recsys"]]
+    pins = dict(pin.split("==") for pin in ENVIRONMENTS["oldest"]["pins"].split())
+    for requirement in wanted:
+        found = FLOORS.match(requirement)
+        assert found is not None, requirement
+        package, floor = found.groups()
+        assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pins[package]), (requirement, pins[package])

@@ -1,0 +1,127 @@
+"""The rooms of the package: which may import which, and no circle of files anywhere."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbdist
+
+PACKAGE = Path(nbdist.__file__).parent
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+#: Everybody may ask what this process is, and raise what users meet.
+COMMON = {"", "errors", "notebook", "cores", "devices", "interpreter"}
+#: What each room may import beside these and itself.
+MAY: dict[str, set[str]] = {
+    "wire": set(),
+    "capture": {"wire"},
+    "integrations.fastai": set(),
+    "rank": {"wire", "capture", "integrations.fastai"},
+    "server": {"wire", "rank"},
+    "engines": {"wire", "server"},
+    "kernel": {"wire", "capture", "integrations.fastai", "rank", "engines"},
+    "integrations.pytest": {"kernel"},
+    "recsys.io": {"recsys.ranks"},
+    "recsys.loader": {"recsys.io", "recsys.ranks"},
+    "recsys.etl": {"recsys.io", "recsys.ranks"},
+    "recsys.sharding": {"recsys.parallel"},
+    "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
+    "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
+}
+#: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.
+SERVED = "recsys.triton.served"
+ON_A_SERVER = {"numpy", "onnxruntime", "triton_python_backend_utils", *sys.stdlib_module_names}
+#: `nbdist` itself names what is public, wherever it is.
+ROOT = "__init__"
+
+
+def room(module: str) -> str:
+    """The room that a module is in; its own name where it is in none."""
+    top, _, rest = module.partition(".")
+    return ".".join([top, *rest.split(".")[:1]]) if top in ("integrations", "recsys") and rest else top
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of this package that a module imports, anywhere in its text."""
+    path = FILES[module]
+    package = ["nbdist", *module.split(".")] if path.name == "__init__.py" else ["nbdist", *module.split(".")[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "nbdist":
+                inner = name.removeprefix("nbdist").lstrip(".")
+                yield inner if inner in FILES else inner.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(FILES.keys() - {ROOT}))
+def test_imports_point_one_way(module: str) -> None:
+    allowed = {room(module), *COMMON, *MAY.get(room(module), ())}
+    assert not {imported for imported in imports(module) if room(imported) not in allowed}
+
+
+def test_no_circle_of_rooms() -> None:
+    graphlib.TopologicalSorter(MAY).prepare()
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module.startswith(SERVED)])
+def test_what_is_served_needs_nothing_of_ours(module: str) -> None:
+    nodes = list(ast.walk(ast.parse(FILES[module].read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} <= ON_A_SERVER
+
+
+@pytest.mark.parametrize("common", sorted(COMMON - {""}))
+def test_what_all_use_is_of_no_room(common: str) -> None:
+    assert {room(imported) for imported in imports(common)} <= COMMON
+
+
+def test_no_circle_of_files() -> None:
+    graph = {module: set(imports(module)) - {module} for module in FILES if module != ROOT}
+    graphlib.TopologicalSorter(graph).prepare()  # it says which, where there is one
+
+
+@pytest.mark.parametrize(
+    "line", ["import nbdist", "import nbdist.integrations.pytest", "from nbdist import NbdistError, RayOptions"]
+)
+def test_an_import_is_light(line: str) -> None:
+    loaded = "print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'fastai', 'IPython', 'ray'})"
+    done = subprocess.run([sys.executable, "-c", f"import sys; {line}; {loaded}"], capture_output=True, text=True)
+    assert done.stdout.split() == [], done
+
+
+def test_pytest_loads_next_to_nothing_of_it() -> None:
+    code = "import sys, nbdist.integrations.pytest; print(*[name for name in sys.modules if name.startswith('nbdist')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == {"nbdist", "nbdist.integrations", "nbdist.integrations.pytest"}
+
+
+def test_public_names() -> None:
+    assert set(nbdist.__all__) <= set(dir(nbdist))
+    for name in nbdist.__all__:
+        assert getattr(nbdist, name).__module__.startswith("nbdist")
+    with pytest.raises(AttributeError, match="no attribute 'in_dpp'"):
+        nbdist.in_dpp  # noqa: B018
+
+
+def test_windows_is_told_what_to_do_where_in_ddp_is_imported() -> None:
+    code = "import sys; sys.platform = 'win32'\ntry: from nbdist import in_ddp\nfinally: print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "NotImplementedError" in done.stderr and "wsl --install" in done.stderr, done.stderr
+    assert "'torch'" not in done.stdout and "nbdist.kernel" not in done.stdout

@@ -1,0 +1,106 @@
+"""Big answers are read out of the rank's memory, and come all the same where that is not allowed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist import RankDied, Session
+from nbdist.wire import rank_memory
+
+pytestmark = pytest.mark.skipif(not rank_memory.POSSIBLE, reason="only Linux can read another process's memory")
+
+MANY = rank_memory.LEAST // 8  # so many float64 are lent
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session(2) as session:
+        yield session
+
+
+@pytest.fixture
+def fetch() -> Iterator[mock.Mock]:
+    with mock.patch.object(rank_memory, "copy", wraps=rank_memory.copy) as fetch:
+        yield fetch
+
+
+@given(st.lists(st.tuples(st.binary(max_size=200), st.booleans()), min_size=1), st.integers(1, 300))
+def test_copies_of_any_buffers(contents: list[tuple[bytes, bool]], piece: int) -> None:
+    views = [memoryview(data if readonly else bytearray(data)) for data, readonly in contents]
+    with mock.patch.object(rank_memory, "_PIECE", piece):
+        found = rank_memory.copy(os.getpid(), rank_memory.locate(views))
+    assert [(bytes(view), view.readonly) for view in found] == contents
+    for view in found:
+        assert np.frombuffer(view, dtype=np.uint8).ctypes.data % 64 == 0 or not view.nbytes
+
+
+def test_no_memory_of_processes_that_are_gone() -> None:
+    with pytest.raises(ProcessLookupError):
+        rank_memory.copy(2**22 + 1, [rank_memory.RankBuffer(0, 1, False)])
+    with pytest.raises(OSError, match="Bad address"):
+        rank_memory.copy(os.getpid(), [rank_memory.RankBuffer(0, 1, False)])
+
+
+def answer(scale: int = 1) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    array = np.arange(scale * MANY, dtype=np.float64) + rank
+    weight = torch.full((scale * MANY,), float(rank)).requires_grad_()
+    return {"array": array, "same": array, "weight": weight, "rank": rank}
+
+
+def check(found: Sequence[dict[str, Any]]) -> None:
+    for rank, value in enumerate(found):
+        assert value["rank"] == rank and value["same"] is value["array"]
+        np.testing.assert_array_equal(value["array"], np.arange(MANY, dtype=np.float64) + rank)
+        assert value["weight"].requires_grad and value["weight"].eq(rank).all()
+        value["array"][0] = -1.0  # one's own, and writable
+
+
+def test_answers_of_all_ranks(session: Session, fetch: mock.Mock) -> None:
+    check(session.run_all(answer))
+    assert fetch.call_count == 2
+
+
+def test_small_answers_are_sent(session: Session, fetch: mock.Mock) -> None:
+    assert session.run(lambda: np.ones(1000)).sum() == 1000
+    assert not fetch.called
+
+
+def test_where_it_is_not_allowed_they_are_sent_and_not_offered_again(session: Session, fetch: mock.Mock) -> None:
+    fetch.side_effect = PermissionError(1, "Operation not permitted")
+    check(session.run_all(answer))
+    check(session.run_all(answer))
+    assert fetch.call_count == 2
+
+
+def test_a_rank_that_dies_meanwhile(session: Session, fetch: mock.Mock) -> None:
+    def die(pid: int, loans: Sequence[rank_memory.RankBuffer]) -> list[memoryview]:
+        os.kill(pid, signal.SIGKILL)
+        raise ProcessLookupError
+
+    fetch.side_effect = die
+    with pytest.raises(RankDied, match="SIGKILL"):
+        session.run(answer)
+    fetch.side_effect = None
+    session.restart()
+    check([session.run(answer)])
+
+
+def test_an_interrupt_meanwhile(session: Session, fetch: mock.Mock) -> None:
+    pids = session.run_all(os.getpid)
+    fetch.side_effect = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        session.run(answer)
+    fetch.side_effect = None
+    check(session.run_all(answer))
+    assert session.run_all(os.getpid) == pids
