@@ -29,7 +29,8 @@ def cpu() -> str:
 def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Command, machine and versions, as a Markdown list."""
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parent.parent)
+    command = " ".join(["python", str(script), *sys.argv[1:]])
     return [
         f"- command: `{command}`",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",

@@ -36,14 +36,11 @@ REFERENCES = {
     "clone": "a fresh `clone()`",
     "torchrun_piped": "torchrun without a terminal, and so without a bar",
 }
-#: The rows that the README shows, and their titles there.
+#: The six rows that the README shows, and their titles there. `launch.md` has all.
 IN_README = {
     "launch_2": "warm launch of 2 ranks, torch and fastai imported, gloo up, until the call returns",
-    "launch_8": "the same, 8 ranks",
     "launch_32": "the same, 32 ranks",
-    "private": "private memory of a rank",
     "frame_8": "launch of 8 ranks with a 500 MB DataFrame",
-    "held_8": "what all processes grow by then",
     "tensor": "a 300 MB tensor back",
     "latency": "a no-op on 2 live ranks",
     "rate": "collab training on 2 ranks, its bar shown: samples per second",

@@ -1,7 +1,7 @@
 """How launch, data and output grow with ranks and nodes: `python benchmarks/scale.py`.
 
 Nodes are Ray nodes of this one machine, so what nodes would do at the same time they do one after the other here.
-What the notebook's side does by itself (the kernel and its bridge) is the same everywhere: its CPU time is measured
+What the notebook's side does by itself (the kernel and its driver) is the same everywhere: its CPU time is measured
 apart, and what it grows to with 10,000 ranks follows from that.
 """
 
@@ -27,9 +27,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from conftest import start_cluster, stop_cluster  # noqa: E402
 from machine import conditions, save  # noqa: E402
+from ranks import main as measure_here  # noqa: E402
 
-import nbdist.engines.ray  # noqa: E402
-from nbdist import RayOptions, Session, relay  # noqa: E402
+from nbdist import RayOptions, Session  # noqa: E402
+from nbdist.engines.ray import process  # noqa: E402
+from nbdist.kernel.cell import Cell  # noqa: E402
 
 #: Ranks and nodes of each measurement.
 SHAPES = [(8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4)]
@@ -44,30 +46,30 @@ BREAKS = """
 What breaks first, in this order: the name server, which torch's TCPStore asks in each rank for the name of rank 0's
 address (where it is slow to answer or drops some of many questions, a launch takes 5 seconds more; RES_OPTIONS in the
 ranks' environment shortens that); gloo's process group, in which every rank connects to every other (the launch column,
-where two thousand connections and more are made on one machine; NCCL connects in rings and trees); the notebook's limit
-of open files, since the kernel has three descriptors for each rank (`ulimit -n` of 1024 ends at about 330 ranks, 10,000
-need 30,000); then data, of which the bridge puts a copy on its way for each node, and which a tree over the nodes would
+where two thousand connections and more are made on one machine; NCCL connects in rings and trees); the notebook's hard
+limit of open files, since the kernel has three descriptors for each rank (10,000 need 30,000; the soft limit is
+raised); then data, of which the driver puts a copy on its way for each node, and which a tree over the nodes would
 spare it. Connections are not among them: one a node, through Ray.
 """.strip()
 
 
 class Watch:
-    """Wall time, and CPU time of the kernel and of its bridge, of a block."""
+    """Wall time, and CPU time of the kernel and of its driver, of a block."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.wall = self.kernel = self.bridge = 0.0
+        self.wall = self.kernel = self.driver = 0.0
 
     def _now(self) -> tuple[float, float, float]:
-        group = self._session._group
-        bridge: Any = None if group is None else group.ranks._bridge.process.pid  # type: ignore[attr-defined]
-        return time.perf_counter(), _cpu(os.getpid()), 0.0 if bridge is None else _cpu(bridge)
+        group = self._session._executor.group
+        driver: Any = None if group is None else group.ranks._driver.process.pid  # type: ignore[attr-defined]
+        return time.perf_counter(), _cpu(os.getpid()), 0.0 if driver is None else _cpu(driver)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         begin = self._now()
         yield
-        self.wall, self.kernel, self.bridge = (b - a for a, b in zip(begin, self._now(), strict=True))
+        self.wall, self.kernel, self.driver = (b - a for a, b in zip(begin, self._now(), strict=True))
 
 
 def _cpu(pid: int) -> float:
@@ -97,11 +99,11 @@ def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
         session.run(noop)  # room and warm processes: what a first call costs, benchmarks/cluster.py says
     with Session(ranks, engine=options) as session:
         begin = time.perf_counter()
-        session._ready(relay.Cell())
+        session._executor._ready(Cell())
         found["fork"] = time.perf_counter() - begin
         session.run(noop)
         found["launch"] = time.perf_counter() - begin
-        counts = session._group.ranks._bridge.counts  # type: ignore[union-attr]
+        counts = session._executor.group.ranks._driver.counts  # type: ignore[union-attr]
         assert len(counts) == nodes, f"{counts} instead of {nodes} nodes"
         for name, call in (("call", noop), ("data", touches), ("output", chatter)):
             watch = Watch(session)
@@ -109,8 +111,8 @@ def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
                 session.call(call, output="all")
             if name == "output":
                 assert shown.getvalue().count("x" * (WIDTH - 1)) == ranks * LINES
-            found |= {name: watch.wall, f"{name} kernel": watch.kernel, f"{name} bridge": watch.bridge}
-    nbdist.engines.ray.release()
+            found |= {name: watch.wall, f"{name} kernel": watch.kernel, f"{name} driver": watch.driver}
+    process.release()
     return found
 
 
@@ -140,9 +142,10 @@ def main() -> None:
                 rows.append(measure(cluster.address, ranks, nodes))
                 print({name: round(value, 3) for name, value in rows[-1].items()}, file=sys.stderr, flush=True)
         finally:
-            nbdist.engines.ray.release()
+            process.release()
             stop_cluster(cluster)
     save("scale", [*report(rows), "", *conditions(), f"- Ray {version('ray')}"])
+    measure_here()
 
 
 def report(rows: list[dict[str, float]]) -> list[str]:
@@ -164,14 +167,14 @@ def report(rows: list[dict[str, float]]) -> list[str]:
         )
     lines += [
         "",
-        "What the notebook's side spends of it, in CPU time of kernel and bridge together, and what that becomes with "
+        "What the notebook's side spends of it, in CPU time of kernel and driver together, and what that becomes with "
         f"10,000 ranks on {10_000 // A_NODE} nodes:",
         "",
         "| | fixed | each rank | each node | 10,000 ranks |",
         "|---|---:|---:|---:|---:|",
     ]
     for name, title in (("call", "a no-op call"), ("data", "100 MB to all"), ("output", f"{LINES} lines each")):
-        summed = [row | {"side": row[f"{name} kernel"] + row[f"{name} bridge"]} for row in rows]
+        summed = [row | {"side": row[f"{name} kernel"] + row[f"{name} driver"]} for row in rows]
         base, rank, node = model(summed, "side")
         total = base + 10_000 * rank + 10_000 // A_NODE * node
         lines.append(

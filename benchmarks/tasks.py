@@ -123,7 +123,7 @@ def train(folder: str, users: int, items: int, ratings: int, epochs: int) -> Non
     from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner that method)
     from fastai.collab import CollabDataLoaders, collab_learner
 
-    from nbdist.fastai import device_agnostic
+    from nbdist.integrations.fastai import device_agnostic
     from nbdist.recsys.datasets import synthetic_ratings
 
     # fastai and accelerate look for torchrun's variables, which not every launcher sets.

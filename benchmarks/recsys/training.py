@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from a clone
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks.machine import conditions, save
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged

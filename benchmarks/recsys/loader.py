@@ -25,7 +25,7 @@ from fastai.losses import MSELossFlat
 from fastai.tabular.core import TabDataLoader
 from fastai.torch_core import set_seed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from a clone
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks.machine import conditions, save
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from a clone
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks import machine
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow
