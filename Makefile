@@ -1,7 +1,11 @@
 # make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/
 # make test    format, lint, type checks, then every test
 # make quick   what to run between edits: the same without the slow tests
+# make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
+#              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
+# make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
+# make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
 # make clean   remove all that these commands made, .venv included (not benchmarks/results/)
 #
@@ -14,15 +18,17 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Holds the folder the environment was made in: an environment cannot be moved.
 STAMP := $(VENV)/.complete
-WANTED := -e ".[test]"
+WANTED := -e ".[test,docs]"
 BENCH := .venv-bench
 BENCH_STAMP := $(BENCH)/.complete
 LOG := build/setup.log
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+ENVIRONMENTS ?=
+MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick bench checks format setup clean
+.PHONY: demo test quick cloudpickle matrix bench docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -37,14 +43,35 @@ $(foreach venv,$(VENV) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: setup
 	@$(PY) notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
+# Two files of tests at a time. What fails beside another, on a machine that is busy then, has to pass alone.
+side_by_side = $(PY) -m pytest -n 2 --dist loadfile $(1) $(PYTEST_ARGS) || { \
+    echo "Again, one after the other: what has failed side by side"; \
+    $(PY) -m pytest --last-failed --last-failed-no-failures none $(1) $(PYTEST_ARGS); }
+
 test: checks
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(call side_by_side,)
 
 quick: checks
-	@$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(call side_by_side,-m "not slow")
+
+matrix: setup
+	@$(PY) -m nox $(if $(ENVIRONMENTS),-s $(ENVIRONMENTS) table) $(if $(MATRIX_ARGS),-- $(MATRIX_ARGS))
+
+# The newest source distribution that holds the tests. Its build backend has to be as old as it is.
+CLOUDPICKLE := cloudpickle-3.1.0
+cloudpickle: setup
+	@mkdir -p build/cloudpickle && echo "flit_core<4" >build/cloudpickle/constraints.txt
+	@PIP_CONSTRAINT=$(CURDIR)/build/cloudpickle/constraints.txt $(PY) -m pip download --disable-pip-version-check -q \
+	    --no-deps --no-binary cloudpickle $(subst -,==,$(CLOUDPICKLE)) -d build/cloudpickle
+	@rm -rf build/cloudpickle/$(CLOUDPICKLE) && tar xzf build/cloudpickle/$(CLOUDPICKLE).tar.gz -C build/cloudpickle
+	@$(PY) tests/capture/cloudpickle_adapter.py build/cloudpickle/$(CLOUDPICKLE) $(PYTEST_ARGS)
 
 bench: $(BENCH_STAMP)
 	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)
+
+docs: setup
+	@$(PY) notebooks/pages.py
+	@$(PY) -m zensical build --clean --strict
 
 checks: setup
 	@$(PY) -m ruff format --check .
@@ -56,7 +83,7 @@ format: setup
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(BENCH) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(STAMP)
