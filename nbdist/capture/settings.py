@@ -156,7 +156,8 @@ def _unchanged(name: str, now: Any) -> bool:
     return now is not None and name in _seen and _same(_seen[name][0], now)
 
 
-def _torch(torch: Any) -> dict[str, Any]:
+def torch_modes(torch: Any) -> dict[str, Any]:
+    """The modes of torch that hold now, by name."""
     cudnn = torch.backends.cudnn
     return {
         "dtype": torch.get_default_dtype(),
@@ -181,5 +182,5 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "numpy.errstate": ("numpy", lambda module: module.geterr()),
     "pandas": ("pandas", _pandas),
     "matplotlib": ("matplotlib", _matplotlib),
-    "torch": ("torch", _torch),
+    "torch": ("torch", torch_modes),
 }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capture.reading import Keep, Unreadable, read
+from ..capture.settings import torch_modes
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
@@ -83,7 +84,8 @@ class Settings:
 
     def _torch_modes(self, value: Any) -> None:
         torch = importlib.import_module("torch")
-        last = self._last.get("torch", {})
+        # What holds anyway is not set: `use_deterministic_algorithms(False)` would import a second's worth of modules.
+        last = self._last.get("torch") or torch_modes(torch)
         setters: dict[str, Callable[[Any], Any]] = {
             "dtype": torch.set_default_dtype,
             "precision": torch.set_float32_matmul_precision,
@@ -92,7 +94,7 @@ class Settings:
             "cudnn": _set_cudnn,
         }
         for name, new in value.items():
-            if last.get(name) != new:
+            if last[name] != new:
                 setters[name](new)
 
     _appliers: Mapping[str, Callable[[Settings, Any], None]] = {

@@ -164,3 +164,9 @@ def test_seeds_that_differ_between_ranks(cell: Cell) -> None:
         with Session(2, seed=3) as alike, Session(2, seed=3, seed_ranks=True) as differ:
             assert alike.run(draw) == differ.run(draw)
     """)
+
+
+def test_what_is_at_its_default_imports_nothing_in_ranks(cell: Cell) -> None:
+    """`torch.use_deterministic_algorithms(False)` imports the compiler: most of a second, in each rank of each call."""
+    cell("import sys, torch")
+    assert cell("print(in_ddp(2, lambda: 'torch._inductor' in sys.modules))").text.strip() == "False"
