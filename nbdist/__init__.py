@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from .capture.explain import explain
     from .engines import use
     from .engines.ray.options import RayOptions
-    from .errors import CaptureError, NbdistError, RankDied, RankTimeout
+    from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
+    from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
     from .kernel.session import Session
 
@@ -21,6 +22,8 @@ __all__ = [
     "RankTimeout",
     "RayOptions",
     "Session",
+    "WorkerDied",
+    "context",
     "explain",
     "in_ddp",
     "load_ipython_extension",
@@ -38,6 +41,8 @@ _HOMES = {
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
+    "WorkerDied": "errors",
+    "context": "kernel.contexts",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
     "post_mortem": "kernel.launch",

@@ -4,7 +4,8 @@ Exception
 └── NbdistError          base of everything nbdist raises on its own account
     ├── CaptureError     something that the call needs cannot be pickled
     ├── RankDied         a rank's process ended without an answer
-    └── RankTimeout      a call took longer than its `timeout`
+    ├── RankTimeout      a call took longer than its `timeout`
+    └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
 
 An exception raised by the user's function in a rank is none of these: it arrives with its own type, and a
 `RemoteTraceback` (the rank's traceback as text) as its cause.
@@ -18,6 +19,7 @@ import signal
 import traceback
 import types
 from collections.abc import Sequence
+from typing import Any
 
 from .notebook import cell_numbers
 
@@ -95,6 +97,36 @@ class RankTimeout(NbdistError, TimeoutError):
         Traceback (most recent call last):
         nbdist.errors.RankTimeout: not done after 0.5 s: rank 0 is in ...
     """
+
+
+class WorkerDied(NbdistError):
+    """A worker of a pool, or of `parallel_map`, ended before it answered.
+
+    Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (what it
+    was working on, if that is known), `reason` (why it could not even be started).
+
+    Examples:
+        >>> import os
+        >>> from nbdist import parallel_map
+        >>> parallel_map(os._exit, [3], progress=False)
+        Traceback (most recent call last):
+        nbdist.errors.WorkerDied: worker 0 (pid ...) left with exit code 3 before its function returned, at item 0 (3)
+    """
+
+    def __init__(
+        self, name: str, pid: int | None, status: int | None, output: str = "", doing: str = "", reason: str = ""
+    ) -> None:
+        self.name, self.pid, self.status, self.output, self.doing, self.reason = name, pid, status, output, doing, reason
+        who = name if pid is None else f"{name} (pid {pid})"
+        message = f"{who} {reason or describe_status(status)}"
+        if doing:
+            message += f", {doing}"
+        if output:
+            message += f"\nIts last output:\n{output.rstrip()}"
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[WorkerDied], tuple[Any, ...]]:
+        return WorkerDied, (self.name, self.pid, self.status, self.output, self.doing, self.reason)
 
 
 class RemoteTraceback(Exception):

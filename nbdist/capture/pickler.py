@@ -78,6 +78,7 @@ class Pickler(cloudpickle.Pickler):
         self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
         self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
         self.captured: dict[str, Any] = {}  # those of them that travel
+        self.defines = False  # whether anything is sent by value: then only `reading.read` reads it
         self._progress = Progress()
         self._skip = skip
         self._need, self._need_in = need or {}, frozenset(need_in)
@@ -210,6 +211,7 @@ class Pickler(cloudpickle.Pickler):
         return types.CellType, (), (content,), None, None, reading.set_cell_state
 
     def _definition(self, code: list[Any], data: list[Step], *more: Steps) -> tuple[Any, ...]:
+        self.defines = True
         for some_code, some_data in more:
             code += some_code
             data += some_data

@@ -12,7 +12,7 @@ from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
-from . import debugger, shell, streams
+from . import debugger, process, shell, streams
 from .call import Caller
 from .interrupts import Interrupts
 from .outcome import Answer, Outcomes, own_frames_dropped
@@ -28,6 +28,8 @@ class Rank:
         self._membership = Membership()
         self._caller = Caller()
         self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
+        self._descriptors: list[int] = []
+        """Those that a process of a context is given, beside its own."""
         self._keep_frames = False
         self._frames: types.TracebackType | None = None
         """Of the call that has raised, for the debugger."""
@@ -36,8 +38,8 @@ class Rank:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
         blind(self._channel.fileno())
 
-    def serve(self) -> None:
-        """Answer the kernel until it says goodbye or is gone."""
+    def serve(self) -> int:
+        """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""
         pid = os.getpid()
         forget_in_children(self)
         self._interrupts.install()
@@ -52,9 +54,14 @@ class Rank:
             try:
                 (request, *arguments), parcel, fds = self._channel.receive()
             except EOFError:
-                return
+                return 0
             if request == "close":
-                return
+                return 0
+            if request == "descriptors":
+                self._descriptors += fds
+                continue
+            if request == "process":
+                return process.run(self._channel, self._caller, *arguments, parcel, self._descriptors)
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
@@ -67,7 +74,7 @@ class Rank:
                     self._channel.send(("raised",))  # it may take a while to tell what
                 answer = self._error(exc, ends=request == "join")
             if os.getpid() != pid:  # a process that the function forked must not answer in its place
-                return
+                return 0
             if answer is not None:
                 message, parcel = answer
                 streams.flush()
@@ -75,7 +82,7 @@ class Rank:
                 if parcel is not None:
                     parcel.close()
                 if request == "join":  # it has failed
-                    return
+                    return 0
             del answer, parcel
 
     def _join(
