@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
     from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.parallel import parallel_map
     from .kernel.session import Session
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "explain",
     "in_ddp",
     "load_ipython_extension",
+    "parallel_map",
     "post_mortem",
     "unload_ipython_extension",
     "use",
@@ -45,6 +47,7 @@ _HOMES = {
     "context": "kernel.contexts",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
+    "parallel_map": "kernel.parallel",
     "post_mortem": "kernel.launch",
     "use": "engines",
     "warm": "kernel.launch",

@@ -116,7 +116,14 @@ class WorkerDied(NbdistError):
     def __init__(
         self, name: str, pid: int | None, status: int | None, output: str = "", doing: str = "", reason: str = ""
     ) -> None:
-        self.name, self.pid, self.status, self.output, self.doing, self.reason = name, pid, status, output, doing, reason
+        self.name, self.pid, self.status, self.output, self.doing, self.reason = (
+            name,
+            pid,
+            status,
+            output,
+            doing,
+            reason,
+        )
         who = name if pid is None else f"{name} (pid {pid})"
         message = f"{who} {reason or describe_status(status)}"
         if doing:
@@ -133,16 +140,19 @@ class RemoteTraceback(Exception):
     """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
-    `others` (a line for each other rank that failed by itself).
+    `others` (a line for each other rank that failed by itself), `who` (what the rank is called), `where` (what it was
+    working on, if that is known).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
         self.rank, self.pid, self.text, self.rendered = rank, pid, text, list(rendered)
         self.others: list[str] = []
+        self.who, self.where = f"rank {rank}", ""
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
-        return "\n".join([f"on rank {self.rank} (pid {self.pid})\n\n{self.text.rstrip()}", *self.others])
+        head = f"on {self.who} (pid {self.pid}){self.where}"
+        return "\n".join([f"{head}\n\n{self.text.rstrip()}", *self.others])
 
 
 def render(exc: BaseException) -> list[str]:
@@ -151,7 +161,7 @@ def render(exc: BaseException) -> list[str]:
     remote = exc.__cause__
     if not isinstance(remote, RemoteTraceback):
         return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
-    title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}"
+    title = f"{remote.who} (pid {remote.pid}) raised {type(exc).__name__}{remote.where}"
     return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others]
 
 

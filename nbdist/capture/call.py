@@ -39,6 +39,8 @@ class Call:
     parcel: Parcel
     originals: list[Any]
     modules: set[str]
+    names: set[tuple[str, str]]
+    """The globals that ranks have then: key of the namespace, name."""
 
 
 def capture_call(
@@ -69,7 +71,7 @@ def capture_call(
         own_sources=own_sources(),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
-    return Call(header, parcel, pickler.originals, pickler.modules)
+    return Call(header, parcel, pickler.originals, pickler.modules, pickler.used)
 
 
 def pickle_call(

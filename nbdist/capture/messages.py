@@ -1,6 +1,6 @@
-"""What `multiprocessing` and `multiprocess` send between processes, pickled as a call is: what cells define, by value.
+"""What `multiprocessing` and `multiprocess` send between processes, pickled as a call is: by value what cells define.
 
-Both libraries pickle the messages of their queues and pipes by `ForkingPickler.dumps`, and by nothing else that could be
+Both libraries pickle the messages of their queues and pipes by `ForkingPickler.dumps`, and by nothing that could be
 exchanged for one context alone: `concurrent.futures` makes its queue itself.
 """
 
@@ -61,7 +61,7 @@ class MessagePickler(Pickler):
             self._registered[kind](call, obj)
             return call.reduction
         if isinstance(obj, type) and "in_processes" in vars(obj):
-            return _itself, (obj.in_processes,)
+            return _itself, (vars(obj)["in_processes"],)
         return super().reducer_override(obj)
 
 

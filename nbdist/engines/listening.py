@@ -65,7 +65,7 @@ class Listener:
 
     def fileno(self) -> int:
         """Readable when `select` has something to pass on."""
-        return int(self._selector.fileno())  # type: ignore[attr-defined]
+        return int(self._selector.fileno())
 
     def due(self) -> float | None:
         """Seconds after which `select` has something to do even if nothing comes; None: never."""

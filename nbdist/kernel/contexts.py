@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import queue
-import random
-import sys
-import threading
 import time
-import weakref
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 from .. import engines
-from ..capture import messages, reading
-from ..capture.call import Call, capture_call
-from ..cores import usable_cores
+from ..capture import messages
 from ..engines.local import LocalEngine
 from ..errors import NbdistError
-from ..wire.cache import SentCache
-from ..wire.messages import ProcessStart
-from ..wire.processes import forget_in_children, own_pidfd
 from .arguments import check_platform
 from .cell import Cell
 from .pools import make_pool
-from .processes import Role, Running, follow_cells, hearing, heed_interrupts
+from .processes import follow_cells, heed_interrupts
+from .starting import Starter
 
-#: What the server imports of a library, since every process needs it.
-_PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
-#: What `spawn.prepare` is not told: functions come by value, so nobody needs the notebook's file, and what a process
-#: starts itself is forked.
-_NOT_PREPARED = ("init_main_from_name", "init_main_from_path", "start_method")
 #: Seconds from one look at the processes to the next, while a queue is waited for.
 _LOOK = 0.2
+#: Seconds within which the death of a process is known here.
+_PATIENCE = 1.0
 
 
 def context(package: str = "multiprocess") -> Any:
-    """A context of `multiprocess` or `multiprocessing` whose processes come from the warm server, not from the kernel.
+    """A context of `multiprocess` or `multiprocessing` whose processes come from the warm server.
 
-    It has what every such context has: `Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and so on,
-    with the package's own code behind them. Functions, classes and values of cells are pickled as for `in_ddp`, both as
-    arguments and in messages. What the processes write appears in the cell that started them; an interrupt of the
-    notebook reaches them; they end with the kernel. A pool whose worker has died raises `WorkerDied`.
+    It has what every such context has (`Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and so
+    on), with the package's own code behind them. Nothing is forked from the kernel. Functions, classes and values of
+    cells are pickled as for `in_ddp`, as arguments and in messages. What the processes write appears in the cell that
+    started them; an interrupt of the notebook reaches them; they end with the kernel. A pool that has lost a worker
+    raises `WorkerDied`. From the first call on, `get_context("nbdist")` of the package gives the same.
 
     Args:
         package: "multiprocess", which `pip install "nbdist[multiprocess]"` brings, or "multiprocessing": the standard
@@ -83,85 +71,6 @@ def context(package: str = "multiprocess") -> Any:
     return made
 
 
-class Starter:
-    """Starts the processes of a library's context."""
-
-    def __init__(self, library: str) -> None:
-        self.library = library
-        self.roles: weakref.WeakKeyDictionary[Any, Role] = weakref.WeakKeyDictionary()
-        """Of `Process` objects that are to work for a pool."""
-        self.deaths = 0
-        """Processes that have not ended by themselves, so far."""
-        self._cache = SentCache()
-        self._left = 0  # processes that run
-        self._capturing = threading.RLock()  # pools start processes in a thread of theirs
-        self._modules = [f"{library}.{part}" for part in _PARTS]
-        self._make_pickler = functools.partial(messages.MessagePickler, library)
-        forget_in_children(self)
-
-    def after_fork(self) -> None:
-        """In a child of this process: another thread may have held this."""
-        self._capturing = threading.RLock()
-
-    def capture(self, fn: Callable[..., Any], *args: Any) -> Call:
-        """A function and its arguments, as a call; big data are shared with what was sent before."""
-        with self._capturing:
-            return capture_call(fn, args, {}, "", {}, self._cache, make_pickler=self._make_pickler)
-
-    def start(self, process: Any, descriptors: list[int]) -> Running:
-        """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
-        role = self.roles.pop(process, None) or Role(Cell(background=True))
-        spawn = importlib.import_module(f"{self.library}.spawn")
-        tracker = importlib.import_module(f"{self.library}.resource_tracker").getfd()
-        preparation = {k: v for k, v in spawn.get_preparation_data(process.name).items() if k not in _NOT_PREPARED}
-        preparation["authkey"] = bytes(preparation["authkey"])  # of its own class it would refuse to be pickled
-        start = ProcessStart(
-            library=self.library,
-            preparation=preparation,
-            threads=max(1, len(usable_cores()) // role.processes),
-            seeds=_seeds(process._identity[-1]),
-            worker=role.worker,
-        )
-        call = self.capture(reading.nothing, process, messages.registered(self.library))
-        with contextlib.closing(call.parcel), own_pidfd() as kernel:
-            running = Running(
-                process.name,
-                [*self._modules, *sorted(call.modules)],
-                role=role,
-                on_exit=self._ended,
-            )
-            parent = kernel if kernel >= 0 else running.sentinel
-            for part in messages.fits([tracker, parent, *descriptors]):
-                running.send("descriptors", fds=part)
-            running.send("process", running.setting(), start, call.header, parcel=call.parcel)
-        with self._capturing:
-            self._left += 1
-        hearing.add(running)
-        return running
-
-    def _ended(self, running: Running) -> None:
-        if running.status != 0 and not running.asked_to_end:
-            self.deaths += 1
-        running.role.on_exit(running)
-        with self._capturing:
-            self._left -= 1
-            if not self._left:  # nobody shares data with what was sent
-                self._cache.close()
-
-
-def _seeds(number: int) -> tuple[int, int, int]:
-    """Seeds for `random`, NumPy and torch in the process of this number.
-
-    They follow from the notebook's own random state, which stays as it is: what a notebook computes must not depend on
-    the number of a loader's workers.
-    """
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    for_random = abs(hash(random.getstate()))
-    for_numpy = for_random if numpy is None else zlib.crc32(numpy.random.get_state()[1].tobytes())
-    for_torch = for_random if torch is None else zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    return for_random + number, for_numpy + number, for_torch + number
-
-
 @functools.cache
 def _make(library: str) -> Any:
     """The context of a library, and the classes that it is made of.
@@ -174,11 +83,12 @@ def _make(library: str) -> Any:
     }
     starter = Starter(library)
 
-    class Popen(base["popen_fork"].Popen):
+    class Popen(base["popen_fork"].Popen):  # type: ignore[misc]
         method = "nbdist"
         DupFd = messages.Inherited
 
         def __init__(self, process: Any) -> None:
+            self.returncode: Any = None
             self._descriptors: list[int] = []
             super().__init__(process)
 
@@ -196,7 +106,7 @@ def _make(library: str) -> Any:
             self.finalizer = base["util"].Finalize(self, os.close, (self.sentinel,))
             self.pid = self._running.pid
 
-        def poll(self, flag: int = os.WNOHANG) -> int | None:
+        def poll(self, flag: int = os.WNOHANG) -> Any:
             if self.returncode is None and base["connection"].wait([self.sentinel], 0 if flag == os.WNOHANG else None):
                 self.returncode = self._running.status
             return self.returncode
@@ -206,7 +116,7 @@ def _make(library: str) -> Any:
                 self._running.asked_to_end = True
                 self._running.signal(sig)
 
-    class NbdistProcess(base["process"].BaseProcess):
+    class NbdistProcess(base["process"].BaseProcess):  # type: ignore[misc]
         _start_method = None
         in_processes = base["context"].ForkProcess
 
@@ -214,28 +124,35 @@ def _make(library: str) -> Any:
         def _Popen(process: Any) -> Any:
             return Popen(process)
 
-    class Queue(base["queues"].Queue):
+    class Queue(base["queues"].Queue):  # type: ignore[misc]
         in_processes = base["queues"].Queue
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._deaths = starter.deaths
+            self._deaths: int = starter.deaths
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            """As the library's, but a wait for a time ends when a process has died: loaders look at their workers
-            then."""
-            if not block or timeout is None:
-                return super().get(block, timeout)
-            deadline = time.monotonic() + timeout
+            """As the library's, but a wait of some seconds ends when a process has died: loaders look at their workers
+            then. What was lost with its sender raises when that is known to have died."""
+            deadline = time.monotonic() + timeout if block and timeout is not None else math.inf
             while True:
                 try:
-                    return super().get(True, max(0.0, min(_LOOK, deadline - time.monotonic())))
+                    return super().get(block, min(_LOOK, max(0.0, deadline - time.monotonic())) if timeout else timeout)
                 except queue.Empty:
-                    deaths, self._deaths = self._deaths, starter.deaths
-                    if deaths != self._deaths or time.monotonic() >= deadline:
+                    if not block or self._news() or time.monotonic() >= deadline:
                         raise
+                except (EOFError, OSError):
+                    patience = time.monotonic() + _PATIENCE
+                    while not self._news() and time.monotonic() < patience:
+                        time.sleep(0.01)
+                    raise
 
-    class NbdistContext(base["context"].BaseContext):
+        def _news(self) -> bool:
+            """Whether a process has died since this was last asked."""
+            before, self._deaths = self._deaths, starter.deaths
+            return before != starter.deaths
+
+    class NbdistContext(base["context"].BaseContext):  # type: ignore[misc]
         _name = "nbdist"
         Process = NbdistProcess
 
@@ -249,4 +166,6 @@ def _make(library: str) -> Any:
             return importlib.import_module(library).get_context, ("fork",)
 
     pool = make_pool(base["pool"], starter)
-    return NbdistContext()
+    made = NbdistContext()
+    base["context"]._concrete_contexts["nbdist"] = made  # for those who take a start method by its name
+    return made

@@ -9,15 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..capture.call import Call
 from ..rank.process import PoolFunction, work
 from .cell import Cell
 from .processes import Role, Running, hearing
-
-if TYPE_CHECKING:
-    from .contexts import Starter
+from .starting import Starter
 
 _numbers = itertools.count(1)
 
@@ -169,7 +167,9 @@ def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, c
 
 
 def _workers(pool: Any) -> list[Running]:
-    return [running for running in hearing.processes() if running.role.owner is not None and running.role.owner() is pool]
+    return [
+        running for running in hearing.processes() if running.role.owner is not None and running.role.owner() is pool
+    ]
 
 
 def _is_busy(pool_ref: weakref.ref[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""The processes of contexts while they run: a thread of the notebook hears what they write and say, and how they end."""
+"""The processes of contexts while they run: a thread hears what they write and say, and how they end."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ class Running:
         on_exit: Called when it has ended.
     """
 
-    def __init__(
-        self, name: str, modules: Iterable[str], *, role: Role, on_exit: Callable[[Running], None]
-    ) -> None:
+    def __init__(self, name: str, modules: Iterable[str], *, role: Role, on_exit: Callable[[Running], None]) -> None:
         self.name, self.role = name, role
         self.status: int | None = None
         self.returned = self.asked_to_end = False

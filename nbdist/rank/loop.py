@@ -15,6 +15,7 @@ from ..wire.processes import blind, forget_in_children
 from . import debugger, process, shell, streams
 from .call import Caller
 from .interrupts import Interrupts
+from .items import Mapper
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .world import Membership, enter_setting, seed_everything
 
@@ -28,6 +29,7 @@ class Rank:
         self._membership = Membership()
         self._caller = Caller()
         self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
+        self._mapper = Mapper(self._caller)
         self._descriptors: list[int] = []
         """Those that a process of a context is given, beside its own."""
         self._keep_frames = False
@@ -49,6 +51,8 @@ class Rank:
             "join": self._join,
             "call": self._call,
             "debug": self._debug,
+            "begin": self._mapper.begin,
+            "items": self._items,
         }
         while True:
             try:
@@ -61,13 +65,15 @@ class Rank:
                 self._descriptors += fds
                 continue
             if request == "process":
-                return process.run(self._channel, self._caller, *arguments, parcel, self._descriptors)
+                setting, start, header = arguments
+                return process.run(self._channel, self._caller, setting, start, header, parcel, self._descriptors)
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
             try:
                 with self._interrupts.allowed(), fastai.device_agnostic():
-                    self._channel.send(("begun",))  # an interrupt that came before this was not heard
+                    if request != "items":  # whose board says when it is over
+                        self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:
                 if os.getpid() == pid:
@@ -116,6 +122,10 @@ class Rank:
         assert self._frames is not None
         debugger.interact(self._channel, self._frames)
         return ("done", True), None
+
+    def _items(self, first: int, parcel: Parcel, _fds: list[int]) -> Answer:
+        seconds, values = self._mapper.run(first, parcel)
+        return self._outcomes.items(seconds, values)
 
     def _error(self, exc: BaseException, ends: bool) -> Answer:
         tb = own_frames_dropped(exc)

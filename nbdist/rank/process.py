@@ -14,9 +14,9 @@ from ..errors import NbdistError
 from ..wire.channel import Channel
 from ..wire.messages import Header, ProcessStart, Setting
 from ..wire.parcel import Parcel
-from . import shell, threads
+from . import shell
 from .call import Caller
-from .world import enter_setting, seed_everything
+from .world import enter_setting, seed_everything, take_share
 
 
 class _Process:
@@ -84,10 +84,7 @@ def run(
     name = f"{start.preparation['name']} (pid {os.getpid()})"
     _this = _Process(channel, caller, name)
     enter_setting(setting)
-    os.environ.update(threads.variables(start.threads))
-    threads.resize_pools(start.threads)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(start.threads)
+    take_share(start.threads)
     seed_everything(start.seeds)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     library = start.library

@@ -26,6 +26,15 @@ def enter_setting(setting: Setting) -> None:
     sys.argv[:] = setting.argv
 
 
+def take_share(count: int) -> None:
+    """In a process that is no rank: let the libraries that compute use so many threads."""
+    os.environ.update(threads.variables(count))
+    threads.resize_pools(count)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+
+
 def environ(world: World) -> dict[str, str]:
     """The variables that torchrun would set for this rank, and those that keep its sockets on its network."""
     slot = world.slot
