@@ -24,9 +24,6 @@ from .processes import Role, Running, hearing
 
 #: What the server imports of a library, since every process needs it.
 _PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
-#: What `spawn.prepare` is not told: functions come by value, so nobody needs the notebook's file, and what a process
-#: starts itself is forked.
-_NOT_PREPARED = ("init_main_from_name", "init_main_from_path", "start_method")
 #: What settings of the notebook import in every process: better once, in the server.
 _WITH_SETTINGS = ("torch", "numpy", "pandas", "matplotlib")
 
@@ -59,15 +56,13 @@ class Starter:
     def start(self, process: Any, descriptors: list[int]) -> Running:
         """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
         role = self.roles.pop(process, None) or Role(Cell(background=True))
-        spawn = importlib.import_module(f"{self.library}.spawn")
-        tracker = importlib.import_module(f"{self.library}.resource_tracker").getfd()
-        preparation = {k: v for k, v in spawn.get_preparation_data(process.name).items() if k not in _NOT_PREPARED}
-        preparation["authkey"] = bytes(preparation["authkey"])  # of its own class it would refuse to be pickled
+        trackers = self._trackers()
         start = ProcessStart(
             library=self.library,
-            preparation=preparation,
+            preparation=self._preparation(process.name),
             threads=max(1, len(usable_cores()) // role.processes),
             seeds=_seeds(process._identity[-1]),
+            trackers=list(trackers),
             worker=role.worker,
         )
         call = self.capture(reading.nothing, process, messages.registered(self.library))
@@ -79,13 +74,34 @@ class Starter:
                 on_exit=self._ended,
             )
             parent = kernel if kernel >= 0 else running.sentinel
-            for part in messages.fits([tracker, parent, *descriptors]):
+            for part in messages.fits([*trackers.values(), parent, *descriptors]):
                 running.send("descriptors", fds=part)
             running.send("process", running.setting(), start, call.header, parcel=call.parcel)
         with self._capturing:
             self._left += 1
         hearing.add(running)
         return running
+
+    def _preparation(self, name: str) -> dict[str, Any]:
+        """What the library's `spawn.prepare` is told. Not of `__main__`: functions come by value, and nobody needs the
+        notebook's file. Nor of a start method: what a process starts itself is forked."""
+        process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
+        preparation = {
+            "name": name,
+            "authkey": bytes(process.current_process().authkey),  # of its own class it would refuse to be pickled
+            "orig_dir": process.ORIGINAL_DIR,
+            "log_to_stderr": util._log_to_stderr,
+        }
+        if util._logger is not None:
+            preparation["log_level"] = util._logger.getEffectiveLevel()
+        return preparation
+
+    def _trackers(self) -> dict[str, int]:
+        """The resource trackers of this process, started for this library: a descriptor for each."""
+        importlib.import_module(f"{self.library}.resource_tracker").ensure_running()
+        modules = {name: sys.modules.get(f"{name}.resource_tracker") for name in ("multiprocessing", "multiprocess")}
+        fds = {name: module._resource_tracker._fd for name, module in modules.items() if module is not None}
+        return {name: fd for name, fd in fds.items() if fd is not None}
 
     def _ended(self, running: Running) -> None:
         if running.status != 0 and not running.asked_to_end:

@@ -66,6 +66,7 @@ class Rank:
                 continue
             if request == "process":
                 setting, start, header = arguments
+                assert parcel is not None
                 return process.run(self._channel, self._caller, setting, start, header, parcel, self._descriptors)
             if request == "leave":
                 self._membership.leave(*arguments)

@@ -88,8 +88,9 @@ def run(
     seed_everything(start.seeds)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     library = start.library
-    tracker, parent, *messages.inherited[:] = descriptors
-    importlib.import_module(f"{library}.resource_tracker")._resource_tracker._fd = tracker
+    for name in start.trackers:
+        importlib.import_module(f"{name}.resource_tracker")._resource_tracker._fd = descriptors.pop(0)
+    parent, *messages.inherited[:] = descriptors
     current = importlib.import_module(f"{library}.process").current_process()
 
     def received(key: str, namespace: dict[str, Any], name: str) -> bool:

@@ -85,5 +85,8 @@ class ProcessStart:
     """Threads for the kernels of torch and BLAS."""
     seeds: Sequence[int]
     """For `random`, NumPy and torch."""
+    trackers: Sequence[str]
+    """The libraries whose resource trackers it shares with the notebook, in the order of their descriptors, which come
+    first. Where it had one of its own, that would unlink at its end what the notebook still uses."""
     worker: bool
     """Whether it works for a pool: all that it sends is for the notebook then."""
