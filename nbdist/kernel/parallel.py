@@ -202,7 +202,7 @@ class _Map:
         if self._next == len(self._items):
             return
         chunk = _Chunk(self._next, min(self._next + self._size(), len(self._items)))
-        parcel = self._pack(self._items[chunk.start : chunk.stop])
+        parcel = self._pack(chunk)
         self._next = chunk.stop
         self._has[worker].append(chunk)
         with contextlib.closing(parcel):
@@ -216,7 +216,9 @@ class _Map:
         fair = -(-(len(self._items) - self._next) // (len(self._has) * _AHEAD))
         return max(1, min(int(_BUSY / self._seconds), fair))
 
-    def _pack(self, items: Sequence[Any]) -> Parcel:
+    def _pack(self, chunk: _Chunk) -> Parcel:
+        items = self._items[chunk.start : chunk.stop]
+
         def write() -> Pickler:
             has = self._call.names
             pickler = Pickler(io.BytesIO(), known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
@@ -226,7 +228,9 @@ class _Map:
         try:
             pickler = deeply(write)
         except Exception as exc:
-            raise explain_failure(exc, {"items": items}) from None
+            raise explain_failure(
+                exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
+            ) from None
         return pack(pickler.file.getbuffer(), pickler.buffers, self._cache)
 
     def _let_finish(self, listener: Listener, grace: float) -> None:

@@ -439,14 +439,16 @@ def test_data_loader_whose_workers_stay() -> None:
 
 def test_data_loader_loses_a_worker() -> None:
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="exited unexpectedly|is killed by signal"):
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader(Rows(200, lambda: os.kill(os.getpid(), signal.SIGKILL))))
     assert time.monotonic() - begin < 4.5, "torch itself looks after five seconds"
 
 
 def test_data_loader_raises() -> None:
+    batches: Any = iter(loader(Rows(200, lambda: 1 / 0)))
     with pytest.raises(ZeroDivisionError, match="in __getitem__"):
-        list(loader(Rows(200, lambda: 1 / 0)))
+        list(batches)
+    batches._shutdown_workers()  # the garbage collector would take torch ten seconds for this, with any start method
 
 
 # ---------------------------------------------------------------------------------------------------------- a notebook
@@ -479,9 +481,8 @@ def test_output_goes_to_the_cell_that_calls(notebook: Kernel) -> None:
     assert "first" in notebook.ok("pool.map(print, ['first'])").text
     assert "second" in notebook.ok("pool.map(print, ['second'])").text
     assert "third" in notebook.ok("p = ctx.Process(target=print, args=('third',)); p.start(); p.join()").text
-    result = notebook.ok(
-        "def show(x):\n    from IPython.display import HTML, display\n    display(HTML('<b>x</b>'))\npool.map(show, [1]);"
-    )
+    notebook.ok("from IPython.display import HTML, display\ndef show(x):\n    display(HTML('<b>x</b>'))")
+    result = notebook.ok("pool.map(show, [1]);")
     assert [output["data"]["text/html"] for output in result.outputs if "data" in output] == ["<b>x</b>"]
     notebook.ok("pool.terminate()")
 
