@@ -18,6 +18,8 @@ from . import shell
 from .call import Caller
 from .world import enter_setting, seed_everything, take_share
 
+_FORKABLE = ("queues", "synchronize", "util")
+
 
 class _Process:
     """This process: its channel to the notebook, and a pool's functions if it is a worker."""
@@ -88,6 +90,7 @@ def run(
     seed_everything(start.seeds)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     library = start.library
+    _prepare_for_forks(library)
     for name in start.trackers:
         importlib.import_module(f"{name}.resource_tracker")._resource_tracker._fd = descriptors.pop(0)
     parent, *messages.inherited[:] = descriptors
@@ -112,6 +115,25 @@ def run(
         return int(process._bootstrap(parent_sentinel=parent))
     finally:
         shell.after_call()
+
+
+def _prepare_for_forks(library: str) -> None:
+    """Let queues and locks that come by pickle work in what this process forks.
+
+    The library sees to that when they are made, and takes it that what came by pickle goes on by pickle.
+    """
+    queues, synchronize, util = (importlib.import_module(f"{library}.{part}") for part in _FORKABLE)
+    forked: list[tuple[Any, Callable[[Any], None]]] = [
+        (queues.Queue, queues.Queue._after_fork),
+        (synchronize.SemLock, lambda lock: lock._semlock._after_fork()),
+    ]
+    for cls, after_fork in forked:
+
+        def set_state(self: Any, state: Any, before: Any = cls.__setstate__, after_fork: Any = after_fork) -> None:
+            before(self, state)
+            util.register_after_fork(self, after_fork)
+
+        cls.__setstate__ = set_state
 
 
 def work(worker: Callable[..., None], *args: Any) -> None:

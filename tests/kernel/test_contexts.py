@@ -183,6 +183,20 @@ def test_processes_of_processes(ctx: Any) -> None:
     process.join()
 
 
+def test_queues_in_processes_of_processes(ctx: Any) -> None:
+    def outer(queue: Any) -> None:
+        queue.put("outer")  # its thread runs when the process is forked
+        process = ctx.Process(target=queue.put, args=("inner",))
+        process.start()
+        process.join()
+
+    queue = ctx.Queue()
+    process = ctx.Process(target=outer, args=(queue,))
+    process.start()
+    assert {queue.get(timeout=10), queue.get(timeout=10)} == {"outer", "inner"}
+    process.join()
+
+
 def test_parent(ctx: Any) -> None:
     with ctx.Pool(1) as pool:
         assert pool.apply(lambda: ctx.parent_process().pid) == os.getpid()
