@@ -1,9 +1,9 @@
 """Pools and processes of a notebook, beside those who make them otherwise: `python -m benchmarks.pools`.
 
-All of nbdist's figures are taken in a real kernel with torch and fastai imported, after threads were used, with functions
-of cells. So are those of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`, which forks that
-kernel, and ipyparallel. The standard library's `fork` has a clean process of its own with the same imports, as
-what it is like where that is safe; `spawn` has a script, whose functions it can import.
+All of nbdist's figures are taken in a real kernel with torch and fastai imported, after threads were used, with
+functions of cells. So are those of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`, which
+forks that kernel, and ipyparallel. The standard library's `fork` has a clean process of its own with the same imports,
+as what it is like where that is safe; `spawn` has a script, whose functions it can import.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ LIVE = {
         "executor = ProcessPoolExecutor(2, mp_context=multiprocessing.get_context('fork'))\n"
         "list(executor.map(scaled, [1]))"
     ),
-    "joblib": "parallel = joblib.Parallel(n_jobs=2, batch_size=1)\nparallel(joblib.delayed(scaled)(i) for i in range(4))",
+    "joblib": (
+        "parallel = joblib.Parallel(n_jobs=2, batch_size=1)\nparallel(joblib.delayed(scaled)(i) for i in range(4))"
+    ),
     "ipyparallel": (
         "import ipyparallel; cluster = ipyparallel.Cluster(n=2, log_level=40)\n"
         "client = cluster.start_and_connect_sync()\n"

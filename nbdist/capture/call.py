@@ -71,7 +71,8 @@ def capture_call(
         own_sources=own_sources(),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
-    return Call(header, parcel, pickler.originals, pickler.modules, pickler.used)
+    modules = pickler.modules | sender.modules() if settings else pickler.modules
+    return Call(header, parcel, pickler.originals, modules, pickler.used)
 
 
 def pickle_call(

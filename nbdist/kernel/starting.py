@@ -24,8 +24,6 @@ from .processes import Role, Running, hearing
 
 #: What the server imports of a library, since every process needs it.
 _PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
-#: What settings of the notebook import in every process: better once, in the server.
-_WITH_SETTINGS = ("torch", "numpy", "pandas", "matplotlib")
 
 
 class Starter:
@@ -69,7 +67,7 @@ class Starter:
         with contextlib.closing(call.parcel), own_pidfd() as kernel:
             running = Running(
                 process.name,
-                [*self._modules, *(name for name in _WITH_SETTINGS if name in sys.modules), *sorted(call.modules)],
+                [*self._modules, *sorted(call.modules)],
                 role=role,
                 on_exit=self._ended,
             )
