@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from .. import engines
 from ..capture.call import Call, capture_call
 from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
@@ -21,9 +22,9 @@ from ..capture.imports import modules_named, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.pickler import Pickler
 from ..cores import usable_cores
-from ..engines.contract import Exit
+from ..engines.contract import Engine, Exit, Ranks
 from ..engines.listening import Listener
-from ..engines.local import start_workers
+from ..engines.local import LocalEngine, LocalRanks, start_workers
 from ..errors import CaptureError, RemoteTraceback, WorkerDied, text_of
 from ..wire.board import Board
 from ..wire.cache import KEPT, SentCache
@@ -57,15 +58,16 @@ def parallel_map(
 ) -> list[R]:
     """`[fn(item) for item in items]`, on all cores.
 
-    The workers are fresh processes from the warm server. Functions, classes and variables of the notebook that `fn`
-    uses travel with it, once; big arrays, tensors and frames are shared and not copied. What workers print or draw
-    appears in the cell. The first exception ends the call, and so does the stop button.
+    The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
+    classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
+    and not copied. What workers print or draw appears in the cell. The first exception ends the call, and so does the
+    stop button.
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: What it is called with, each by itself.
-        workers: How many processes. None: one for each core that this process may use. 0 calls `fn` in this process,
-            for `%debug` and breakpoints.
+        workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
+            0 calls `fn` in this process, for `%debug` and breakpoints.
         imports: Import statements, executed in each worker's `__main__` before `fn`.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
         progress: Whether to show a bar, where tqdm is installed.
@@ -101,12 +103,24 @@ def parallel_map(
             return [value for value in map(fn, items) if advance(1)]
         if not items:
             return []
+        engine = engines.resolve(None)
+        if workers is None and not isinstance(engine, LocalEngine):
+            raise ValueError("workers=None: on a cluster, say how many there are to be")
         with contextlib.closing(SentCache()) as cache:
             call = capture_call(fn, (), {}, block, names, cache)
             with contextlib.closing(call.parcel):
                 count = min(workers or len(usable_cores()), len(items))
                 modules = [*modules_named(block), *sorted(call.modules)]
-                return _Map(call, items, count, chunk, modules, cache, advance).run()
+                ranks = _start(engine, count, modules)
+                return _Map(call, items, ranks, chunk, cache, advance).run()
+
+
+def _start(engine: Engine, count: int, modules: Sequence[str]) -> Ranks:
+    """Workers: ranks that will be in no process group."""
+    if isinstance(engine, LocalEngine):
+        return start_workers(count, modules)
+    engine.warm(modules)
+    return engine.start(count, Cell().notice)
 
 
 @contextlib.contextmanager
@@ -139,9 +153,8 @@ class _Map:
         self,
         call: Call,
         items: Sequence[Any],
-        workers: int,
+        ranks: Ranks,
         chunk: int | None,
-        modules: Sequence[str],
         cache: SentCache,
         advance: Callable[[int], Any],
     ) -> None:
@@ -151,10 +164,9 @@ class _Map:
         self._next = 0  # the first item that nobody has
         self._seconds = 0.0  # that an item takes, as far as is known
         self._error: BaseException | None = None
-        self._has: list[deque[_Chunk]] = [deque() for _ in range(workers)]
-        self._ranks = start_workers(workers, modules)
-        self._relay = Relay(self._ranks.outputs)
-        self._board = Board.create(workers)
+        self._ranks, self._relay = ranks, Relay(ranks.outputs)
+        self._has: list[deque[_Chunk]] = [deque() for _ in ranks.channels]
+        self._board = Board.create(len(self._has))
 
     def run(self) -> list[Any]:
         """The values. Raises the first failure, or `KeyboardInterrupt`."""
@@ -183,12 +195,12 @@ class _Map:
 
     def _begin(self) -> None:
         environ, seeds = self._ranks.inherited(), draw_seeds()
-        threads = max(1, len(usable_cores()) // len(self._has))
+        board = [self._board.segment.fd] if isinstance(self._ranks, LocalRanks) else []
         for worker in range(len(self._has)):
             own = [seed + worker for seed in seeds]
-            setting, board = self._ranks.setting(worker, environ), self._board.segment.fd
+            setting, threads = self._ranks.setting(worker, environ), self._ranks.slots[worker].threads
             message = "begin", worker, len(self._has), setting, threads, own, self._call.header
-            self._send(worker, *message, parcel=self._call.parcel, fds=[board])
+            self._send(worker, *message, parcel=self._call.parcel, fds=board)
         for _ in range(_AHEAD):
             for worker in range(len(self._has)):
                 self._give(worker)
@@ -297,4 +309,9 @@ class _Map:
     def _where(self, worker: int) -> str:
         """Which item a worker is at, as a part of a sentence."""
         number = self._board.item(worker)
-        return "" if number is None else f", at item {number} ({reprlib.repr(self._items[number])})"
+        if number is not None:
+            return f", at item {number} ({reprlib.repr(self._items[number])})"
+        if not self._has[worker]:
+            return ""
+        first, stop = self._has[worker][0]  # on another machine there is no board
+        return f", at item {first}" if stop - first == 1 else f", at one of items {first} to {stop - 1}"

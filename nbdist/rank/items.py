@@ -26,6 +26,7 @@ class Mapper:
         self._fn: Callable[[Any], Any]
         self._board: Board
         self._worker = 0
+        self._failed = False
 
     def begin(
         self,
@@ -38,8 +39,8 @@ class Mapper:
         parcel: Parcel,
         fds: list[int],
     ) -> None:
-        """Take the function. The descriptor is that of the board."""
-        self._worker, self._board = worker, Board.of(fds[0], workers)
+        """Take the function. The descriptor is that of the board; on another machine there is none."""
+        self._worker, self._board = (worker, Board.of(fds[0], workers)) if fds else (0, Board.create(1))
         enter_setting(setting)
         take_share(threads)
         self._fn, _, _ = self._caller.take(header, parcel, self._where)
@@ -48,6 +49,18 @@ class Mapper:
     def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
         """The seconds that the items in the parcel take, of which this is the number of the first, and the function's
         values for them. Fewer if the call is over meanwhile."""
+        if self._failed:  # what the board says is to stay
+            parcel.close()
+            return 0.0, []
+        try:
+            return self._run(first, parcel)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            shell.after_call()
+
+    def _run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
         fn, worker, note, over = self._fn, self._worker, self._board.note, self._board.over
         note(worker, first)
         try:
@@ -60,5 +73,4 @@ class Mapper:
                 break
             note(worker, number)
             values.append(fn(item))
-        shell.after_call()
         return time.monotonic() - start, values

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from conftest import Cell, Kernel, open_fds, poll, ranks_of
 
+import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
 
 
@@ -211,3 +212,35 @@ def test_fastcore_parallel(cell: Cell) -> None:
         print(parallel(lambda x: x * scale, range(4), n_workers=2, method="nbdist"))
     """).text
     assert "[0, 5, 10, 15]" in text
+
+
+# ----------------------------------------------------------------------------------------------------------- a cluster
+
+
+@pytest.mark.slow
+def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    scale, table = 10, np.arange(1_000_000)
+
+    def scaled(i: int) -> tuple[int, str]:
+        print("item", i)
+        return scale * int(table[i]), os.environ.get("RAY_JOB_ID", "") and "ray"
+
+    def failing(i: int) -> None:
+        raise KeyError(f"no {i}")
+
+    nbdist.use("ray")
+    try:
+        with pytest.raises(ValueError, match="say how many"):
+            parallel_map(scaled, range(8), progress=False)
+        values = parallel_map(scaled, range(8), 2, progress=False)
+        assert [value for value, _ in values] == [10 * i for i in range(8)]
+        assert sorted(capfd.readouterr().out.split("item ")[1:]) == [f"{i}\n" for i in range(8)]
+        with pytest.raises(KeyError, match="no 0") as caught:
+            parallel_map(failing, range(2), 1, chunk=1, progress=False)
+        assert "at item 0" in str(caught.value.__cause__)
+        with pytest.raises(WorkerDied, match="exit code 3"):
+            parallel_map(os._exit, [3], 1, progress=False)
+        nbdist.context("multiprocessing")
+        assert "run on this machine, not on the cluster" in capfd.readouterr().err
+    finally:
+        nbdist.use("local")
