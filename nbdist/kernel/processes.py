@@ -126,6 +126,11 @@ class Running:
                 if cell is not None:
                     self._relay.begin(cell, "rank0", 0)
 
+    def mute(self) -> None:
+        """Show nothing any more: the cell cannot take it."""
+        with self._lock:
+            self._relay.begin(self._relay.cell, "none", 0)
+
     def died(self, doing: str = "") -> WorkerDied:
         """The exception for its end."""
         status = None if self.status == _UNKNOWN else self.status
@@ -228,6 +233,7 @@ class Hearing:
             more = running.step()
         except Exception:  # somebody's callback, or the cell's own stream
             traceback.print_exc()
+            running.mute()
             more = running.status is None
         if not more:
             selector.unregister(fd)
@@ -283,6 +289,7 @@ def heed_interrupts() -> None:
         os.close(write)
         return
     _interrupts = read, write
+    os.register_at_fork(after_in_child=_heed_no_interrupts)
 
     def listen() -> None:
         with contextlib.suppress(OSError):
@@ -291,6 +298,12 @@ def heed_interrupts() -> None:
                     interrupt()
 
     threading.Thread(target=listen, name="nbdist: interrupts", daemon=True).start()
+
+
+def _heed_no_interrupts() -> None:
+    """In a child of this process: its interrupts are its own, and the descriptor leads to its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
 
 
 def follow_cells() -> None:

@@ -536,6 +536,20 @@ def test_the_stop_button_leaves_idle_pools_alone(notebook: Kernel) -> None:
     assert "[1, 2]" in notebook.ok("print(pool.map(abs, [-1, -2])); pool.terminate()").text
 
 
+def test_an_interrupt_of_a_fork_is_its_own(ctx: Any) -> None:
+    process = ctx.Process(target=time.sleep, args=(60,))
+    process.start()
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(0))
+        signal.raise_signal(signal.SIGINT)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    process.join(0.5)
+    assert process.exitcode is None
+    process.kill()
+    process.join()
+
+
 def test_processes_end_with_the_kernel(kernel: Kernel) -> None:
     kernel.ok(POOL + "pool = ctx.Pool(2)\np = ctx.Process(target=time.sleep, args=(600,)); p.start()")
     pids = [psutil.Process(int(pid)) for pid in kernel.ok("print(p.pid, *[w.pid for w in pool._pool])").text.split()]
