@@ -508,7 +508,7 @@ STOPPED = {
     "an executor": """
         from concurrent.futures import ProcessPoolExecutor
         with ProcessPoolExecutor(2, mp_context=nbdist.context("multiprocessing")) as executor:
-            list(executor.map(slow, range(4)))
+            list(executor.map(slow, range(2)))  # of more, its workers would take the next: an interrupt is a result there
     """,
     "parallel_map": "nbdist.parallel_map(slow, range(4), 2)",
 }
