@@ -505,10 +505,11 @@ STOPPED = {
     "a pool": "with ctx.Pool(2) as pool: pool.map(slow, range(4))",
     "a process": "p = ctx.Process(target=slow, args=(1,)); p.start(); p.join()",
     "a queue": "q = ctx.Queue(); p = ctx.Process(target=slow, args=(1,)); p.start(); q.get()",
+    # With two tasks: to its workers an interrupt is a result like others, after which they take the next task.
     "an executor": """
         from concurrent.futures import ProcessPoolExecutor
         with ProcessPoolExecutor(2, mp_context=nbdist.context("multiprocessing")) as executor:
-            list(executor.map(slow, range(2)))  # of more, its workers would take the next: an interrupt is a result there
+            list(executor.map(slow, range(2)))
     """,
     "parallel_map": "nbdist.parallel_map(slow, range(4), 2)",
 }
