@@ -3,7 +3,7 @@
 All of nbdist's figures are taken in a real kernel with torch and fastai imported, after threads were used, with
 functions of cells. So are those of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`, which
 forks that kernel, and ipyparallel. The standard library's `fork` has a clean process of its own with the same imports,
-as what it is like where that is safe; `spawn` has a script, whose functions it can import.
+as what it is like where that is safe, in turns with nbdist; `spawn` has a script, whose functions it can import.
 """
 
 from __future__ import annotations
@@ -90,6 +90,8 @@ if __name__ == "__main__":
     }))
 """
 
+CONTEXTS = {'nbdist.context("multiprocessing")': "standard", "nbdist.context()": "dill"}
+
 PER_ITEM = {
     "`nbdist.context().Pool`": "per_item(lambda f, items: dill_pool.map(f, items, chunksize=1), {items}, {repeats})",
     '`nbdist.context("multiprocessing").Pool`': (
@@ -111,7 +113,12 @@ PER_ITEM = {
     "joblib (loky), batches of 1": (
         "per_item(lambda f, items: parallel(joblib.delayed(f)(i) for i in items), {items}, {repeats})"
     ),
-    "ipyparallel, direct view": "per_item(lambda f, items: view.map_sync(f, items), {items}, {repeats})",
+    "ipyparallel, load balanced": (
+        "per_item(lambda f, items: balanced.map_sync(f, items, chunksize=1), {items}, {repeats})"
+    ),
+    "ipyparallel, direct view, all items at once": (
+        "per_item(lambda f, items: view.map_sync(f, items), {items}, {repeats})"
+    ),
 }
 #: What each has to have beside `COMMON` and `SETUP`; those who fork the kernel do so before there is more.
 LIVE = {
@@ -127,7 +134,7 @@ LIVE = {
     "ipyparallel": (
         "import ipyparallel; cluster = ipyparallel.Cluster(n=2, log_level=40)\n"
         "client = cluster.start_and_connect_sync()\n"
-        "view = client[:]; view.block = True; view.push(dict(scale=scale))"
+        "view, balanced = client[:], client.load_balanced_view(); view.block = True; view.push(dict(scale=scale))"
     ),
     "`nbdist.context()": "dill_pool = dill.Pool(2)",
     '`nbdist.context("': "standard_pool = standard.Pool(2)",
@@ -200,7 +207,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="show that everything works")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    repeats, items, loads, spawns = (3, 200, 1, 1) if options.quick else (21, 2000, 3, 3)
+    rounds, repeats, items = (1, 3, 200) if options.quick else (3, 7, 2000)
     lines = ["# Pools and processes", ""]
 
     def attempt(action: Callable[[], Any], show: Callable[[Any], str]) -> str:
@@ -209,29 +216,31 @@ def main() -> None:
         except (CellError, RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
             return f"fails: {type(error).__name__}: {str(error).splitlines()[-1][:80]}"
 
-    fork, spawn = script("fork", repeats, loads), script("spawn", spawns, spawns)
     kernel = Kernel()
     try:
         kernel.run(COMMON)
         kernel.run(LIVE["ipyparallel"])
         kernel.run(SETUP)
-        lines += ["| `Pool(2).map` of a function, from making the pool to its results | |", "|---|---:|"]
-        for name in ("standard", "dill"):
-            times = kernel.value(f"timed(lambda: from_making_to_results({name}), {repeats})")
-            shown = 'nbdist.context("multiprocessing")' if name == "standard" else "nbdist.context()"
-            ratio = statistics.median(times) / statistics.median(fork["pool"])
-            lines.append(f"| `{shown}`, in the kernel | {milliseconds(times)} ({ratio:.2f} × fork) |")
-        lines.append(f"| `fork`, in a clean process | {milliseconds(fork['pool'])} |")
-        lines.append(f"| `spawn`, in a clean process | {milliseconds(spawn['pool'], 0)} |")
+        started: dict[str, list[float]] = {}
+        loaded: dict[str, list[list[float]]] = {}
+        kernel.run("from_making_to_results(standard); loading(standard)")
+        for number in range(rounds):  # in turns: what disturbs one disturbs all
+            for name, contestant in CONTEXTS.items():
+                times = kernel.value(f"timed(lambda: from_making_to_results({contestant}), {repeats})")
+                started.setdefault(f"`{name}`, in the kernel", []).extend(times)
+            loaded.setdefault('`nbdist.context("multiprocessing")`, in the kernel', []).append(
+                kernel.value("loading(standard)")
+            )
+            for method in ("fork", "spawn")[: 2 if number == 0 else 1]:
+                found = script(method, repeats if method == "fork" else 1, 1)
+                started.setdefault(f"`{method}`, in a clean process", []).extend(found["pool"])
+                loaded.setdefault(f"`{method}`, in a clean process", []).extend(found["loader"])
+        fork = statistics.median(started["`fork`, in a clean process"])
+        lines += ["| `Pool(2).map` of a function, from making the pool to its results | | |", "|---|---:|---:|"]
+        for name, times in started.items():
+            lines.append(f"| {name} | {milliseconds(times)} | {statistics.median(times) / fork:.2f} × `fork` |")
         lines += ["", "| `DataLoader(num_workers=4)` | first batch | rows/s after it |", "|---|---:|---:|"]
-        loaders = {
-            '`nbdist.context("multiprocessing")`, in the kernel': [
-                kernel.value("loading(standard)") for _ in range(loads)
-            ],
-            "`fork`, in a clean process": fork["loader"],
-            "`spawn`, in a clean process": spawn["loader"],
-        }
-        for name, found in loaders.items():
+        for name, found in loaded.items():
             rows = statistics.median(rate for _, rate in found)
             lines.append(f"| {name} | {milliseconds([first for first, _ in found], 0)} | {rows:,.0f} |")
         kernel.run(MEMORY)
@@ -241,7 +250,7 @@ def main() -> None:
         kernel.run(DEATHS)
         lines += ["", "| workers killed | until `WorkerDied` |", "|---|---:|"]
         for phase in ("idle", "in the initializer", "in a task", "while a result is sent"):
-            times = [kernel.value(f"dying({phase!r})") for _ in range(loads)]
+            times = [kernel.value(f"dying({phase!r})") for _ in range(rounds)]
             lines.append(f"| {phase} | {milliseconds([time for time in times if time is not None])} |")
         lines += ["", f"| {items} items, one by one, on 2 workers: time for each | |", "|---|---:|"]
         for name, expression in PER_ITEM.items():
@@ -251,7 +260,7 @@ def main() -> None:
                 if failure:
                     lines.append(f"| {name} | {failure} |")
                     continue
-            code = expression.format(items=items, repeats=max(3, repeats // 4))
+            code = expression.format(items=items, repeats=max(3, repeats // 2))
             shown = attempt(
                 lambda code=code: kernel.value(code, 60), lambda times: f"{statistics.median(times) * 1e6:.0f} µs"
             )
