@@ -59,7 +59,7 @@ class Rank:
                 self._membership.leave(*arguments)
                 continue
             try:
-                with self._interrupts.allowed(), fastai.device_agnostic():
+                with self._interrupts.allowed(), fastai.mended():
                     self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:
