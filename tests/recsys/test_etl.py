@@ -209,6 +209,10 @@ def test_integers_far_from_those_that_are_known(known: list[int]) -> None:
     assert found == [code(codes, value) for value in ids]
 
 
+#: polars 1.35 reads nulls in lists of categories as values, and not all that it writes of text with few values.
+READS_WELL = tuple(map(int, pl.__version__.split(".")[:2])) >= (1, 44)
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "codes"),
     [
@@ -221,6 +225,8 @@ def test_integers_far_from_those_that_are_known(known: list[int]) -> None:
 )
 @pytest.mark.parametrize("listed", [False, True])
 def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: list[int], listed: bool) -> None:
+    if listed and dtype != pl.Boolean and not dtype.is_integer() and not READS_WELL:
+        pytest.skip("this polars reads them wrongly from Parquet")
     column = pl.Series("c", values, dtype=dtype)
     frame = pl.DataFrame({"c": column.reshape((-1, 1)).cast(pl.List(dtype)) if listed else column})
     write(base / "types", frame, [1, 3], 2)
@@ -231,6 +237,7 @@ def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: l
     assert sorted(pl.concat(map(pl.read_parquet, paths))["c"].to_list()) == sorted(expected)
 
 
+@pytest.mark.skipif(not READS_WELL, reason="this polars cannot read what it has written")
 def test_columns_that_pass_through_keep_type_and_value(base: Path) -> None:
     frame = pl.DataFrame(
         {
