@@ -32,7 +32,7 @@ class Feature:
     """NumPy's name."""
     is_list: bool = False
     size: int | None = None
-    """How many codes a categorified column has, 0 for null and 1 for unknown values included."""
+    """How many codes a categorified column has, those of null and unknown values included."""
 
 
 @dataclass
@@ -68,7 +68,9 @@ class ServedSteps:
         key = f"vocabulary.{name}"
         kind = arrow_type(name, type_name(vocabulary.values.dtype))
         self.arrays[key] = to_request(vocabulary.values.to_frame().to_arrow()[0], name, kind)[:, 0]
-        self.steps.append({"kind": "categorify", "column": name, "vocabulary": key})
+        self.steps.append(
+            {"kind": "categorify", "column": name, "vocabulary": key, "num_buckets": vocabulary.num_buckets}
+        )
 
     def write(self, folder: Path) -> None:
         """Write what `served.preprocess.Preprocessing` reads."""

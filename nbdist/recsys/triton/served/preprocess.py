@@ -10,6 +10,7 @@ Integers and booleans are int64, strings are bytes in an object array, and what 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,17 +52,31 @@ class ValueIndex:
 
 
 class Categorify:
-    """Values to codes: 0 null, 1 not known, value i of the vocabulary i + 2; padding stays, as -1."""
+    """Values to codes: 0 null, 1 to `num_buckets` not known, then the vocabulary; padding stays, as -1."""
 
-    def __init__(self, vocabulary: Array) -> None:
-        self._index = ValueIndex(vocabulary)
+    def __init__(self, vocabulary: Array, num_buckets: int) -> None:
+        self._index, self._num_buckets = ValueIndex(vocabulary), num_buckets
 
     def __call__(self, values: Array) -> Array:
         null, padding = markers(values)
-        codes = self._index(values) + 2
+        numbers = self._index(values)
+        codes = numbers + 1 + self._num_buckets
+        unknown = numbers < 0
+        if self._num_buckets > 1:
+            codes[unknown] = 1 + (hashed(values[unknown]) % np.uint64(self._num_buckets)).astype(np.int64)
         codes[values == null] = 0
         codes[values == padding] = -1
         return codes
+
+
+def hashed(values: Array) -> Array:
+    """The hash of each value, uint64: as `nbdist.recsys.etl.hashing` has it."""
+    if values.dtype == object:
+        return np.fromiter((zlib.crc32(value) for value in values.ravel().tolist()), np.uint64, values.size)
+    mixed = values.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 class Join:
@@ -114,7 +129,7 @@ class Preprocessing:
                 {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
             )
             return step["on"], Join(keys, columns, missing)
-        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]))
+        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]), step["num_buckets"])
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs, by name, of the inputs.
