@@ -1,8 +1,20 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
+from .splitting import Split, leave_one_out, time_split
 from .steps import Categorify, Compute, Drop, Join
 from .unknown import fill_unknown
 from .vocabulary import Vocabulary
 from .workflow import Workflow
 
-__all__ = ["Categorify", "Compute", "Drop", "Join", "Vocabulary", "Workflow", "fill_unknown"]
+__all__ = [
+    "Categorify",
+    "Compute",
+    "Drop",
+    "Join",
+    "Split",
+    "Vocabulary",
+    "Workflow",
+    "fill_unknown",
+    "leave_one_out",
+    "time_split",
+]

@@ -113,6 +113,15 @@ class Vocabulary:
         """The code of each known value, as plain Python."""
         return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
 
+    def shares(self) -> torch.Tensor:
+        """How often each code was seen, as a part of all rows that `fit` saw, or of all elements of lists.
+
+        Shape (size,). It is how likely a code is in a random training row; see `recsys.models.softmax_logits`.
+        """
+        counts = torch.from_numpy(pl.concat([self.bucket_counts, self.counts]).to_numpy(writable=True))
+        counts = torch.cat([torch.tensor([self.nulls]), counts]).double()
+        return (counts / counts.sum()).float()
+
     def unknown_weights(self) -> torch.Tensor:
         """What part each row of a table has in the vector of a value that is not known; shape (size,), their sum is 1.
 

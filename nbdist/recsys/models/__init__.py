@@ -1,0 +1,6 @@
+"""Recommender models, on TorchRec's modules where it has them: what `shard`, `replicate` and `export_ensemble` take."""
+
+from .softmax import draw_rows, softmax_logits
+from .two_tower import Tower, TwoTower
+
+__all__ = ["Tower", "TwoTower", "draw_rows", "softmax_logits"]
