@@ -1,5 +1,6 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
+from .histories import sequences, with_history
 from .splitting import Split, leave_one_out, time_split
 from .steps import Categorify, Compute, Drop, Join
 from .unknown import fill_unknown
@@ -16,5 +17,7 @@ __all__ = [
     "Workflow",
     "fill_unknown",
     "leave_one_out",
+    "sequences",
     "time_split",
+    "with_history",
 ]

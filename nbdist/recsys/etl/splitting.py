@@ -50,7 +50,7 @@ def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> 
         >>> train["movie"].to_list(), valid["movie"].to_list(), test["movie"].to_list()
         ([10, 20, 10], [30], [40])
     """
-    _check(rows, by, time)
+    check_columns(rows, by, time)
     none = pl.col(time).is_null()
     ranked = pl.col(time).rank("ordinal").over(by) + none.sum().over(by)
     order = pl.when(none).then(none.cum_sum().over(by)).otherwise(ranked)
@@ -89,7 +89,7 @@ def time_split(
         >>> [len(part) for part in time_split(rows, valid=103, test=108)]
         [3, 5, 2]
     """
-    _check(rows, time)
+    check_columns(rows, time)
     if isinstance(valid, float) != isinstance(test, float):
         raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
     first: Any
@@ -112,7 +112,8 @@ def _divide(rows: Frame, part: pl.Expr) -> Split[Frame]:
     return Split(train, valid, test)
 
 
-def _check(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
+def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
+    """Raise `ValueError` for a column that is not there."""
     there = rows.collect_schema()
     for name in columns:
         if name not in there:
