@@ -106,7 +106,7 @@ def two_tower(likes: Likes, session: Session, **options: Any) -> Callable[[Ragge
 
 
 def train(
-    likes: Likes, dim: int, epochs: int, lr: float, decay: float, batch_size: int = 512, temperature: float = 1.0
+    likes: Likes, dim: int, epochs: int, lr: float, decay: float, batch_size: int, temperature: float = 1.0
 ) -> Any:
     """In a rank."""
     torch.manual_seed(0)
@@ -144,15 +144,17 @@ def measure(likes: Likes, session: Session) -> list[str]:
         "popularity": (lambda: popularity(likes), [{}]),
         "implicit ALS": (
             lambda **options: implicit_model("als", likes, **options),
-            grid(factors=[8, 16, 64], regularization=[0.1, 1.0, 10.0], alpha=[1.0]),
+            grid(factors=[4, 8, 16, 64], regularization=[1.0, 10.0], alpha=[1.0]),
         ),
         "implicit BPR": (
             lambda **options: implicit_model("bpr", likes, **options),
-            grid(factors=[16, 64], learning_rate=[0.005, 0.01], regularization=[0.01, 0.1], iterations=[100]),
+            grid(factors=[8, 16], learning_rate=[0.005, 0.01], regularization=[0.01, 0.1], iterations=[100]),
         ),
         "two towers (nbdist)": (
             lambda **options: two_tower(likes, session, **options),
-            grid(dim=[16, 32], epochs=[5, 10], lr=[0.01], decay=[1.0, 3.0]),
+            grid(
+                dim=[8, 16], epochs=[5, 10], lr=[0.01], decay=[0.1, 1.0], batch_size=[max(256, len(likes.train) // 256)]
+            ),
         ),
     }
     lines = []
