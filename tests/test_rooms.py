@@ -25,7 +25,7 @@ COMMON = {"", "errors", "notebook", "cores", "devices", "interpreter"}
 MAY: dict[str, set[str]] = {
     "wire": set(),
     "capture": {"wire"},
-    "integrations.fastai": set(),
+    "integrations.fastai": {"wire"},
     "rank": {"wire", "capture", "integrations.fastai"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
@@ -39,6 +39,7 @@ MAY: dict[str, set[str]] = {
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.sharding": {"recsys.parallel"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
+    "recsys.fastai": {"recsys.loader"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import operator
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -24,10 +25,15 @@ def device_agnostic() -> Iterator[None]:
       batch norm over their own part of the batch, and say so.
     - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
       gradient that `DistributedDataParallel` waits for.
-    - Every data loader is divided among the ranks, also one that has done so itself; such a one says `sharded = True`.
+    - Every data loader is divided among the ranks, also one that has done so itself: such a one says `sharded = True`;
+      or that can do it better: such a one has a method `divide`.
     - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
+    - A learner asks each callback for each event of a step, and those that have no such method look for it in the
+      learner and in the model: half of a small model's step. Here they are passed over.
+    - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
+      machine exchange both through shared memory.
     """
-    originals: list[tuple[type, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
     hook = _AfterImport(lambda module: originals.extend(_patch(module)))
     if _MODULE in sys.modules:
         originals.extend(_patch(sys.modules[_MODULE]))
@@ -42,15 +48,18 @@ def device_agnostic() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
-    """Patch `fastai.distributed`; returns what was there before: class, attribute, value."""
+def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
+    """Patch `fastai.distributed`; returns what was there before: owner, attribute, value."""
     import torch
     import torch.distributed as dist
 
     from ..devices import collective_device
+    from ..wire.shared_collectives import SharedCollectives, open_shared_collectives
 
+    core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
-    prepare, detach, wrap = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl
+    prepare, detach, wrap, gather = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl, core.maybe_gather
+    shared: SharedCollectives | None = None
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
@@ -68,9 +77,34 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
             if parameter.numel() == 0:
                 parameter.requires_grad_(False)
         prepare(self)
+        nonlocal shared
+        shared = open_shared_collectives() if collective_device().type == "cpu" else None
+        if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
+            self.learn.model.register_comm_hook(shared, _mean_of_gradients)
+
+    def maybe_gather(x: Any, axis: int = 0) -> Any:
+        "Gather copies of `x` on `axis` (if training is distributed)"
+        if shared is None or not shared.usable or x.device.type != "cpu" or x.is_sparse:
+            return gather(x, axis)
+        gathered = shared.gather(x)
+        return torch.cat(gathered, dim=axis) if x.ndim else torch.stack(gathered).mean()
 
     def _wrap_dl(self: Any, dl: Any) -> Any:
-        return dl if getattr(dl, "sharded", False) is True else wrap(self, dl)
+        if getattr(dl, "sharded", False) is True:
+            return dl
+        return dl.divide() if hasattr(type(dl), "divide") else wrap(self, dl)
+
+    def call(self: Any, event_name: Any) -> None:
+        for name in [event_name] if isinstance(event_name, str) else event_name:
+            self._call_one(name)
+
+    def _call_one(self: Any, event_name: str) -> None:
+        if not hasattr(module.event, event_name):
+            raise Exception(f"missing {event_name}")
+        for cb in sorted(self.cbs, key=_order):
+            # At the end of a training each makes itself ready for the next.
+            if event_name == "after_fit" or hasattr(type(cb), event_name) or event_name in vars(cb):
+                cb(event_name)
 
     def detach_distributed(self: Any) -> Any:
         "Remove `DistributedTrainer` from a learner"
@@ -82,11 +116,29 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
         (trainer, "before_fit", before_fit),
         (trainer, "_wrap_dl", _wrap_dl),
         (learner, "detach_distributed", detach_distributed),
+        (learner, "__call__", call),
+        (learner, "_call_one", _call_one),
+        (core, "maybe_gather", maybe_gather),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)
     return originals
+
+
+_order = operator.attrgetter("order")
+
+
+def _mean_of_gradients(shared: Any, bucket: Any) -> Any:
+    """The communication hook of `DistributedDataParallel`."""
+    import torch
+
+    future: Any = torch.futures.Future()
+    future.set_result(shared.mean_(bucket.buffer()))
+    return future
+
+
+_mean_of_gradients.__annotations__.clear()  # torch compares them with its own types, and these are strings
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
