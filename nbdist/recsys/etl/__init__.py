@@ -1,5 +1,6 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
+from .elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
 from .histories import sequences, with_history
 from .splitting import Split, leave_one_out, time_split
 from .steps import Categorify, Compute, Drop, Join
@@ -8,10 +9,15 @@ from .vocabulary import Vocabulary
 from .workflow import Workflow
 
 __all__ = [
+    "Bucketize",
     "Categorify",
+    "Clip",
     "Compute",
     "Drop",
+    "FillMissing",
     "Join",
+    "ListSlice",
+    "Log",
     "Split",
     "Vocabulary",
     "Workflow",

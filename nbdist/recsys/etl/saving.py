@@ -19,6 +19,8 @@
                       becomes [0].
       compute         columns: {column: {reads, expression}}: the columns it is computed from, and polars' JSON
       drop            columns: names
+      fill_missing, log, clip, bucketize, list_slice
+                      columns: names; and what else `elementwise.py` says of each
 
 A type is int8 .. uint64, float32, float64, bool, string, list[<one of these>], or else polars' own name for it.
 """
@@ -33,6 +35,7 @@ from typing import Any
 import polars as pl
 
 from . import expressions
+from .elementwise import KINDS, ColumnStep
 from .steps import Categorify, Compute, Drop, Join, Step, type_name
 from .vocabulary import NULL_CODE, UNSEEN_CODE, Vocabulary
 
@@ -87,6 +90,8 @@ def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -
             for name, one in step.columns.items()
         }
         return {"kind": "compute", "columns": columns}
+    if isinstance(step, ColumnStep):
+        return {"kind": step.kind, "columns": step.adds, **step.options}
     assert isinstance(step, Drop)
     return {"kind": "drop", "columns": step.columns}
 
@@ -157,6 +162,10 @@ def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: di
         )
     if kind == "drop":
         return Drop(*columns)
+    if kind in KINDS:
+        return KINDS[kind](
+            *columns, **{name: one for name, one in described.items() if name not in ("kind", "columns")}
+        )
     raise ValueError(f"there is no step {kind!r}")
 
 

@@ -61,7 +61,7 @@ class Join(Step):
         on: str | Sequence[str],
         columns: str | Sequence[str] | None = None,
     ) -> None:
-        self.on = _names(on)
+        self.on = names_of(on)
         if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
             frame, where = table.lazy(), "Join: the table"
         else:
@@ -69,9 +69,9 @@ class Join(Step):
             where = f"Join: {os.fspath(paths[0])}"
             frame = pl.concat([remote.scan(path) for path in paths])
         there = _read(frame.head(0), where).columns
-        self.adds = [name for name in there if name not in self.on] if columns is None else _names(columns)
+        self.adds = [name for name in there if name not in self.on] if columns is None else names_of(columns)
         for name in [*self.on, *self.adds]:
-            _there(name, there, where)
+            require(name, there, where)
         if both := set(self.on) & set(self.adds):
             raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
         self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
@@ -84,7 +84,7 @@ class Join(Step):
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in self.on:
-            _there(name, schema, f"{where}: Join")
+            require(name, schema, f"{where}: Join")
             if schema[name] != self.table.schema[name]:
                 raise ValueError(
                     f"{where}: Join: column {name!r} is {schema[name]} in the rows and {self.table.schema[name]} in "
@@ -141,9 +141,9 @@ class Categorify(Step):
         max_size: int | Mapping[str, int] | None = None,
         num_buckets: int | Mapping[str, int] = 1,
     ) -> None:
-        self.groups = [_names(group) for group in columns]
+        self.groups = [names_of(group) for group in columns]
         """The columns of each vocabulary."""
-        self.adds = _names([name for group in self.groups for name in group])
+        self.adds = names_of([name for group in self.groups for name in group])
         self.min_count: dict[str, int] = self._each("min_count", min_count, 1)
         self.max_size: dict[str, int | None] = self._each("max_size", max_size, None)
         self.num_buckets: dict[str, int] = self._each("num_buckets", num_buckets, 1)
@@ -163,7 +163,7 @@ class Categorify(Step):
         for group in self.groups:
             types: list[pl.DataType] = []
             for name in group:
-                _there(name, schema, f"{where}: Categorify")
+                require(name, schema, f"{where}: Categorify")
                 types.append(value_type(schema[name], f"{where}: Categorify: column {name!r}"))
                 codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
                 if types[-1] != types[0]:
@@ -183,7 +183,7 @@ class Categorify(Step):
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.adds, value)
         for name in value:
-            _there(name, self.adds, f"Categorify: {what}")
+            require(name, self.adds, f"Categorify: {what}")
         each = {}
         for group in self.groups:
             said = {name: value[name] for name in group if name in value}
@@ -229,7 +229,7 @@ class Compute(Step):
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name, expression in self.columns.items():
             for column in expressions.reads(expression):
-                _there(column, schema, f"{where}: Compute: column {name!r}")
+                require(column, schema, f"{where}: Compute: column {name!r}")
             expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
         return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
 
@@ -255,11 +255,11 @@ class Drop(Step):
     """
 
     def __init__(self, *columns: str) -> None:
-        self.columns = _names(columns)
+        self.columns = names_of(columns)
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in self.columns:
-            _there(name, schema, f"{where}: Drop")
+            require(name, schema, f"{where}: Drop")
         return pl.Schema({name: dtype for name, dtype in schema.items() if name not in self.columns})
 
     def __repr__(self) -> str:
@@ -282,7 +282,8 @@ def _read(frame: pl.LazyFrame, where: str) -> pl.DataFrame:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _names(columns: str | Sequence[str]) -> list[str]:
+def names_of(columns: str | Sequence[str]) -> list[str]:
+    """Names of columns; raises for what is no name, a name given twice, or none at all."""
     names = [columns] if isinstance(columns, str) else list(columns)
     for name in names:
         if not isinstance(name, str):
@@ -294,6 +295,7 @@ def _names(columns: str | Sequence[str]) -> list[str]:
     return names
 
 
-def _there(name: str, columns: Any, where: str) -> None:
+def require(name: str, columns: Any, where: str) -> None:
+    """Raise `ValueError` where there is no such column."""
     if name not in columns:
         raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")

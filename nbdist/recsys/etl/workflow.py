@@ -47,7 +47,8 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and others.
 
     Args:
-        *steps: `Join`, `Categorify`, `Compute` and `Drop`, in the order in which they are to be applied.
+        *steps: `Join`, `Categorify`, `Compute`, `Drop`, and those that change single values, `FillMissing`, `Log`,
+            `Clip`, `Bucketize`, `ListSlice`; in the order in which they are to be applied.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
@@ -91,7 +92,9 @@ class Workflow:
     def __init__(self, *steps: Step) -> None:
         for step in steps:
             if not isinstance(step, Step):
-                raise TypeError(f"a workflow consists of Join, Categorify, Compute and Drop, not of {step!r}")
+                raise TypeError(
+                    f"a workflow consists of steps such as Join, Categorify, Compute and Drop, not of {step!r}"
+                )
         coded = [name for step in steps if isinstance(step, Categorify) for name in step.adds]
         if twice := {name for name in coded if coded.count(name) > 1}:
             raise ValueError(f"column {min(twice)!r} is categorified twice")

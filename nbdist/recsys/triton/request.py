@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..etl.elementwise import Bucketize, ColumnStep
 from ..etl.steps import Categorify, Join, type_name
 from ..etl.vocabulary import Vocabulary
 from ..etl.workflow import Workflow
@@ -101,10 +102,15 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
         elif isinstance(step, Categorify):
             for name in made:
                 result.add_vocabulary(name, workflow.vocabularies[name])
+        elif isinstance(step, ColumnStep) and made:
+            coded = [name for one in workflow.steps[:number] if isinstance(one, Categorify) for name in one.adds]
+            for name in made:
+                result.steps.append({"kind": step.kind, "column": name, "coded": name in coded, **step.options})
         elif made:
             raise ValueError(
                 f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
-                "compute it before the workflow, so that requests carry it, or leave it out of columns="
+                "compute it before the workflow, so that requests carry it, use a step that is served (FillMissing, Log, "
+                "Clip, Bucketize, ListSlice), or leave it out of columns="
             )
         wanted = step.needs(wanted)
     result.steps.reverse()
@@ -115,6 +121,9 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
 
 def _feature(workflow: Workflow, name: str) -> Feature:
     vocabulary, kind = workflow.vocabularies.get(name), workflow.outputs[name]
+    makers = [step for step in workflow.steps if name in step.adds]
+    if makers and isinstance(makers[-1], Bucketize):
+        return Feature("int64", size=makers[-1].size)
     if vocabulary is not None:
         return Feature("int64", vocabulary.lists, vocabulary.size)
     if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):

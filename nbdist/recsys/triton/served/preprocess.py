@@ -9,6 +9,7 @@ Integers and booleans are int64, strings are bytes in an object array, and what 
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Mapping
@@ -112,6 +113,56 @@ class Join:
         return {name: column[rows] for name, column in self._columns.items()}
 
 
+def fill_missing(values: Array, coded: bool, value: float) -> Array:
+    """Values with `value` where there is none."""
+    return np.where(_missing(values), values.dtype.type(value), values)
+
+
+def log(values: Array, coded: bool) -> Array:
+    """log(1 + x), in double precision."""
+    if values.dtype == np.int64 and (values == NULL).any():
+        raise ValueError("there is a null in a column of which the logarithm is taken")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.log1p(values.astype(np.float64))
+    return found.astype(np.float32) if values.dtype == np.float32 else found
+
+
+def clip(values: Array, coded: bool, least: float | None, most: float | None) -> Array:
+    """Values between bounds; what is missing stays so."""
+    kind = values.dtype.type
+    bounds = (None if bound is None else kind(bound) for bound in (least, most))
+    return np.where(_missing(values), values, np.clip(values, *bounds))
+
+
+def bucketize(values: Array, coded: bool, boundaries: list[float]) -> Array:
+    """0 for what is missing, 1 below the first boundary, and so on."""
+    return np.where(_missing(values), 0, 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right"))
+
+
+def list_slice(values: Array, coded: bool, first: int | None, last: int | None) -> Array:
+    """The first or the last values of lists."""
+    if last is None:
+        return values[:, :first]
+    padding = -1 if coded else markers(values)[1]
+    lengths = (values != padding).sum(axis=1)[:, None]  # (rows, 1)
+    places = np.maximum(lengths - last, 0) + np.arange(min(last, values.shape[1]))
+    found = np.take_along_axis(values, places.clip(max=values.shape[1] - 1), axis=1)
+    found[places >= lengths] = padding
+    return found
+
+
+ELEMENTWISE: dict[str, Any] = {
+    function.__name__: function for function in (fill_missing, log, clip, bucketize, list_slice)
+}
+"""The steps that change single values, by their kind in ``steps.json``."""
+
+
+def _missing(values: Array) -> Array:
+    """Which values are not there: nulls, and among floats NaN."""
+    found: Array = values == NULL if values.dtype == np.int64 else np.isnan(values)
+    return found
+
+
 class Preprocessing:
     """The steps that are in a folder."""
 
@@ -129,6 +180,9 @@ class Preprocessing:
                 {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
             )
             return step["on"], Join(keys, columns, missing)
+        if step["kind"] in ELEMENTWISE:
+            options = {name: one for name, one in step.items() if name not in ("kind", "column")}
+            return [step["column"]], functools.partial(ELEMENTWISE[step["kind"]], **options)
         return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]), step["num_buckets"])
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
