@@ -109,8 +109,8 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
         elif made:
             raise ValueError(
                 f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
-                "compute it before the workflow, so that requests carry it, use a step that is served (FillMissing, Log, "
-                "Clip, Bucketize, ListSlice), or leave it out of columns="
+                "compute it before the workflow, so that requests carry it, or leave it out of columns=; or use a step "
+                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice"
             )
         wanted = step.needs(wanted)
     result.steps.reverse()
