@@ -195,8 +195,8 @@ def main() -> None:
                 *lines,
                 "",
             ]
-    packages = ("torch", "implicit", "torchmetrics", "polars")
-    save("quality", text + conditions(packages), keep=not options.print)
+            packages = ("torch", "implicit", "torchmetrics", "polars")
+            save("quality", text + conditions(packages), keep=not options.print)
 
 
 if __name__ == "__main__":
