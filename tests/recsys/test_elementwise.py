@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.recsys.etl import Bucketize, Categorify, Clip, FillMissing, Join, ListSlice, Log, Workflow
+from nbdist.recsys.etl import Bucketize, Categorify, Clip, FillMissing, HashedCross, Join, ListSlice, Log, Workflow
 from nbdist.recsys.triton.export import Ensemble
 from nbdist.recsys.triton.request import served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
@@ -173,3 +173,71 @@ def test_columns_that_do_not_fit(step: Any, message: str) -> None:
     rows = pl.DataFrame({"age": pl.Series([1], dtype=pl.Int8), "name": ["a"]})
     with pytest.raises(ValueError, match=message):
         Workflow(step).fit(rows, progress=False)
+
+
+# --- columns together ---
+
+CROSS = {"genre": pl.String, "age": pl.Int32, "free": pl.Boolean}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.sampled_from(["war", "drama", "é", ""]),
+            st.none() | st.integers(-(2**31), 2**31 - 1) | st.integers(0, 3),
+            st.none() | st.booleans(),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.integers(1, 50),
+)
+@settings(max_examples=50, deadline=None)
+def test_combinations_have_the_same_codes_in_the_server(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], num_buckets: int
+) -> None:
+    path = tmp_path_factory.mktemp("cross")
+    frame = pl.DataFrame(rows, schema=CROSS, orient="row")
+    one = Workflow(HashedCross("genre", "age", "free", name="all", num_buckets=num_buckets)).fit(frame, progress=False)
+    codes = one.lazy(frame, ["all"]).collect()["all"].to_list()
+    assert all((code == 0) == (None in row) and 0 <= code <= num_buckets for code, row in zip(codes, rows, strict=True))
+    one.save(path / "saved")
+    loaded = Workflow.load(path / "saved")
+    assert repr(loaded) == repr(one) and loaded.lazy(frame, ["all"]).collect()["all"].to_list() == codes
+    result = served_steps(one, ["all"])
+    result.write(path)
+    assert result.inputs == {"genre": "string", "age": "int32", "free": "bool"}
+    assert result.outputs["all"].size == num_buckets + 1
+    found = Preprocessing(path)(Ensemble(path, "", result.inputs, "").request(frame))["all"]
+    assert found[:, 0].tolist() == codes
+
+
+def test_combinations_are_told_apart() -> None:
+    rows = [(a, b) for a in range(60) for b in range(60)]
+    frame = pl.DataFrame(rows, schema=["a", "b"], orient="row")
+    codes = Workflow(HashedCross("a", "b", name="c", num_buckets=1 << 40)).fit(frame, progress=False).lazy(frame)
+    assert codes.collect()["c"].n_unique() == len(rows), "and (1, 2) is not (2, 1)"
+    spread = (
+        Workflow(HashedCross("a", "b", name="c", num_buckets=10)).fit(frame, progress=False).lazy(frame).collect()["c"]
+    )
+    assert spread.value_counts()["count"].min() > 280
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: HashedCross("a", name="c", num_buckets=3), "two columns or more"),
+        (lambda: HashedCross("a", "b", name="c", num_buckets=0), "num_buckets=0: at least 1"),
+        (
+            lambda: Workflow(HashedCross("a", "b", name="c", num_buckets=3)).fit(pl.DataFrame({"a": [1], "b": [[1]]})),
+            "column 'b' is List",
+        ),
+        (
+            lambda: Workflow(HashedCross("a", "b", name="c", num_buckets=3)).fit(pl.DataFrame({"a": [1], "b": [0.5]})),
+            "column 'b' is Float64",
+        ),
+    ],
+)
+def test_crosses_that_make_no_sense(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

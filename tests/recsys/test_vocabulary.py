@@ -92,6 +92,21 @@ def test_codes_that_could_not_stay(step: Categorify, rows: dict[str, Any], messa
         Workflow(step).fit(pl.DataFrame(rows), previous=fitted([1, 2]), progress=False)
 
 
+def test_what_nothing_grows_from(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"user": [1]})
+    for previous, error in (
+        (Workflow(Categorify("user")), RuntimeError),
+        (3, TypeError),
+        (tmp_path, FileNotFoundError),
+    ):
+        with pytest.raises(error, match=r"not fitted|a fitted workflow, or the folder of one|workflow.json"):
+            Workflow(Categorify("user")).fit(rows, previous=previous)
+    one = fitted([1, 2])
+    assert one.fit(pl.DataFrame({"user": [3]}), previous=one, progress=False).vocabularies["user"].size == 5, (
+        "of itself"
+    )
+
+
 def test_ranks_grow_it_as_one_process_does() -> None:
     yesterday = pl.DataFrame({"user": np.random.default_rng(0).integers(0, 50, 300)})
     today = pl.DataFrame({"user": np.random.default_rng(1).integers(0, 90, 300)})

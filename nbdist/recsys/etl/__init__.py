@@ -1,5 +1,6 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
+from .crossing import HashedCross
 from .elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
 from .histories import sequences, with_history
 from .splitting import Split, leave_one_out, time_split
@@ -15,6 +16,7 @@ __all__ = [
     "Compute",
     "Drop",
     "FillMissing",
+    "HashedCross",
     "Join",
     "ListSlice",
     "Log",

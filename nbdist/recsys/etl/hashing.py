@@ -22,8 +22,17 @@ def hashed(value: pl.Expr, dtype: pl.DataType) -> pl.Expr:
     """
     if dtype == pl.String:
         return value.map_batches(_checksums, return_dtype=pl.UInt64, is_elementwise=True)
-    mixed = value if dtype == pl.UInt64 else value.cast(pl.Int64).reinterpret(signed=False)
-    mixed = mixed + pl.lit(_ADD, pl.UInt64)  # modulo 2**64, as the products
+    return _mixed(value if dtype == pl.UInt64 else value.cast(pl.Int64).reinterpret(signed=False))
+
+
+def combined(first: pl.Expr, second: pl.Expr) -> pl.Expr:
+    """A hash of two hashes, in this order."""
+    return _mixed(first * pl.lit(_FIRST, pl.UInt64) + second)
+
+
+def _mixed(value: pl.Expr) -> pl.Expr:
+    """SplitMix64's next number."""
+    mixed = value + pl.lit(_ADD, pl.UInt64)  # modulo 2**64, as the products
     mixed = (mixed ^ (mixed // 2**30)) * pl.lit(_FIRST, pl.UInt64)
     mixed = (mixed ^ (mixed // 2**27)) * pl.lit(_SECOND, pl.UInt64)
     return mixed ^ (mixed // 2**31)

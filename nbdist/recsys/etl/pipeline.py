@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
+from .crossing import HashedCross
 from .direct_table import DirectTable
 from .elementwise import ColumnStep
 from .steps import Categorify, Compute, Drop, Join, Step
@@ -54,6 +55,8 @@ def pipeline(steps: Sequence[Step], vocabularies: Mapping[str, Vocabulary], want
             stages.append(_with_columns([step.columns[name].alias(name) for name in sorted(made)]))
         elif isinstance(step, ColumnStep) and made:
             stages.append(_replace(step, sorted(made)))
+        elif isinstance(step, HashedCross) and made:
+            stages.append(_cross(step))
         elif isinstance(step, Drop):
             stages.append(_drop(step.columns))
 
@@ -107,6 +110,10 @@ def _with_columns(columns: Sequence[pl.Expr]) -> Pipeline:
 
 def _replace(step: ColumnStep, names: Sequence[str]) -> Pipeline:
     return lambda frame: frame.with_columns(step.expressions(frame.collect_schema(), names))
+
+
+def _cross(step: HashedCross) -> Pipeline:
+    return lambda frame: frame.with_columns(step.expression(frame.collect_schema()))
 
 
 def _drop(columns: Sequence[str]) -> Pipeline:

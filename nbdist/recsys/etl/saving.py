@@ -19,6 +19,7 @@
                       becomes [0].
       compute         columns: {column: {reads, expression}}: the columns it is computed from, and polars' JSON
       drop            columns: names
+      hashed_cross    columns: names; name: of the new column; num_buckets. See `crossing.py`
       fill_missing, log, clip, bucketize, list_slice
                       columns: names; and what else `elementwise.py` says of each
 
@@ -35,6 +36,7 @@ from typing import Any
 import polars as pl
 
 from . import expressions
+from .crossing import HashedCross
 from .elementwise import KINDS, ColumnStep
 from .steps import Categorify, Compute, Drop, Join, Step, type_name
 from .vocabulary import NULL_CODE, UNSEEN_CODE, Vocabulary
@@ -92,6 +94,8 @@ def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -
         return {"kind": "compute", "columns": columns}
     if isinstance(step, ColumnStep):
         return {"kind": step.kind, "columns": step.adds, **step.options}
+    if isinstance(step, HashedCross):
+        return {"kind": "hashed_cross", "columns": step.columns, "name": step.name, "num_buckets": step.num_buckets}
     assert isinstance(step, Drop)
     return {"kind": "drop", "columns": step.columns}
 
@@ -162,6 +166,8 @@ def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: di
         )
     if kind == "drop":
         return Drop(*columns)
+    if kind == "hashed_cross":
+        return HashedCross(*columns, name=described["name"], num_buckets=described["num_buckets"])
     if kind in KINDS:
         return KINDS[kind](
             *columns, **{name: one for name, one in described.items() if name not in ("kind", "columns")}

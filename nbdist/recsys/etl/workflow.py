@@ -47,8 +47,8 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and others.
 
     Args:
-        *steps: `Join`, `Categorify`, `Compute`, `Drop`, and those that change single values, `FillMissing`, `Log`,
-            `Clip`, `Bucketize`, `ListSlice`; in the order in which they are to be applied.
+        *steps: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`, and those that change single values,
+            `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; in the order in which they are to be applied.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
@@ -132,6 +132,10 @@ class Workflow:
         chosen = _engine(engine)
         if isinstance(previous, (str, os.PathLike)):
             previous = Workflow.load(previous)
+        if previous is not None and not isinstance(previous, Workflow):
+            raise TypeError(
+                f"previous is a {type(previous).__name__}: a fitted workflow, or the folder of one, is needed"
+            )
         with opened(source) as given:
             before = None if previous is None else previous._digest()
             ranks.agree("fit", steps=repr(self), rows=given.rows, schema=str(given.schema), previous=before)

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..etl.crossing import HashedCross
 from ..etl.elementwise import Bucketize, ColumnStep
 from ..etl.steps import Categorify, Join, type_name
 from ..etl.vocabulary import Vocabulary
@@ -106,11 +107,14 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
             coded = [name for one in workflow.steps[:number] if isinstance(one, Categorify) for name in one.adds]
             for name in made:
                 result.steps.append({"kind": step.kind, "column": name, "coded": name in coded, **step.options})
+        elif isinstance(step, HashedCross) and made:
+            described = {"kind": "hashed_cross", "columns": step.columns, "num_buckets": step.num_buckets}
+            result.steps.append({**described, "column": step.name})
         elif made:
             raise ValueError(
                 f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
                 "compute it before the workflow, so that requests carry it, or leave it out of columns=; or use a step "
-                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice"
+                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice, HashedCross"
             )
         wanted = step.needs(wanted)
     result.steps.reverse()
@@ -124,6 +128,8 @@ def _feature(workflow: Workflow, name: str) -> Feature:
     makers = [step for step in workflow.steps if name in step.adds]
     if makers and isinstance(makers[-1], Bucketize):
         return Feature("int64", size=makers[-1].size)
+    if makers and isinstance(makers[-1], HashedCross):
+        return Feature("int64", size=makers[-1].num_buckets + 1)
     if vocabulary is not None:
         return Feature("int64", vocabulary.lists, vocabulary.size)
     if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):

@@ -74,10 +74,30 @@ def hashed(values: Array) -> Array:
     """The hash of each value, uint64: as `nbdist.recsys.etl.hashing` has it."""
     if values.dtype == object:
         return np.fromiter((zlib.crc32(value) for value in values.ravel().tolist()), np.uint64, values.size)
-    mixed = values.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    return _mixed(np.ascontiguousarray(values).view(np.uint64))
+
+
+def _mixed(values: Array) -> Array:
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+class HashedCross:
+    """Codes of combinations of columns: 0 where one is null, otherwise 1 to `num_buckets`."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self._num_buckets = num_buckets
+
+    def __call__(self, columns: list[Array]) -> Array:
+        first, *others = (hashed(values).reshape(values.shape) for values in columns)
+        for other in others:
+            first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
+        codes = 1 + (first % np.uint64(self._num_buckets)).astype(np.int64)
+        for values in columns:
+            codes[values == markers(values)[0]] = 0
+        return codes
 
 
 class Join:
@@ -180,6 +200,9 @@ class Preprocessing:
                 {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
             )
             return step["on"], Join(keys, columns, missing)
+        if step["kind"] == "hashed_cross":
+            cross = HashedCross(step["num_buckets"])
+            return step["columns"], lambda columns: {step["column"]: cross(columns)}
         if step["kind"] in ELEMENTWISE:
             options = {name: one for name, one in step.items() if name not in ("kind", "column")}
             return [step["column"]], functools.partial(ELEMENTWISE[step["kind"]], **options)
@@ -195,7 +218,7 @@ class Preprocessing:
         for name, values in columns.items():
             _check(name, values, self.inputs[name].startswith("list["))
         for names, step in self._steps:
-            if isinstance(step, Join):
+            if len(names) > 1 or isinstance(step, Join):
                 columns.update(step([columns[name] for name in names]))
             else:
                 columns[names[0]] = step(columns[names[0]])
