@@ -121,7 +121,7 @@ class Pickler(cloudpickle.Pickler):
                 return NotImplemented
             self._number(obj)
             return self._reduce_function(obj)
-        if isinstance(obj, type):
+        if issubclass(type(obj), type):  # isinstance says so of `Sequence[int]`, too, before Python 3.11
             if obj.__module__ == "builtins" or obj in classes.BUILT_IN:  # where NoneType and its like say they are
                 return super().reducer_override(obj)
             if importable(obj):

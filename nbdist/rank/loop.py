@@ -72,7 +72,7 @@ class Rank:
                 self._membership.leave(*arguments)
                 continue
             try:
-                with self._interrupts.allowed(), fastai.device_agnostic():
+                with self._interrupts.allowed(), fastai.mended():
                     if request != "items":  # whose board says when it is over
                         self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
