@@ -4,6 +4,7 @@
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
+# make multiprocess  multiprocess' own test suite over nbdist.context (METHOD=fork: over one of its own start methods)
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
@@ -30,7 +31,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick cloudpickle matrix bench docs checks format setup clean
+.PHONY: demo test quick cloudpickle multiprocess matrix bench docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -67,6 +68,10 @@ cloudpickle: setup
 	    --no-deps --no-binary cloudpickle $(subst -,==,$(CLOUDPICKLE)) -d build/cloudpickle
 	@rm -rf build/cloudpickle/$(CLOUDPICKLE) && tar xzf build/cloudpickle/$(CLOUDPICKLE).tar.gz -C build/cloudpickle
 	@$(PY) tests/capture/cloudpickle_adapter.py build/cloudpickle/$(CLOUDPICKLE) $(PYTEST_ARGS)
+
+METHOD ?= nbdist
+multiprocess: setup
+	@$(PY) tests/kernel/multiprocess_adapter.py $(METHOD) $(PYTEST_ARGS)
 
 bench: $(BENCH_STAMP)
 	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)

@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from .capture.explain import explain
     from .engines import use
     from .engines.ray.options import RayOptions
-    from .errors import CaptureError, NbdistError, RankDied, RankTimeout
+    from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
+    from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.parallel import parallel_map
     from .kernel.session import Session
 
 __all__ = [
@@ -21,9 +23,12 @@ __all__ = [
     "RankTimeout",
     "RayOptions",
     "Session",
+    "WorkerDied",
+    "context",
     "explain",
     "in_ddp",
     "load_ipython_extension",
+    "parallel_map",
     "post_mortem",
     "unload_ipython_extension",
     "use",
@@ -38,8 +43,11 @@ _HOMES = {
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
+    "WorkerDied": "errors",
+    "context": "kernel.contexts",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
+    "parallel_map": "kernel.parallel",
     "post_mortem": "kernel.launch",
     "use": "engines",
     "warm": "kernel.launch",

@@ -50,9 +50,10 @@ class Relay:
         """From now on, output goes to `cell`.
 
         `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
-        before it) or "none".
+        before it), "lines" (the same without the rank) or "none".
         """
         self.cell, self._show, self._first = cell, show, first
+        self._label = "[rank {}] " if show == "all" else ""
 
     def read(self, rank: int, which: int) -> bool:
         """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
@@ -84,24 +85,24 @@ class Relay:
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
                 self.cell.text(f"[rank {rank}]\n", STDOUT)
-            if self._show == "all" or (self._show == "rank0" and rank == self._first):
+            if self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first):
                 self.cell.message(name, content)
             return
         self.logs[rank].write(what)
         if self._show == "rank0" and rank == self._first:
             self.cell.text(what, kind)
-        elif self._show == "all":
+        elif self._show in ("all", "lines"):
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
             self._partial[rank, kind] = rest
             if lines:
-                self.cell.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+                self.cell.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
 
     def _end_line(self, rank: int) -> None:
         """Show what a rank has written of a line that it has not finished."""
         for kind in (STDOUT, STDERR):
             rest = self._partial.pop((rank, kind), "")
             if rest:
-                self.cell.text(f"[rank {rank}] {rest}\n", kind)
+                self.cell.text(f"{self._label.format(rank)}{rest}\n", kind)
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""
