@@ -12,15 +12,21 @@ An exception raised by the user's function in a rank is none of these: it arrive
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import signal
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from .notebook import cell_numbers
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 #: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics (which
 #: before 8.0 goes through functions that the package `decorator` makes).
 _BETWEEN = re.compile(
@@ -101,16 +107,52 @@ class RemoteTraceback(Exception):
     """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
-    `others` (a line for each other rank that failed by itself).
+    `others` (a line for each other rank that failed by itself), `hints` (what may help).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
         self.rank, self.pid, self.text, self.rendered = rank, pid, text, list(rendered)
         self.others: list[str] = []
+        self.hints: list[str] = []
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
-        return "\n".join([f"on rank {self.rank} (pid {self.pid})\n\n{self.text.rstrip()}", *self.others])
+        return "\n".join([f"on rank {self.rank} (pid {self.pid})\n\n{self.text.rstrip()}", *self.others, *self.hints])
+
+
+def entry(fn: F) -> F:
+    """Decorates what users call: in a traceback, this one frame stands for all of nbdist's, and is itself one that
+    IPython and pytest do not show."""
+
+    @functools.wraps(fn)
+    def nbdist(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as exc:
+            if not _is_meant(exc):
+                raise
+            let_notebook_render(exc)
+            raise exc.with_traceback(None)  # noqa: B904 (up to 3.10 `raise` alone has the old traceback)
+
+    return nbdist  # type: ignore[return-value]
+
+
+def _is_meant(exc: BaseException) -> bool:
+    """Whether an exception says all by itself: it is a rank's, an interrupt, or one that nbdist raises on purpose.
+
+    Any other may be a defect of nbdist, or come out of the user's own code, such as a `__reduce__`: its frames stay.
+    """
+    if isinstance(exc, (NbdistError, KeyboardInterrupt)) or isinstance(exc.__cause__, RemoteTraceback):
+        return True
+    innermost = traceback.extract_tb(exc.__traceback__)[-1:]
+    return any(f.filename.startswith(_PACKAGE) and (f.line or "").startswith("raise ") for f in innermost)
+
+
+def let_notebook_render(exc: BaseException) -> None:
+    """Have the notebook show `exc` as `render` does, and so without nbdist's frames."""
+    with contextlib.suppress(AttributeError):  # a class with slots
+        exc._render_traceback_ = functools.partial(render, exc)  # type: ignore[attr-defined]
 
 
 def render(exc: BaseException) -> list[str]:
@@ -120,7 +162,7 @@ def render(exc: BaseException) -> list[str]:
     if not isinstance(remote, RemoteTraceback):
         return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
     title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}"
-    return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others]
+    return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others, *remote.hints]
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:

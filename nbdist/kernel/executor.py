@@ -14,6 +14,7 @@ from .debugger import Prompt
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .output import Log
+from .stopping import describe_exit, early_stop
 from .waiting import Waiting
 
 
@@ -108,11 +109,13 @@ class Executor:
             waiting = Waiting(
                 group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
             )
-        except BaseException:  # they may have got half of it
+        except BaseException as exc:  # they may have got half of it
             if self.group is not None:
                 self._lost = "the last call was broken off while it was sent to the ranks"
                 self._dead = self.group.dead
             self.end(grace=0.0)
+            if isinstance(exc, KeyboardInterrupt):
+                raise early_stop() from None
             raise
         values = self._wait_for(group, waiting)
         return values if request.everyone else values[:1]
@@ -122,7 +125,9 @@ class Executor:
             values = waiting.wait()
             group.underway = False
             return values
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
+                group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
                 stuck = sorted(waiting.pending)
                 who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..errors import entry
 from ..wire.parcel import Parcel
 from ..wire.processes import forget_in_children
 
@@ -118,6 +119,11 @@ class CallFuture(concurrent.futures.Future[T]):
         self._ask_to_stop()
         return not self.done()
 
+    @entry
+    def result(self, timeout: float | None = None) -> T:
+        """What the call has returned, when it has, or within so many seconds. Raises what `Session.run` would."""
+        return super().result(timeout)
+
     def cancelled(self) -> bool:
         """Whether the call was stopped by `cancel`, before it started or while it ran."""
         if super().cancelled():
@@ -137,8 +143,8 @@ def in_background(call: Callable[[Stop], T], parcel: Parcel, lock: FairLock, nam
             return
         try:
             settle.append(functools.partial(future.set_result, call(stop)))
-        except KeyboardInterrupt:
-            stopped = concurrent.futures.CancelledError("the call was stopped by cancel()")
+        except KeyboardInterrupt as exc:
+            stopped = concurrent.futures.CancelledError("\n".join(["the call was stopped by cancel()", *exc.args]))
             settle.append(functools.partial(future.set_exception, stopped))
         except BaseException as exc:
             settle.append(functools.partial(future.set_exception, exc))

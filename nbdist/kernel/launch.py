@@ -13,7 +13,7 @@ from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
 from ..devices import choose_devices
 from ..engines.local import LocalEngine
-from ..errors import NbdistError
+from ..errors import NbdistError, entry
 from ..integrations import fastai
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
@@ -26,6 +26,7 @@ T = TypeVar("T")
 _held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
+@entry
 def in_ddp(
     ngpus: int,
     fn: Callable[..., T],
@@ -94,6 +95,7 @@ def in_ddp(
             raise
 
 
+@entry
 def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
     """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
 
@@ -133,6 +135,7 @@ def _close_held() -> None:
         _held_sessions.pop().close()
 
 
+@entry
 def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any, NoReturn
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
-from ..notebook import cell_numbers
+from ..errors import entry
+from ..notebook import cell_numbers, label_cells
 from ..rank import cells
 from .launch import warm
 from .session import Session
@@ -21,8 +23,10 @@ _OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "none"], "help": "whose o
 def load(shell: Any) -> None:
     """What `%load_ext nbdist` does: warm the fork server, and give the notebook its magics."""
     warm()
+    unload(shell)  # loaded again, it has one session, and checks each cell once
     magics = DdpMagics(shell)
     shell.register_magics(magics)
+    shell.input_transformers_post.append(magics.check_syntax)
     for name in ("%ddp", "%%ddp"):
         shell.set_hook("complete_command", magics.complete, str_key=name)
 
@@ -32,6 +36,8 @@ def unload(shell: Any) -> None:
     magics = shell.magics_manager.registry.get("DdpMagics")
     if magics is not None:
         magics.stop(Namespace())
+    if magics is not None and magics.check_syntax in shell.input_transformers_post:
+        shell.input_transformers_post.remove(magics.check_syntax)
 
 
 def numbers(text: str) -> list[int]:
@@ -66,6 +72,7 @@ class DdpMagics(Magics):
         self._cell = self._cell_parser()
 
     @line_cell_magic
+    @entry
     def ddp(self, line: str, cell: str | None = None) -> Any:
         """Ranks that stay between cells.
 
@@ -151,6 +158,19 @@ class DdpMagics(Magics):
         session, self.session = self.session, None
         if session is not None:
             session.close()
+
+    def check_syntax(self, lines: list[str]) -> list[str]:
+        """Let a `%%ddp` cell that is no Python fail as any such cell does: before it runs, without a traceback.
+
+        A transformer of IPython's, which must raise `SyntaxError` for that.
+        """
+        if lines and lines[0].startswith("get_ipython().run_cell_magic('ddp', "):
+            call: Any = ast.parse("".join(lines)).body[0]
+            text = cells.below_magic(self.shell.transform_cell(call.value.args[2].value))  # type: ignore[union-attr]
+            number = self.shell.execution_count  # type: ignore[union-attr]
+            label_cells({cells.file_of(number): number})
+            compile(text, cells.file_of(number), "exec", cells.FLAGS, dont_inherit=True)
+        return lines
 
     def run_cell(self, arguments: Namespace, cell: str) -> None:
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs

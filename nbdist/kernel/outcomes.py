@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from typing import Any
 
 from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
-from ..errors import NbdistError, RemoteTraceback, render
+from ..capture.side_effects import missing_import
+from ..errors import NbdistError, RemoteTraceback, let_notebook_render
 from ..wire.parcel import Parcel
 
 
@@ -48,9 +48,10 @@ def rebuild(
         originals: What was sent by number.
     """
     error = _exception(parcel, spare, originals)
-    error.__cause__ = RemoteTraceback(rank, pid, text, rendered)
-    with contextlib.suppress(AttributeError):  # a class with slots; then IPython shows its cause and our frames
-        error._render_traceback_ = functools.partial(render, error)  # type: ignore[attr-defined]
+    error.__cause__ = remote = RemoteTraceback(rank, pid, text, rendered)
+    if isinstance(error, AttributeError) and (hint := missing_import(error)):
+        remote.hints.append(hint)
+    let_notebook_render(error)
     return error
 
 

@@ -17,7 +17,7 @@ from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..engines.ray.options import RayOptions
-from ..errors import NbdistError
+from ..errors import NbdistError, entry
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
@@ -128,6 +128,7 @@ class Session:
         """In a child of this process: another thread may have held this."""
         self._capturing = threading.Lock()
 
+    @entry
     def run(
         self,
         fn: Callable[..., T],
@@ -154,6 +155,7 @@ class Session:
         """
         return self.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
 
+    @entry
     def run_all(
         self,
         fn: Callable[..., T],
@@ -166,6 +168,7 @@ class Session:
         """Like `run`, but returns the values of all ranks, in the order of the ranks."""
         return self.call(fn, args, kwargs, imports, need, everyone=True)
 
+    @entry
     def submit(
         self,
         fn: Callable[..., T],
@@ -190,6 +193,7 @@ class Session:
         self._background.add(future)
         return future
 
+    @entry
     def call(
         self,
         fn: Callable[..., Any],
@@ -228,6 +232,7 @@ class Session:
         """
         return Status(self._look)
 
+    @entry
     def explain(
         self,
         fn: Callable[..., Any],
@@ -245,6 +250,7 @@ class Session:
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
 
+    @entry
     def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
         """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
 
@@ -273,6 +279,7 @@ class Session:
         """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
         return self._executor.raised()
 
+    @entry
     def restart(self) -> None:
         """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""
         self._executor.check_open()

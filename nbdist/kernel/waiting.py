@@ -22,6 +22,7 @@ from . import stacks
 from .futures import Stop
 from .group import Group
 from .outcomes import load, rebuild
+from .stopping import unanswered_stop
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
 GRACE_AFTER_FAILURE = 0.8
@@ -108,7 +109,7 @@ class Waiting:
                         self._step(listener)
                     except KeyboardInterrupt:
                         if interrupted:  # a second one: no more patience
-                            raise
+                            break
                         interrupted = True
                         self._ask_to_leave(GRACE_AFTER_INTERRUPT)
             self.pending |= self._unfit
@@ -132,7 +133,7 @@ class Waiting:
         """The exception to raise: the root cause, with the other ranks' failures listed under it."""
         if interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
-            return errors[0] if errors else KeyboardInterrupt()
+            return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
         if first.rank in self._group.raised:
             self._group.raised.sort(key=lambda rank: rank != first.rank)

@@ -14,7 +14,7 @@ from ..capture.reading import Unreadable, read
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from . import shell, spawning
-from .modules import Reloader, SourceFinder
+from .modules import Reloader, SourceFinder, import_beside
 from .settings import Settings
 from .world import seed_everything
 
@@ -54,6 +54,7 @@ class Caller:
 
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
+        import_beside(header.imported_beside)
         pickled, buffers = parcel.open()
         try:
             _, fn, args, kwargs, self.originals = read(pickled, buffers, originals=[], keep=keep)

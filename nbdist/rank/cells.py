@@ -13,6 +13,19 @@ from .. import notebook
 from ..capture.imports import keep_source
 from . import shell
 
+#: What a cell may have beside what a module may.
+FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def file_of(number: int) -> str:
+    """The name that tracebacks know a cell by."""
+    return f"<ddp cell {number}>"
+
+
+def below_magic(text: str) -> str:
+    """The text of a cell with its lines where the notebook counts them: the first one is `%%ddp`."""
+    return "\n" + text
+
 
 def nothing() -> None:
     """A call that does nothing: the ranks are there afterwards, with what came along."""
@@ -31,17 +44,17 @@ def run(cell: str, number: int) -> None:
 
     `number` is that of the cell, for tracebacks.
     """
-    file = f"<ddp cell {number}>"
-    text = "\n" + shell.transform(cell)  # the first line is `%%ddp`
+    file = file_of(number)
+    text = below_magic(shell.transform(cell))
     keep_source(file, text)
     notebook.label_cells({file: number})
     body = ast.parse(text, file).body
     last = body[-1] if body else None
     if isinstance(last, ast.Expr):
         body.pop()
-    _evaluate(compile(ast.Module(body, []), file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    _evaluate(compile(ast.Module(body, []), file, "exec", FLAGS))
     if isinstance(last, ast.Expr):
-        value = _evaluate(compile(ast.Expression(last.value), file, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+        value = _evaluate(compile(ast.Expression(last.value), file, "eval", FLAGS))
         if not text.rstrip().endswith(";"):
             shell.show(value)
 

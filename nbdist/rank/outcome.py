@@ -15,7 +15,7 @@ from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
 from ..capture.pickler import Pickler
 from ..capture.steps import Named
-from ..errors import stand_ins
+from ..errors import NbdistError, stand_ins
 from ..wire import rank_memory
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel, pack
@@ -127,7 +127,9 @@ def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
     """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN) and tb.tb_next is not None:
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN):
+        if tb.tb_next is None and not isinstance(exc, NbdistError):  # it may be a defect of ours
+            break
         tb = tb.tb_next
     frame = tb
     while frame is not None and frame.tb_next is not None:
