@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capture.explain import explain
+    from .capture.scattering import scatter
     from .engines import use
     from .engines.ray.options import RayOptions
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout
@@ -25,6 +26,7 @@ __all__ = [
     "in_ddp",
     "load_ipython_extension",
     "post_mortem",
+    "scatter",
     "unload_ipython_extension",
     "use",
     "warm",
@@ -41,6 +43,7 @@ _HOMES = {
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
     "post_mortem": "kernel.launch",
+    "scatter": "capture.scattering",
     "use": "engines",
     "warm": "kernel.launch",
 }

@@ -16,6 +16,7 @@ from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
+from ..capture.scattering import for_each_rank
 from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry
 from ..wire.cache import SentCache
@@ -136,15 +137,19 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> T:
         """Run `fn(*args, **kwargs)` on every rank and return rank 0's value.
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
+            *args, **kwargs: Its arguments. `scatter([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
+            ranks: Who runs `fn`, and the lowest of them gives the value. None: all. A collective of all ranks that only
+                some call waits for the others.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
@@ -153,7 +158,7 @@ class Session:
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
         """
-        return self.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
+        return self.call(fn, args, kwargs, imports, need, ranks=ranks)[0]  # type: ignore[no-any-return]
 
     @entry
     def run_all(
@@ -163,10 +168,11 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> list[T]:
-        """Like `run`, but returns the values of all ranks, in the order of the ranks."""
-        return self.call(fn, args, kwargs, imports, need, everyone=True)
+        """Like `run`, but returns the values of all ranks, or of those in `ranks`, in their order."""
+        return self.call(fn, args, kwargs, imports, need, ranks=ranks, everyone=True)
 
     @entry
     def submit(
@@ -176,9 +182,11 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> futures.CallFuture[T]:
-        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value.
+        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value, which
+        can also be awaited.
 
         The function, its arguments and the names it needs are taken as they are now. Output goes to the cell that
         called this, live, whatever the notebook does meanwhile. `cancel()` stops the call as an interrupt does.
@@ -186,7 +194,7 @@ class Session:
         Raises:
             ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
         """
-        request = self._capture(fn, args, kwargs, imports, need)
+        request = self._capture(fn, args, kwargs, imports, need, ranks)
         cell = Cell(background=True)
         call = functools.partial(self._carry_out_first, request, cell)
         future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._lock, request.what)
@@ -333,17 +341,18 @@ class Session:
     ) -> Request:
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
-        targets = list(range(self.nranks) if ranks is None else ranks)
+        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
         for rank in targets:
             self._check_rank(rank)
         if not targets:
             raise ValueError("ranks= names no rank")
         output = self._output if output is None else check_output(output)
+        args, kwargs = for_each_rank(args, kwargs, len(targets))
         with self._capturing:
             call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
-        return Request(call, seeds, sorted(set(targets)), everyone, output, getattr(fn, "__name__", type(fn).__name__))
+        return Request(call, seeds, targets, everyone, output, getattr(fn, "__name__", type(fn).__name__))
 
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
         return self._executor.carry_out(request, cell, stop)[0]

@@ -11,6 +11,7 @@ from .. import notebook
 from ..capture import imports
 from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
+from ..capture.scattering import own
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from . import shell, spawning
@@ -36,8 +37,10 @@ class Caller:
         sys.meta_path.insert(0, self._reloader)
         spawning.install()
 
-    def run(self, header: Header, seeds: Sequence[int] | None, restarts: Mapping[str, str], parcel: Parcel) -> Any:
-        """What the function returns."""
+    def run(
+        self, header: Header, seeds: Sequence[int] | None, place: int, restarts: Mapping[str, str], parcel: Parcel
+    ) -> Any:
+        """What the function returns. `place` is that of this rank among those that run it, from 0."""
         os.environ.update(restarts)
         if seeds is not None:
             seed_everything(seeds)
@@ -61,6 +64,10 @@ class Caller:
         except Unreadable as exc:
             raise explain_unreadable(exc, f"rank {os.environ['RANK']}") from exc.__cause__
         del pickled, buffers
+        args, kwargs = (
+            [own(value, place) for value in args],
+            {name: own(value, place) for name, value in kwargs.items()},
+        )
         try:
             return fn(*args, **kwargs)
         finally:

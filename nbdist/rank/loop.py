@@ -95,12 +95,13 @@ class Rank:
         seeds: Sequence[int] | None,
         answers: bool,
         keep_frames: bool,
+        place: int,
         restarts: Mapping[str, str],
         parcel: Parcel,
         _fds: list[int],
     ) -> Answer:
         self._keep_frames, self._frames = keep_frames, None
-        value = self._caller.run(header, seeds, restarts, parcel)
+        value = self._caller.run(header, seeds, place, restarts, parcel)
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
         return self._outcomes.value(value, grouped, answers)

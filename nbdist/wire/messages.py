@@ -55,6 +55,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class PerRank:
+    """An argument that is another for each rank of a call: the values in the order of the ranks."""
+
+    values: Sequence[Any]
+
+
+@dataclass(frozen=True)
 class Header:
     """What a rank has to know before it can open the parcel of a call."""
 

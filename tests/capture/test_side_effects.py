@@ -94,5 +94,10 @@ def test_in_a_script(tmp_path: Path) -> None:
 def test_fastai(kernel: Kernel) -> None:
     pytest.importorskip("fastai")
     kernel.ok("from nbdist import in_ddp\nfrom fastai.collab import *\nfrom fastai.distributed import *")
-    code = "def train():\n    return hasattr(collab_learner and Learner, 'distrib_ctx')\nprint(in_ddp(2, train))"
+    code = """
+def train():
+    from fastai.learner import Learner
+    return callable(collab_learner) and hasattr(Learner, 'distrib_ctx')
+print(in_ddp(2, train))
+"""
     assert kernel.ok(code, timeout=120).text == "True\n"
