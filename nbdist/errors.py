@@ -176,6 +176,13 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
     return [f"{place}\n----> {frame.lineno} {frame.line}\n"]
 
 
+def summary(exc: BaseException) -> str:
+    """An exception in a line: the rank that raised it, its type, the first line of its text."""
+    remote = exc.__cause__
+    who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
+    return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"
+
+
 def describe_status(status: int | None) -> str:
     """A wait status in words: exit code, or the signal by name and its likely reason."""
     if status is None:

@@ -173,9 +173,9 @@ class Kernel:
     def pid(self) -> int:
         return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
 
-    def start(self, code: str) -> str:
-        """Start a cell; returns its message id."""
-        return str(self.client.execute(code, store_history=True, allow_stdin=False))
+    def start(self, code: str, watched: bool = False) -> str:
+        """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
+        return str(self.client.execute(code, store_history=True, allow_stdin=watched))
 
     def finish(self, message_id: str, timeout: float = 60.0, until: Callable[[Result], bool] | None = None) -> Result:
         """Gather what a cell sends until it is done, or until `until(result)`."""

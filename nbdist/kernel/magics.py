@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ..errors import entry
-from ..notebook import cell_numbers, label_cells
+from ..notebook import cell_numbers, complete_alone, label_cells
 from ..rank import cells
 from .launch import warm
 from .session import Session
@@ -27,17 +27,17 @@ def load(shell: Any) -> None:
     magics = DdpMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_post.append(magics.check_syntax)
-    for name in ("%ddp", "%%ddp"):
-        shell.set_hook("complete_command", magics.complete, str_key=name)
+    magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
 
 
 def unload(shell: Any) -> None:
     """What `%unload_ext nbdist` does: end the session of the magics."""
     magics = shell.magics_manager.registry.get("DdpMagics")
-    if magics is not None:
+    if magics is not None and magics.undo:
         magics.stop(Namespace())
-    if magics is not None and magics.check_syntax in shell.input_transformers_post:
         shell.input_transformers_post.remove(magics.check_syntax)
+        while magics.undo:
+            magics.undo.pop()()
 
 
 def numbers(text: str) -> list[int]:
@@ -68,6 +68,8 @@ class DdpMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.session: Session | None = None
+        self.undo: list[Callable[[], None]] = []
+        """What takes back what `load` has done to the shell."""
         self._line, self._commands = self._line_parser()
         self._cell = self._cell_parser()
 
@@ -183,9 +185,9 @@ class DdpMagics(Magics):
             output=arguments.output,
         )
 
-    def complete(self, shell: Any, event: Any) -> list[str]:
-        """What may come next on the line, for the Tab key."""
-        words = event.line[: len(event.line) - len(event.symbol)].split()
+    def complete(self, line: str, token: str) -> list[str]:
+        """What may come next on the line, for the Tab key; `token` is what there is of it."""
+        words = line[: len(line) - len(token)].split()
         parser = self._cell if words[0] == "%%ddp" else self._line
         if parser is self._line:
             if len(words) == 1:
@@ -193,7 +195,7 @@ class DdpMagics(Magics):
             parser = self._commands.get(words[1], parser)
         options = [option for action in parser._actions for option in action.option_strings]
         if words[1:2] == ["push"]:
-            return [name for name in shell.user_ns if not name.startswith("_")]
+            return [name for name in self.shell.user_ns if not name.startswith("_")]  # type: ignore[union-attr]
         before = parser._option_string_actions.get(words[-1])
         return [str(choice) for choice in before.choices] if before is not None and before.choices else options
 

@@ -11,6 +11,7 @@ from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
 from ..capture.side_effects import missing_import
 from ..errors import NbdistError, RemoteTraceback, let_notebook_render
+from ..notebook import show_figures
 from ..wire.parcel import Parcel
 
 
@@ -18,7 +19,7 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
     pickled, buffers = parcel.open()
     try:
-        return read(
+        value = read(
             pickled,
             buffers,
             originals=originals,
@@ -27,6 +28,8 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
         )
     except Unreadable as exc:
         raise explain_unreadable(exc, "the notebook") from exc.__cause__
+    show_figures()
+    return value
 
 
 def rebuild(

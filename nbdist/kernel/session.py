@@ -18,7 +18,7 @@ from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.scattering import for_each_rank
 from ..engines.ray.options import RayOptions
-from ..errors import NbdistError, entry
+from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
@@ -316,7 +316,12 @@ class Session:
         return f"<nbdist.Session: {self.nranks} ranks on {devices}, {layout.backend}, {self._executor.state()}>"
 
     def _look(self) -> Snapshot:
-        return look(self._executor.state(), self._executor.layout.devices, self._executor.group, self._lock.busy())
+        state, group, busy = self._executor.state(), self._executor.group, self._lock.busy()
+        if state == "not started" and busy:
+            state = "starting"
+        elif state == "running" and not busy:
+            state = "idle"
+        return look(state, self._executor.layout.devices, group, busy)
 
     def _check_rank(self, rank: Any) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int):
@@ -355,7 +360,16 @@ class Session:
         return Request(call, seeds, targets, everyone, output, getattr(fn, "__name__", type(fn).__name__))
 
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
-        return self._executor.carry_out(request, cell, stop)[0]
+        try:
+            return self._executor.carry_out(request, cell, stop)[0]
+        except KeyboardInterrupt:
+            cell.notice(f"{request.what} in the background was stopped by cancel()")
+            raise
+        except BaseException as exc:
+            cell.notice(
+                f"{request.what} failed in the background: {summary(exc)}. result() raises it, with its traceback"
+            )
+            raise
 
 
 def draw_seeds() -> tuple[int, int, int]:

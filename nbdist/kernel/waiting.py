@@ -135,6 +135,7 @@ class Waiting:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
+        others.sort(key=lambda failure: -1 if failure.rank is None else failure.rank)
         if first.rank in self._group.raised:
             self._group.raised.sort(key=lambda rank: rank != first.rank)
         if isinstance(first.error.__cause__, RemoteTraceback):

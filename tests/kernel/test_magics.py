@@ -8,6 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 
+import IPython
 import psutil
 import pytest
 from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of
@@ -143,7 +144,9 @@ def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
+        ("%ddp ", {"start", "status", "push", "post-mortem"}),
         ("%ddp st", {"start", "status", "stacks", "stop"}),
+        ("%ddp start 2 --", {"--output", "--devices"}),
         ("%ddp start 2 --o", {"--output"}),
         ("%ddp start 2 --output r", {"rank0"}),
         ("%ddp push rat", {"ratings_of_mine"}),
@@ -155,6 +158,9 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
     notebook.ok("ratings_of_mine = 1")
     reply = notebook.client.complete(line, len(line), reply=True, timeout=30)["content"]
     assert offered <= set(reply["matches"]), reply
+    if hasattr(IPython.core.completer, "context_matcher"):
+        assert len(reply["matches"]) < 20, "nothing else than what may come there"
+        assert all(match.startswith(line[reply["cursor_start"] :]) for match in reply["matches"])
 
 
 def test_help(notebook: Kernel) -> None:
@@ -232,8 +238,8 @@ def train():
     return 7
 future = session.submit(train)
 """
-    cell = kernel.start(code)
-    other = kernel.start("print('here', session.status())\ntime.sleep(1)\nprint(future.result())")
+    cell = kernel.start(code, watched=True)
+    other = kernel.start("print('here, session.status())\ntime.sleep(1)\nprint(future.result())")
     mine, others, kinds = "", "", []
     deadline = time.monotonic() + 30
     while "7\n" not in others and time.monotonic() < deadline:

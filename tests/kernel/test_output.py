@@ -663,3 +663,19 @@ def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
         assert process.stdout.readline() == "now\n"
         (tmp_path / "seen").touch()
         assert poll(lambda: process.poll() == 0)
+
+
+def test_a_figure_that_is_returned_is_drawn(kernel: Kernel) -> None:
+    """Also by a kernel that has not plotted before."""
+    code = """
+    from nbdist import in_ddp
+    def draw():
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(1, 1))
+        figure.subplots().plot([1, 2])
+        return figure
+    figure = in_ddp(2, draw)
+    figure
+    """
+    (shown,) = kernel.ok(textwrap.dedent(code)).outputs
+    assert shown["data"]["image/png"].startswith("iVBOR")
