@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .notebook import cell_numbers
+from .notebook import cell_numbers, forget_shown_traceback
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,13 +107,15 @@ class RemoteTraceback(Exception):
     """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
-    `others` (a line for each other rank that failed by itself), `hints` (what may help).
+    `others` (a line for each other rank that failed by itself), `hints` (what may help),
+    `inside` (how to look at its frames).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
         self.rank, self.pid, self.text, self.rendered = rank, pid, text, list(rendered)
         self.others: list[str] = []
         self.hints: list[str] = []
+        self.inside = ""
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
@@ -157,12 +159,26 @@ def let_notebook_render(exc: BaseException) -> None:
 
 def render(exc: BaseException) -> list[str]:
     """What the notebook shows of an exception from a rank: where the call was, then the rank's own traceback."""
+    _let_debug_begin_in_users_code(exc.__traceback__)
     site = _call_site(exc.__traceback__)
     remote = exc.__cause__
     if not isinstance(remote, RemoteTraceback):
         return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
-    title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}"
+    inside = f" ({remote.inside})" if remote.inside else ""
+    title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}{inside}"
     return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others, *remote.hints]
+
+
+def _let_debug_begin_in_users_code(tb: types.TracebackType | None) -> None:
+    """Cut nbdist's frames off the end of a traceback, which `%debug` will look at."""
+    last_of_user = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            last_of_user = tb
+        tb = tb.tb_next
+    if last_of_user is not None:
+        last_of_user.tb_next = None
+    forget_shown_traceback()
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:

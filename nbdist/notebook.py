@@ -32,6 +32,13 @@ def kernel_shell() -> Any:
     return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
 
 
+def forget_shown_traceback() -> None:
+    """Let `%debug` look at the exception that is being shown, and not at one that IPython itself has shown before."""
+    shown_by = getattr(shell(), "InteractiveTB", None)
+    if shown_by is not None:
+        shown_by.tb = None
+
+
 def is_watched(message: Mapping[str, Any] | None) -> bool:
     """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
 

@@ -222,6 +222,27 @@ class Kernel:
         self.manager.shutdown_kernel(now=True)
 
 
+def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
+    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed, the error included."""
+    left, prompts, text = list(lines), [], []
+
+    def answer(message: dict[str, Any]) -> None:
+        prompts.append(message["content"]["prompt"])
+        assert left, f"asked for more than was typed: {prompts}; printed: {''.join(text)}"
+        kernel.client.input(left.pop(0))
+
+    def output(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "stream":
+            text.append(message["content"]["text"])
+        elif message["msg_type"] == "error":
+            text.append("\n".join(message["content"]["traceback"]))
+
+    kernel.client.allow_stdin = True
+    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
+    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
+
+
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A fresh kernel in an empty folder; whatever it started must be gone soon after it."""

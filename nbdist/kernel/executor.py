@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..capture.call import Call
 from ..engines.contract import Engine
-from ..errors import NbdistError, RankDied
+from ..errors import NbdistError, RankDied, RemoteTraceback
 from .cell import Cell
-from .debugger import Prompt
+from .debugger import Keyboard
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .output import Log
@@ -126,6 +126,9 @@ class Executor:
             group.underway = False
             return values
         except BaseException as exc:
+            if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
+                looks = "post_mortem() looks" if self._keep_frames else "hold_on_error=True, then post_mortem() looks"
+                exc.__cause__.inside = f"{looks} inside"
             if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
                 group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
@@ -168,13 +171,14 @@ class Executor:
             group, self.group = self.group, None
             group.end(grace)
 
-    def debug(self, rank: int, prompt: Prompt, cell: Cell) -> None:
+    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
         """Let a rank's debugger look at the frames that it keeps, until its user leaves."""
         group = self.group
         assert group is not None
         group.relay.begin(cell, "rank0", rank)
+        group.join()  # so that the user can ask it for its rank, and the like
         group.send(rank, "debug")
-        self._wait_for(group, Waiting(group, [rank], "post_mortem", prompt=prompt))
+        self._wait_for(group, Waiting(group, [rank], "post_mortem", keyboard=Keyboard(group, commands)))
 
     def restart(self, cell: Cell) -> None:
         """End the ranks and start fresh ones, also after a rank has died."""

@@ -89,7 +89,7 @@ class DdpMagics(Magics):
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
 
-        %%ddp [--ranks 0,2-3] [--output rank0|all|none] [--need "NAMES"] [--imports "STATEMENTS"]
+        %%ddp [--ranks 0,2-3] [--output rank0|all|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
         code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
 
         Examples:
@@ -178,7 +178,7 @@ class DdpMagics(Magics):
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
         self._running().call(
             cells.run,
-            (cell, number),
+            (cell, number, arguments.pdb),
             imports=arguments.imports,
             need=arguments.need,
             ranks=arguments.ranks,
@@ -229,6 +229,7 @@ class DdpMagics(Magics):
         parser = _Parser("%%ddp", add_help=False)
         parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
         parser.add_argument("--output", **_OUTPUT)
+        parser.add_argument("--pdb", action="store_true", help="open the debugger in a rank that raises")
         parser.add_argument("--need", default="", help="notebook variables to send first")
         parser.add_argument("--imports", default="", help="import statements to run first")
         return parser

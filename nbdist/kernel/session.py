@@ -24,7 +24,6 @@ from ..wire.processes import forget_in_children
 from . import futures, stacks
 from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
-from .debugger import Prompt
 from .executor import Executor, Request
 from .group import GRACE_TO_LEAVE, Layout
 from .status import Snapshot, Status, look
@@ -281,7 +280,7 @@ class Session:
         rank = held[0] if rank is None else rank
         if rank not in held:
             raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
-        self._executor.debug(rank, Prompt(rank, commands), Cell())
+        self._executor.debug(rank, commands, Cell())
 
     def held_ranks(self) -> list[int]:
         """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""

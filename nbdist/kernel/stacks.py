@@ -18,6 +18,8 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
 #: Lies above them for a moment.
 _INTERRUPT = os.path.join(_PACKAGE, "rank", "interrupts.py")
+#: Where it asks for what is typed.
+_KEYBOARD = os.path.join(_PACKAGE, "rank", "keyboard.py")
 _LIBRARIES = (
     _PACKAGE + os.sep,
     "<frozen",
@@ -75,6 +77,8 @@ def describe(frames: list[Frame] | None) -> str:
         return "waits for a call"
     if own.name in ("join", "_join"):
         return "is joining the process group"
+    if any(frame.file == _KEYBOARD for frame in inner):
+        return "waits for what is typed"
     user = of_user(inner)
     if user is None:
         return f"is in {inner[0].name if inner else 'the function'}"

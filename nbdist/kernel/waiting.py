@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..wire import rank_memory
 from ..wire.connections import Address, between
 from ..wire.parcel import Parcel
 from . import stacks
+from .debugger import Keyboard
 from .futures import Stop
 from .group import Group
 from .outcomes import load, rebuild
@@ -69,7 +70,7 @@ class Waiting:
         timeout: float | None = None,
         originals: Sequence[Any] = (),
         stop: Stop | None = None,
-        prompt: Callable[[], str] | None = None,
+        keyboard: Keyboard | None = None,
     ) -> None:
         """
         Args:
@@ -79,10 +80,12 @@ class Waiting:
             timeout: Seconds that they may take.
             originals: What was sent by number, as `capture.Call.originals` has it.
             stop: Lets another thread interrupt the call.
-            prompt: Gives the line that a rank's debugger asks for.
+            keyboard: Gives the lines that ranks ask for. None: what the user types.
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
-        self._timeout, self._originals, self._stop, self._prompt = timeout, originals, stop, prompt
+        self._timeout, self._originals, self._stop = timeout, originals, stop
+        refusal = "" if stop is None else "a call in the background has no cell that could ask"
+        self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self.pending = set(targets)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
@@ -166,7 +169,8 @@ class Waiting:
     def _step(self, listener: Listener) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
-            listener.select(left)
+            listener.select(self._keyboard.soon(left))
+            self._ask_user()
         elif self._leaving and self._cause_may_follow():
             self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
         elif self._leaving:  # they had their chance
@@ -175,6 +179,16 @@ class Waiting:
             where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
 
+    def _ask_user(self) -> None:
+        """Let the user type what a rank waits for, if one does. The time that he takes is not the call's."""
+        if self._keyboard.ready():
+            begin = time.monotonic()
+            try:
+                self._keyboard.put(self.pending)
+            finally:
+                if self._deadline is not None:
+                    self._deadline += time.monotonic() - begin
+
     def _cause_may_follow(self) -> bool:
         """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
         lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
@@ -182,6 +196,7 @@ class Waiting:
 
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
+        self._keyboard.close()
         self._group.leave()
         for rank in list(self.pending):
             if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
@@ -219,8 +234,8 @@ class Waiting:
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
             return
-        if message[0] == "prompt" and self._prompt is not None:
-            self._group.send(rank, "line", "quit" if self._leaving else self._prompt())
+        if message[0] == "prompt":
+            self._keyboard.ask(rank, *message[1:])
             return
         if message[0] == "buffers":
             self._copy(rank, message[1])

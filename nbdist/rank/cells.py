@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from .. import notebook
 from ..capture.imports import keep_source
+from ..errors import text_of
 from . import shell
+from .debugger import Debugger
 
+#: Of this rank.
+debugger: Debugger | None = None
 #: What a cell may have beside what a module may.
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
@@ -39,11 +44,26 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
     return {name: vars(shell.main)[name] for name in names}
 
 
-def run(cell: str, number: int) -> None:
+def run(cell: str, number: int, pdb: bool) -> None:
     """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
 
-    `number` is that of the cell, for tracebacks.
+    Args:
+        cell, number: The text, and the cell's number, for tracebacks.
+        pdb: Whether the debugger opens where it raises.
     """
+    try:
+        _run(cell, number)
+    except Exception as exc:
+        tb = exc.__traceback__ if pdb else None
+        while tb is not None and tb.tb_frame.f_code.co_filename != file_of(number):
+            tb = tb.tb_next
+        if tb is not None and debugger is not None:
+            print(f"{type(exc).__name__}: {text_of(exc)}", file=sys.stderr)
+            debugger.post_mortem(tb)
+        raise
+
+
+def _run(cell: str, number: int) -> None:
     file = file_of(number)
     text = below_magic(shell.transform(cell))
     keep_source(file, text)

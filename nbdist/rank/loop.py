@@ -12,9 +12,11 @@ from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
-from . import debugger, shell, streams
+from . import cells, shell, streams
 from .call import Caller
+from .debugger import Debugger
 from .interrupts import Interrupts
+from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .world import Membership, enter_setting, seed_everything
 
@@ -26,6 +28,8 @@ class Rank:
         self._channel = channel
         self._interrupts = Interrupts()
         self._membership = Membership()
+        self._keyboard = Keyboard(channel, self._membership)
+        self._debugger = Debugger(self._keyboard)
         self._caller = Caller()
         self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
         self._keep_frames = False
@@ -42,6 +46,9 @@ class Rank:
         forget_in_children(self)
         self._interrupts.install()
         shell.enter()
+        self._keyboard.install()
+        self._debugger.install()
+        cells.debugger = self._debugger
         self._caller.install()
         handlers: dict[str, Callable[..., Answer | None]] = {
             "join": self._join,
@@ -55,6 +62,8 @@ class Rank:
                 return
             if request == "close":
                 return
+            if request == "line":  # an interrupt came before the answer to a question
+                continue
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
@@ -108,7 +117,7 @@ class Rank:
 
     def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
         assert self._frames is not None
-        debugger.interact(self._channel, self._frames)
+        self._debugger.post_mortem(self._frames)
         return ("done", True), None
 
     def _error(self, exc: BaseException, ends: bool) -> Answer:

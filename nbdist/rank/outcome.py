@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import io
 import os
@@ -30,7 +31,8 @@ Answer = tuple[tuple[Any, ...], Parcel | None]
 #: What the methods of somebody else's exception may raise.
 _ANY = (Exception, SystemExit)
 
-_OWN = os.path.dirname(__file__) + os.sep
+#: Whose frames are no user's: a debugger may be open when an interrupt comes.
+_OWN = (os.path.dirname(__file__) + os.sep, bdb.__file__)
 
 
 class Outcomes:

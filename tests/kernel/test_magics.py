@@ -11,7 +11,7 @@ from pathlib import Path
 import IPython
 import psutil
 import pytest
-from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of
+from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of, typed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -184,24 +184,6 @@ def test_restart_and_stop(kernel: Kernel) -> None:
     kernel.ok("%ddp start 1")
     kernel.ok("%unload_ext nbdist")
     assert poll(lambda: not ranks_of(kernel.pid)) and kernel.run("%ddp status").text
-
-
-def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
-    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed."""
-    left, prompts, text = list(lines), [], []
-
-    def answer(message: dict) -> None:
-        prompts.append(message["content"]["prompt"])
-        kernel.client.input(left.pop(0))
-
-    def output(message: dict) -> None:
-        if message["msg_type"] == "stream":
-            text.append(message["content"]["text"])
-
-    kernel.client.allow_stdin = True
-    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
-    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
-    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 
 def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
