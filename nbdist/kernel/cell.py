@@ -27,6 +27,11 @@ class Cell:
         self._gap = Gap(self._shell) if self._background and self._parent is None else None
         self._comms: list[str] = []
 
+    @property
+    def in_notebook(self) -> bool:
+        """Whether it is a cell, and no terminal."""
+        return self._shell is not None
+
     def text(self, text: str, kind: int) -> None:
         if self._background:
             self._send("stream", {"name": "stderr" if kind == STDERR else "stdout", "text": text})

@@ -28,6 +28,8 @@ class Request:
     everyone: bool
     """Whether all ranks are to answer with their values, or only the first of the targets."""
     output: str
+    lines: int | None
+    """How many lines of output the cell shows before it shows the last ones only; None: all."""
     what: str
 
 
@@ -94,7 +96,7 @@ class Executor:
         try:
             group = self._ready(cell)
             first = request.targets[0]
-            group.relay.begin(cell, request.output, first)
+            group.relay.begin(cell, request.output, first, request.lines)
             if self._lost:
                 cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
                 self._lost = ""

@@ -22,6 +22,7 @@ from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
 from .arguments import check_call, check_count, check_platform
+from .flood import LINES
 from .session import Session
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ def options(
     threads: int | str | None = None,
     timeout: float | None = None,
     output: str = "rank0",
+    lines: int | None = LINES,
     env: Mapping[str, str] | None = None,
     seed: int | None = None,
     seed_ranks: bool = False,
@@ -66,8 +68,9 @@ def options(
 
     Args:
         imports, need: As for `in_ddp`.
-        backend, devices, threads, timeout, output, env, seed, seed_ranks, settings, engine, hold_on_error, restarts: As
-            for `Session`. With no ranks (`ngpus=0`) they are not used: the function runs in this process as it is.
+        backend, devices, threads, timeout, output, lines, env, seed, seed_ranks, settings, engine, hold_on_error,
+            restarts: As for `Session`. With no ranks (`ngpus=0`) they are not used: the function runs in this process
+            as it is.
 
     Examples:
         >>> import torch

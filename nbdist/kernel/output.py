@@ -10,6 +10,7 @@ from typing import Any
 from ..wire.channel import readable
 from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
 from .cell import Cell
+from .flood import LINES, Excerpt
 
 #: Characters of output kept of each rank; older text is dropped first.
 KEPT = 1 << 20
@@ -46,13 +47,14 @@ class Relay:
         ]  # by rank: descriptors, and what makes sense of what comes there
         self._partial: dict[tuple[int, int], str] = {}
 
-    def begin(self, cell: Cell, show: str, first: int) -> None:
+    def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
         """From now on, output goes to `cell`.
 
         `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
-        before it) or "none".
+        before it) or "none". `lines` are shown at most, and then the last ones; None: all.
         """
         self.cell, self._show, self._first = cell, show, first
+        self._excerpt = Excerpt(cell, lines)
 
     def read(self, rank: int, which: int) -> bool:
         """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
@@ -83,30 +85,33 @@ class Relay:
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
-                self.cell.text(f"[rank {rank}]\n", STDOUT)
+                self._excerpt.text(f"[rank {rank}]\n", STDOUT)
             if self._show == "all" or (self._show == "rank0" and rank == self._first):
+                if not content.get("update"):
+                    self._excerpt.interrupt()
                 self.cell.message(name, content)
             return
         self.logs[rank].write(what)
         if self._show == "rank0" and rank == self._first:
-            self.cell.text(what, kind)
+            self._excerpt.text(what, kind)
         elif self._show == "all":
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
             self._partial[rank, kind] = rest
             if lines:
-                self.cell.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+                self._excerpt.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
 
     def _end_line(self, rank: int) -> None:
         """Show what a rank has written of a line that it has not finished."""
         for kind in (STDOUT, STDERR):
             rest = self._partial.pop((rank, kind), "")
             if rest:
-                self.cell.text(f"[rank {rank}] {rest}\n", kind)
+                self._excerpt.text(f"[rank {rank}] {rest}\n", kind)
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""
         for rank in range(len(self.logs)):
             self._end_line(rank)
+        self._excerpt.show()
 
 
 def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -25,6 +25,7 @@ from . import futures, stacks
 from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
 from .executor import Executor, Request
+from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
 from .status import Snapshot, Status, look
 
@@ -52,6 +53,8 @@ class Session:
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
         output: Whose output the cell shows: "rank0", "all" or "none". `logs` has the rest.
+        lines: How many lines of a call's output a cell shows. Of more it shows the last hundred and how many there
+            were, and has all in a file. None: all, which a page may take minutes for.
         env: Environment variables for the ranks, beside those of the notebook. Where libraries read one while they are
             imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
             ranks, which takes some seconds once.
@@ -93,6 +96,7 @@ class Session:
         threads: int | str | None = None,
         timeout: float | None = None,
         output: str = "rank0",
+        lines: int | None = LINES,
         env: Mapping[str, str] | None = None,
         seed: int | None = None,
         seed_ranks: bool = False,
@@ -108,7 +112,9 @@ class Session:
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
-        self._output = check_output(output)
+        if lines is not None:
+            check_count(lines, least=0, name="lines")
+        self._output, self._lines = check_output(output), lines
         self.nranks = nranks
         self._engine = engines.resolve(engine, env)
         chosen = self._engine.devices(nranks, devices)
@@ -356,7 +362,8 @@ class Session:
             call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
-        return Request(call, seeds, targets, everyone, output, getattr(fn, "__name__", type(fn).__name__))
+        what = getattr(fn, "__name__", type(fn).__name__)
+        return Request(call, seeds, targets, everyone, output, self._lines, what)
 
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
         try:
