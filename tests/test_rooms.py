@@ -25,7 +25,7 @@ COMMON = {"", "errors", "notebook", "cores", "devices", "interpreter"}
 MAY: dict[str, set[str]] = {
     "wire": set(),
     "capture": {"wire"},
-    "integrations.fastai": set(),
+    "integrations.fastai": {"wire"},
     "rank": {"wire", "capture", "integrations.fastai"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},

@@ -94,16 +94,16 @@ def _logging(module: Any) -> Any:
     ]
     loggers = {}
     for name, logger in touched:
-        handlers = [spec for handler in logger.handlers if (spec := _handler(handler)) is not None]
+        handlers = [spec for handler in logger.handlers if (spec := describe_handler(handler)) is not None]
         changed = handlers or logger.level or logger.disabled or not logger.propagate
         if changed and name.partition(".")[0] not in _KERNEL_LOGGERS:
             loggers[name] = logger.level, logger.disabled, logger.propagate, handlers
     return logging.root.manager.disable, loggers
 
 
-def _handler(handler: logging.Handler) -> tuple[Any, ...] | None:
-    """What makes a handler again; None for one that writes elsewhere than to a stream or a file."""
-    if type(handler) is logging.NullHandler:
+def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
+    """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
+    if type(handler) is logging.NullHandler or hasattr(handler, "_is_torch_handler"):  # there are dozens of these
         return None
     if isinstance(handler, logging.FileHandler):
         target: Any = handler.baseFilename, handler.encoding

@@ -92,9 +92,13 @@ class ForkServer:
         if new:
             self.ask("preload", new, sys.path)
 
-    def stop(self) -> None:
-        """Hang up: the server ends its ranks and itself."""
+    def hang_up(self) -> None:
+        """Close the connection: a server that still lives ends its ranks and itself."""
         self._control.close()
+
+    def stop(self) -> None:
+        """Hang up, and wait for the server's end."""
+        self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
@@ -119,7 +123,7 @@ def _server(variables: Variables | None = None) -> ForkServer:
         server = _servers.get(key)
         if server is None or not server.alive():
             for other in [other for other in _servers if other[0] != key[0] or other == key]:
-                del _servers[other]
+                _servers.pop(other).hang_up()
             server = ForkServer(key[1])
             if _servers:
                 server.ask("idle", _IDLE)
@@ -138,7 +142,7 @@ def with_server(action: Callable[[ForkServer], T], variables: Variables | None =
     except ConnectionError:
         with _lock:
             for key in [key for key, found in _servers.items() if found is server]:
-                del _servers[key]
+                _servers.pop(key).hang_up()
         return action(_server(variables))
 
 

@@ -26,8 +26,10 @@ def device_agnostic() -> Iterator[None]:
       gradient that `DistributedDataParallel` waits for.
     - Every data loader is divided among the ranks, also one that has done so itself; such a one says `sharded = True`.
     - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
+    - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
+      machine exchange both through shared memory.
     """
-    originals: list[tuple[type, str, Any]] = []
+    originals: list[tuple[Any, str, Any]] = []
     hook = _AfterImport(lambda module: originals.extend(_patch(module)))
     if _MODULE in sys.modules:
         originals.extend(_patch(sys.modules[_MODULE]))
@@ -42,15 +44,18 @@ def device_agnostic() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
-    """Patch `fastai.distributed`; returns what was there before: class, attribute, value."""
+def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
+    """Patch `fastai.distributed`; returns what was there before: owner, attribute, value."""
     import torch
     import torch.distributed as dist
 
     from ..devices import collective_device
+    from ..wire.shared_collectives import SharedCollectives, open_shared_collectives
 
+    core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
-    prepare, detach, wrap = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl
+    prepare, detach, wrap, gather = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl, core.maybe_gather
+    shared: SharedCollectives | None = None
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
@@ -68,6 +73,17 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
             if parameter.numel() == 0:
                 parameter.requires_grad_(False)
         prepare(self)
+        nonlocal shared
+        shared = open_shared_collectives() if collective_device().type == "cpu" else None
+        if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
+            self.learn.model.register_comm_hook(shared, _mean_of_gradients)
+
+    def maybe_gather(x: Any, axis: int = 0) -> Any:
+        "Gather copies of `x` on `axis` (if training is distributed)"
+        if shared is None or not shared.usable or x.device.type != "cpu" or x.is_sparse:
+            return gather(x, axis)
+        gathered = shared.gather(x)
+        return torch.cat(gathered, dim=axis) if x.ndim else torch.stack(gathered).mean()
 
     def _wrap_dl(self: Any, dl: Any) -> Any:
         return dl if getattr(dl, "sharded", False) is True else wrap(self, dl)
@@ -82,11 +98,24 @@ def _patch(module: types.ModuleType) -> list[tuple[type, str, Any]]:
         (trainer, "before_fit", before_fit),
         (trainer, "_wrap_dl", _wrap_dl),
         (learner, "detach_distributed", detach_distributed),
+        (core, "maybe_gather", maybe_gather),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)
     return originals
+
+
+def _mean_of_gradients(shared: Any, bucket: Any) -> Any:
+    """The communication hook of `DistributedDataParallel`."""
+    import torch
+
+    future: Any = torch.futures.Future()
+    future.set_result(shared.mean_(bucket.buffer()))
+    return future
+
+
+_mean_of_gradients.__annotations__.clear()  # torch compares them with its own types, and these are strings
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

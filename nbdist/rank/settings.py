@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capture.reading import Keep, Unreadable, read
-from ..capture.settings import torch_modes
+from ..capture.settings import describe_handler, torch_modes
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
@@ -53,12 +53,11 @@ class Settings:
             logger = logging.getLogger(name)
             logger.setLevel(level)
             logger.disabled, logger.propagate = disabled, propagate
-            made = [_handler(*spec) for spec in handlers]
+            others = [handler for handler in logger.handlers if describe_handler(handler) is None]
             for old in logger.handlers:
                 if isinstance(old, logging.FileHandler):
                     old.close()
-            if made or logger.handlers:
-                logger.handlers[:] = made
+            logger.handlers[:] = [*(_handler(*spec) for spec in handlers), *others]
 
     def _warnings(self, value: Any) -> None:
         warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in value)]  # type: ignore[index]

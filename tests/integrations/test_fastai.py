@@ -104,6 +104,26 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
     assert first[0][1] == second[0][1] and first[1] == second[1], "the ranks hold one model"
 
 
+def test_steps_do_not_wait_for_gloo(shared: Session, ratings: pd.DataFrame) -> None:
+    """Ranks of one machine exchange gradients and the mean of the loss through memory; gloo serves once an epoch."""
+
+    def counted(frame: pd.DataFrame) -> int:
+        calls = 0
+        gather = dist.all_gather
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return gather(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather", count)
+            learn = train(frame, 1, n_factors=5)
+        return int(len(learn.recorder.losses) > 10 * calls)
+
+    assert shared.run_all(counted, ratings[:4000], imports=IMPORTS) == [1, 1]
+
+
 def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None:
     def fn(frame: pd.DataFrame) -> list[float]:
         from fastai.collab import CollabDataLoaders, collab_learner

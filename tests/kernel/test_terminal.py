@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Kernel, living, open_fds, poll, ranks_of
+from conftest import Kernel, left_in_shared_memory, living, open_fds, poll, ranks_of, shared_memory_names
 
 from nbdist import Session, in_ddp
 
@@ -37,12 +37,6 @@ def work():
 """
 
 
-def segments() -> set[str]:
-    """Shared memory by name; semaphores are left out, which other programs may be making meanwhile."""
-    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    return {name for name in names if not name.startswith("sem.")}
-
-
 def write(folder: Path, code: str) -> Path:
     script = folder / "script.py"
     script.write_text(PRELUDE + '\nif __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(code), "    "))
@@ -52,7 +46,7 @@ def write(folder: Path, code: str) -> Path:
 @contextmanager
 def script(folder: Path, code: str, terminal: int | None = None) -> Iterator[subprocess.Popen[str]]:
     """A script in a process group of its own, as a shell starts it, or in a session with its own terminal."""
-    before = segments()
+    before = shared_memory_names()
 
     def take_terminal() -> None:
         import fcntl
@@ -76,7 +70,7 @@ def script(folder: Path, code: str, terminal: int | None = None) -> Iterator[sub
     finally:
         process.kill()
         process.communicate()
-    assert not segments() - before
+    assert not left_in_shared_memory(before)
 
 
 def began(folder: Path, process: subprocess.Popen[str], ranks: int = 2) -> list[psutil.Process]:
@@ -209,7 +203,7 @@ def test_a_session_in_a_cycle() -> None:
 @pytest.mark.parametrize("now", [True, False], ids=["at once", "asked to leave"])
 @pytest.mark.parametrize("busy", [True, False], ids=["in a call", "idle"])
 def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
-    before, temporary = segments(), tmp_path / "temporary"
+    before, temporary = shared_memory_names(), tmp_path / "temporary"
     temporary.mkdir()
     kernel = Kernel(tmp_path, env={"TMPDIR": str(temporary)})
     try:
@@ -226,7 +220,7 @@ def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
         kernel.client.wait_for_ready(timeout=60)
         kernel.ok(PRELUDE)
         assert kernel.ok("print(in_ddp(2, dist.get_world_size))").text == "2\n"
-        assert not segments() - before
+        assert not left_in_shared_memory(before)
         assert not [path for path in temporary.rglob("*") if "nbdist" in path.name]
     finally:
         kernel.close()

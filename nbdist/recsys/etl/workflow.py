@@ -71,8 +71,8 @@ class Workflow:
         ...     Drop("rating", "timestamp"),
         ... )
         >>> workflow = workflow.fit(ratings)
-        >>> workflow.transform(ratings, "train", files=2)
-        [PosixPath('train/part-00000.parquet'), PosixPath('train/part-00001.parquet')]
+        >>> [str(file) for file in workflow.transform(ratings, "train", files=2)]
+        ['train/part-00000.parquet', 'train/part-00001.parquet']
         >>> workflow.outputs
         {'user': 'int64', 'movie': 'int64', 'label': 'bool'}
         >>> workflow.embedding_sizes

@@ -1,0 +1,137 @@
+"""Sessions, notebooks and test runs of one user at the same time: none notices what befalls another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import Kernel
+
+from nbdist import NbdistError, Session
+
+#: In a notebook: a session whose calls must come back right, all from the same ranks.
+STEADY = """
+import os, torch, torch.distributed as dist
+from nbdist import Session
+def sums():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item(), os.getpid()
+session = Session(2)
+first = session.run(sums)
+def steady(calls):
+    assert {session.run(sums) for _ in range(calls)} == {first}
+"""
+#: Everything that may go wrong in another.
+TROUBLED = """
+import os, signal, time
+from nbdist import RankDied, RankTimeout, Session, in_ddp
+def trouble():
+    for fault, raised in (
+        (lambda: 1 / 0, ZeroDivisionError),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), RankDied),
+        (lambda: os._exit(3), RankDied),
+    ):
+        try:
+            in_ddp(2, fault)
+        except raised:
+            pass
+        else:
+            raise AssertionError(raised)
+    with Session(2, timeout=0.2) as session:
+        try:
+            session.run(time.sleep, 60)
+        except RankTimeout:
+            pass
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Kernel]:
+    """A second notebook."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    kernel = Kernel(folder)
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def meanwhile(trouble: Callable[[], object], steady: Callable[[], object]) -> None:
+    """Run `steady` over and over, until `trouble` has ended in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(trouble)
+        while not future.done():
+            steady()
+        future.result()
+    steady()
+
+
+def test_a_session_beside_one_in_trouble() -> None:
+    def trouble() -> None:
+        for fault in (kill, leave, throw) * 2:
+            with Session(2) as session, pytest.raises((NbdistError, ZeroDivisionError)):
+                session.run(fault)
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+
+        def steady() -> None:
+            assert session.run_all(os.getpid) == pids
+
+        meanwhile(trouble, steady)
+
+
+def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None:
+    kernel.ok(STEADY)
+    other.ok(TROUBLED)
+    meanwhile(lambda: other.ok("trouble()"), lambda: kernel.ok("steady(20)"))
+    meanwhile(lambda: other.manager.shutdown_kernel(now=True), lambda: kernel.ok("steady(20)"))
+    kernel.ok("session.close()")
+
+
+@pytest.mark.slow
+def test_a_notebook_beside_a_test_run(kernel: Kernel, tmp_path: Path) -> None:
+    """`pytest -n 2` with ranks of its own, some of which fail."""
+    (tmp_path / "test_in_ranks.py").write_text(
+        "import os, pytest, torch, torch.distributed as dist\n"
+        "from nbdist import RankDied\n"
+        "def sums():\n"
+        "    total = torch.ones(1)\n"
+        "    dist.all_reduce(total)\n"
+        "    return total.item()\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_in_ranks(ddp, number):\n"
+        "    if number % 3 == 2:\n"
+        "        with pytest.raises(RankDied):\n"
+        "            ddp(2, os._exit, 3)\n"
+        "    assert ddp(2, sums) == 2.0\n"
+    )
+    kernel.ok(STEADY)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "test_in_ranks.py"]
+
+    def tests() -> None:
+        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=False)
+        assert "6 passed" in done.stdout, done.stdout
+
+    meanwhile(tests, lambda: kernel.ok("steady(20)"))
+    kernel.ok("session.close()")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(3)
+
+
+def throw() -> None:
+    raise ZeroDivisionError

@@ -1,0 +1,173 @@
+"""Collectives through shared memory give what torch's own give, and end when these would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import poll
+
+from nbdist import RankDied, Session
+from nbdist.wire import shared_collectives
+from nbdist.wire.shared_collectives import SharedCollectives, open_shared_collectives
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(3) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared session's ranks may stay."""
+
+
+def opened() -> SharedCollectives:
+    shared = open_shared_collectives()
+    assert shared is not None and shared.usable
+    return shared
+
+
+def compare(sizes: list[int], dtype: torch.dtype) -> None:
+    shared = opened()
+    for size in sizes:
+        mine = torch.randn(size, generator=torch.Generator().manual_seed(size + dist.get_rank())).to(dtype)
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(theirs, mine)
+        assert all(map(torch.equal, shared.gather(mine), theirs))
+        mean = shared.mean_(mine.clone())
+        torch.testing.assert_close(mean, torch.stack(theirs).double().mean(0).to(dtype))
+        means = [torch.empty_like(mean) for _ in theirs]
+        dist.all_gather(means, mean)
+        assert all(torch.equal(mean, other) for other in means)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_as_torch_does_it(session: Session, dtype: torch.dtype) -> None:
+    piece = shared_collectives._PIECE // dtype.itemsize
+    session.run(compare, [1, 7, 1000, piece - 1, piece, piece + 1, 3 * piece + 5, 0], dtype)
+
+
+def test_shapes_and_other_types(session: Session) -> None:
+    def gathers() -> None:
+        shared = opened()
+        for mine in (torch.tensor(dist.get_rank()), torch.full((2, 3), dist.get_rank()).T, torch.tensor([True, False])):
+            for rank, theirs in enumerate(shared.gather(mine)):
+                assert theirs.dtype == mine.dtype and theirs.shape == mine.shape
+                assert mine.dtype == torch.bool or (theirs == rank).all()
+
+    session.run(gathers)
+
+
+def test_ranks_that_come_late_are_waited_for(session: Session) -> None:
+    def uneven() -> list[float]:
+        shared, seen = opened(), []
+        for turn in range(30):
+            time.sleep(0.01 if turn % dist.get_world_size() == dist.get_rank() else 0.0)
+            seen.append(shared.mean_(torch.full((4,), float(turn + dist.get_rank())))[2].item())
+        return seen
+
+    assert session.run_all(uneven) == [[turn + 1.0 for turn in range(30)]] * 3
+
+
+def test_it_ends_with_its_process_group(session: Session) -> None:
+    def keeps() -> None:
+        import __main__
+
+        __main__.kept = opened()
+
+    def uses() -> tuple[bool, str]:
+        import __main__
+
+        kept: Any = __main__.kept
+        try:
+            kept.mean_(torch.ones(1))
+        except RuntimeError as exc:
+            return kept.usable, str(exc)
+        raise AssertionError("it worked")
+
+    session.run(keeps)
+    with pytest.raises(ZeroDivisionError):
+        session.run(lambda: 1 / 0)  # the next call has another group
+    usable, text = session.run(uses)
+    assert not usable and "end of its process group" in text
+
+
+def waits(rank: int, action: Any) -> None:
+    shared = opened()
+    shared.mean_(torch.ones(1))
+    if dist.get_rank() == rank:
+        action()
+    shared.mean_(torch.ones(1))
+
+
+def raise_it() -> None:
+    raise KeyError("one rank")
+
+
+def test_a_failure_elsewhere_ends_the_wait(session: Session) -> None:
+    pids = session.run_all(os.getpid)
+    begin = time.monotonic()
+    with pytest.raises(KeyError):
+        session.run(waits, 1, raise_it)
+    assert time.monotonic() - begin < 5
+    assert session.run_all(os.getpid) == pids
+
+
+@pytest.mark.parametrize("action", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3)])
+def test_a_death_elsewhere_ends_the_wait(action: Any) -> None:
+    with Session(2) as session:
+        begin = time.monotonic()
+        with pytest.raises(RankDied):
+            session.run(waits, 1, action)
+        assert time.monotonic() - begin < 5
+
+
+def test_nothing_is_left(session: Session) -> None:
+    def open_and_close() -> None:
+        opened().mean_(torch.ones(10))
+
+    def descriptors() -> int:
+        return psutil.Process().num_fds()
+
+    session.run(open_and_close)
+    before = session.run_all(descriptors)
+    session.run(lambda: [open_and_close() for _ in range(5)] and None)
+    assert poll(lambda: session.run_all(descriptors) == before)
+
+
+@pytest.mark.parametrize("what", ["another machine", "no permission", "another process"])
+def test_where_memory_cannot_be_shared(session: Session, what: str) -> None:
+    """All ranks say so, also those that could."""
+
+    def tries() -> bool:
+        module: Any = shared_collectives
+        if dist.get_rank() == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "_open", module._open)
+                original = module._open
+
+                def fails(offer: Any, file: Any, flags: int, machine: str) -> int:
+                    if what == "another machine":
+                        offer = offer._replace(machine="elsewhere")
+                    elif what == "another process":
+                        offer = offer._replace(pid=os.getpid())
+                    else:
+                        raise PermissionError
+                    return int(original(offer, file, flags, machine))
+
+                patch.setattr(module, "_open", fails)
+                return open_shared_collectives() is None
+        return open_shared_collectives() is None
+
+    fds = session.run_all(lambda: psutil.Process().num_fds())
+    assert session.run_all(tries) == [True] * 3
+    assert session.run_all(lambda: psutil.Process().num_fds()) == fds
