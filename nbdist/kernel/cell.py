@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from ..notebook import forget_comms, is_watched, kernel_shell, register_comm
 from ..wire.frames import CELL, STDERR, STDOUT
+from .widgets import VIEW, Widgets
 
 
 class Cell:
@@ -26,6 +28,8 @@ class Cell:
         self._parent = parent if is_watched(parent) else None
         self._gap = Gap(self._shell) if self._background and self._parent is None else None
         self._comms: list[str] = []
+        self._widgets = Widgets()
+        self._views: dict[str, tuple[str, str]] = {}  # by display id: the widget that is shown, and its text
 
     @property
     def in_notebook(self) -> bool:
@@ -46,6 +50,8 @@ class Cell:
         self.text(f"nbdist: {text}\n", STDERR)
 
     def message(self, kind: str, content: dict[str, Any]) -> None:
+        if kind == "display":
+            self._note_view(content)
         if self._shell is None:
             if kind == "display" and not content["update"]:
                 self.text(content["data"].get("text/plain", "") + "\n", STDOUT)
@@ -60,6 +66,17 @@ class Cell:
         else:
             self._comm(kind, content)
 
+    def _note_view(self, content: dict[str, Any]) -> None:
+        """Keep in mind where a widget is shown."""
+        transient, view = content["transient"], content["data"].get(VIEW)
+        if view is not None:
+            self._views[transient.setdefault("display_id", uuid.uuid4().hex)] = (
+                view["model_id"],
+                content["data"].get("text/plain", ""),
+            )
+        elif content["update"]:
+            self._views.pop(transient.get("display_id", ""), None)
+
     def _comm(self, kind: str, content: dict[str, Any]) -> None:
         """Pass on what a rank's widget says to its view. What the view says ends here: a progress bar only shows."""
         buffers = [bytes.fromhex(data) for data in content.pop("buffers")]
@@ -70,6 +87,7 @@ class Cell:
             sys.stderr.flush()
             if state["msg_id"] == CELL:
                 state["msg_id"] = self._message["header"]["msg_id"]
+        self._widgets.hear(kind, content["comm_id"], content["data"])
         if kind == "comm_open":
             self._comms.append(content["comm_id"])
             register_comm(_Deaf(content["comm_id"]))
@@ -91,7 +109,18 @@ class Cell:
             self._gap.bridge(send)
 
     def close(self) -> None:
-        """Forget the widgets of this call; their views stay as they are."""
+        """Forget the widgets of this call.
+
+        Where they are bars or texts, their last state takes their place: a page that is loaded again finds no model
+        for a view. Other views stay as they are.
+        """
+        views, self._views = self._views, {}
+        for display_id, (model_id, text) in views.items():
+            picture = self._widgets.picture(model_id)
+            if picture is not None:
+                data = {"text/plain": text, "text/html": picture}
+                shown = {"data": data, "metadata": {}, "transient": {"display_id": display_id}, "update": True}
+                self.message("display", shown)
         if self._gap is not None:
             self._gap.close()
         if self._comms:

@@ -8,12 +8,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 
-import IPython
 import psutil
 import pytest
 from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of, typed
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core import completer
 
 from nbdist.kernel.magics import numbers
 
@@ -109,7 +109,7 @@ def test_interrupt(notebook: Kernel) -> None:
 def test_status_stacks_logs(notebook: Kernel) -> None:
     notebook.ok("%%ddp\nimport torch.distributed as dist\nprint('line of', dist.get_rank())")
     status = notebook.ok("%ddp status")
-    assert status.text.count("idle") == 3 and "line of 2" in status.text
+    assert status.text.count("cpu     idle") == 3 and "line of 2" in status.text
     assert any("<table>" in o.get("data", {}).get("text/html", "") for o in status.outputs)
     assert notebook.ok("%ddp stacks").text.count("waits for a call") == 3
     assert "line of 1\n" in notebook.ok("%ddp logs 1").text
@@ -158,7 +158,7 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
     notebook.ok("ratings_of_mine = 1")
     reply = notebook.client.complete(line, len(line), reply=True, timeout=30)["content"]
     assert offered <= set(reply["matches"]), reply
-    if hasattr(IPython.core.completer, "context_matcher"):
+    if hasattr(completer, "context_matcher"):
         assert len(reply["matches"]) < 20, "nothing else than what may come there"
         assert all(match.startswith(line[reply["cursor_start"] :]) for match in reply["matches"])
 
@@ -221,7 +221,7 @@ def train():
 future = session.submit(train)
 """
     cell = kernel.start(code, watched=True)
-    other = kernel.start("print('here, session.status())\ntime.sleep(1)\nprint(future.result())")
+    other = kernel.start("print('here', session.status())\ntime.sleep(1)\nprint(future.result())")
     mine, others, kinds = "", "", []
     deadline = time.monotonic() + 30
     while "7\n" not in others and time.monotonic() < deadline:
@@ -240,7 +240,7 @@ future = session.submit(train)
 
 def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
     kernel.ok("import time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
-    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()")
+    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()", watched=True)
     seen: list[str] = []  # first the call may still be on its way to the rank
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not ("<td>running" in "".join(seen) and "<td>idle" in seen[-1]):

@@ -364,6 +364,7 @@ in_ddp(2, f)
     view = "application/vnd.jupyter.widget-view+json"
     result = notebook.finish(cell, until=lambda result: "'value': 9.0" in str(result.outputs))
     (shown,) = [o["data"] for o in result.outputs if o["kind"] == "display_data"]
+    (shown_at,) = [o["transient"] for o in result.outputs if o["kind"] == "display_data"]
     opened = {o["comm_id"]: o for o in result.outputs if o["kind"] == "comm_open"}
     box = opened[shown[view]["model_id"]]
     assert box["target_name"] == "jupyter.widget" and box["envelope"]["version"].startswith("2.")
@@ -377,7 +378,12 @@ in_ddp(2, f)
     result = notebook.finish(cell)
     updates = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] in opened]
     assert updates[-1] == {"bar_style": "success"} and {"value": 20.0} in updates
-    assert result.error is None and "display_data" not in kinds(result) and not result.text
+    assert result.error is None and "display_data" not in kinds(result)
+    # At the end its last state takes its place: a page that is loaded again would find no model.
+    last = result.outputs[-1]
+    assert last["kind"] == "update_display_data" and last["transient"] == shown_at
+    assert set(last["data"]) == {"text/plain", "text/html"}
+    assert "20/20" in last["data"]["text/html"] and "width: 100%" in last["data"]["text/html"]
     assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
 
 
