@@ -10,7 +10,7 @@ from typing import Any
 from ..capture.imports import parse_imports
 from ..capture.need import resolve_need
 
-_OUTPUTS = ("rank0", "all", "none")
+_OUTPUTS = ("rank0", "all", "tabs", "none")
 
 
 def check_platform() -> None:

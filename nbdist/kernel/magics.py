@@ -17,7 +17,7 @@ from ..rank import cells
 from .launch import warm
 from .session import Session
 
-_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "none"], "help": "whose output the cell shows"}
+_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "tabs", "none"], "help": "whose output the cell shows"}
 
 
 def load(shell: Any) -> None:
@@ -78,7 +78,7 @@ class DdpMagics(Magics):
     def ddp(self, line: str, cell: str | None = None) -> Any:
         """Ranks that stay between cells.
 
-        %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|none]
+        %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|tabs|none]
                      [--seed S] [--hold-on-error]     start N ranks; gives the nbdist.Session
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is
@@ -89,7 +89,7 @@ class DdpMagics(Magics):
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
 
-        %%ddp [--ranks 0,2-3] [--output rank0|all|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
+        %%ddp [--ranks 0,2-3] [--output rank0|all|tabs|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
         code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
 
         Examples:

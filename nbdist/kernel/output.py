@@ -10,6 +10,7 @@ from typing import Any
 from ..wire.channel import readable
 from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
 from .cell import Cell
+from .columns import Columns
 from .flood import LINES, Excerpt
 
 #: Characters of output kept of each rank; older text is dropped first.
@@ -51,9 +52,11 @@ class Relay:
         """From now on, output goes to `cell`.
 
         `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
-        before it) or "none". `lines` are shown at most, and then the last ones; None: all.
+        before it), "tabs" (each rank in a column of its own; in a terminal like "all") or "none". `lines` are shown at
+        most, and then the last ones; None: all.
         """
-        self.cell, self._show, self._first = cell, show, first
+        self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
+        self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
         self._excerpt = Excerpt(cell, lines)
 
     def read(self, rank: int, which: int) -> bool:
@@ -83,6 +86,9 @@ class Relay:
             name, content = what
             if name == "display":
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            if self._columns is not None:
+                self._columns.message(rank, name, content)
+                return
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
                 self._excerpt.text(f"[rank {rank}]\n", STDOUT)
@@ -92,13 +98,20 @@ class Relay:
                 self.cell.message(name, content)
             return
         self.logs[rank].write(what)
-        if self._show == "rank0" and rank == self._first:
+        if self._columns is not None:
+            self._columns.text(rank, what)
+        elif self._show == "rank0" and rank == self._first:
             self._excerpt.text(what, kind)
         elif self._show == "all":
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
             self._partial[rank, kind] = rest
             if lines:
                 self._excerpt.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+
+    def failed(self, rank: int) -> None:
+        """A rank has raised, or died."""
+        if self._columns is not None:
+            self._columns.failed(rank)
 
     def _end_line(self, rank: int) -> None:
         """Show what a rank has written of a line that it has not finished."""
@@ -112,6 +125,8 @@ class Relay:
         for rank in range(len(self.logs)):
             self._end_line(rank)
         self._excerpt.show()
+        if self._columns is not None:
+            self._columns.show()
 
 
 def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

@@ -52,7 +52,8 @@ class Session:
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
-        output: Whose output the cell shows: "rank0", "all" or "none". `logs` has the rest.
+        output: Whose output the cell shows: "rank0", "all" (each line with its rank), "tabs" (a column for each rank,
+            the failed one first) or "none". `logs` has the rest.
         lines: How many lines of a call's output a cell shows. Of more it shows the last hundred and how many there
             were, and has all in a file. None: all, which a page may take minutes for.
         env: Environment variables for the ranks, beside those of the notebook. Where libraries read one while they are
