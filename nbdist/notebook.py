@@ -115,6 +115,26 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
     return lambda: shell.Completer.custom_matchers.remove(matcher)
 
 
+def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
+    """In a kernel: offer what `complete` finds beside what IPython (8.6 on) does; the way to undo it.
+
+    Args:
+        shell: The kernel's.
+        complete: Given the cell's text, the line with the cursor, and the cursor's place in the line.
+    """
+    module: Any = importlib.import_module("IPython.core.completer")
+    if not hasattr(module, "context_matcher"):
+        return lambda: None
+
+    @module.context_matcher(priority=10, identifier="nbdist")  # type: ignore[untyped-decorator]
+    def matcher(context: Any) -> Any:
+        found = complete(context.full_text, context.line_with_cursor, context.cursor_position)
+        return {"completions": [module.SimpleCompletion(text) for text in found], "suppress": False}
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
 def show_figures() -> None:
     """In a kernel that has not plotted yet: let it show figures that were made elsewhere as it shows its own."""
     backend = "matplotlib_inline.backend_inline"

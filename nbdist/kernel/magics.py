@@ -12,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
 
 from ..errors import entry
-from ..notebook import cell_numbers, complete_alone, label_cells
+from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
 from ..rank import cells
 from .launch import warm
 from .session import Session
@@ -28,6 +28,7 @@ def load(shell: Any) -> None:
     shell.register_magics(magics)
     shell.input_transformers_post.append(magics.check_syntax)
     magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
+    magics.undo.append(complete_also(shell, magics.complete_cell))
 
 
 def unload(shell: Any) -> None:
@@ -68,6 +69,7 @@ class DdpMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.session: Session | None = None
+        self._history: list[str] = []
         self.undo: list[Callable[[], None]] = []
         """What takes back what `load` has done to the shell."""
         self._line, self._commands = self._line_parser()
@@ -86,6 +88,9 @@ class DdpMagics(Magics):
         %ddp push NAME ...                            send variables of the notebook to all ranks
         %ddp pull NAME ...                            bring variables of rank 0 into the notebook
         %ddp post-mortem [RANK]                       pdb in a rank that raised (start --hold-on-error)
+        %ddp who                                      the variables that live in rank 0
+        %ddp history                                  the cells that the ranks have run
+        %ddp use NAME                                 run cells on the ranks of a Session of the notebook
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
 
@@ -153,6 +158,22 @@ class DdpMagics(Magics):
     def post_mortem(self, arguments: Namespace) -> None:
         self._running().post_mortem(arguments.rank)
 
+    def who(self, arguments: Namespace) -> None:
+        names = self._running().run(cells.who)
+        width = max(map(len, names), default=0)
+        print("\n".join(f"{name:{width}}  {kind}" for name, kind in sorted(names.items())) or "nothing yet")
+
+    def history(self, arguments: Namespace) -> None:
+        print("\n".join(self._history))
+
+    def use(self, arguments: Namespace) -> None:
+        session = self.shell.user_ns.get(arguments.name)  # type: ignore[union-attr]
+        if not isinstance(session, Session):
+            raise UsageError(f"{arguments.name} is no nbdist.Session of this notebook")
+        if self.session not in (None, session):
+            raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
+        self.session = session
+
     def restart(self, arguments: Namespace) -> None:
         self._running().restart()
 
@@ -176,6 +197,8 @@ class DdpMagics(Magics):
 
     def run_cell(self, arguments: Namespace, cell: str) -> None:
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
+        who = "" if arguments.ranks is None else f" --ranks {','.join(map(str, arguments.ranks))}"
+        self._history.append(f"# In[{number}]{who}\n{cell.rstrip()}\n")
         self._running().call(
             cells.run,
             (cell, number, arguments.pdb),
@@ -184,6 +207,15 @@ class DdpMagics(Magics):
             ranks=arguments.ranks,
             output=arguments.output,
         )
+
+    def complete_cell(self, text: str, line: str, cursor: int) -> list[str]:
+        """What rank 0 offers inside a `%%ddp` cell, while the ranks have nothing else to do."""
+        if not text.startswith("%%ddp") or line.startswith("%%ddp"):
+            return []
+        if self.session is None or not self.session.idle():
+            return []
+        found: list[str] = self.session.call(cells.complete, (line, cursor), ranks=[0], output="none")[0]
+        return found
 
     def complete(self, line: str, token: str) -> list[str]:
         """What may come next on the line, for the Tab key; `token` is what there is of it."""
@@ -194,6 +226,8 @@ class DdpMagics(Magics):
                 return list(self._commands)
             parser = self._commands.get(words[1], parser)
         options = [option for action in parser._actions for option in action.option_strings]
+        if words[1:2] == ["use"]:
+            return [name for name, value in self.shell.user_ns.items() if isinstance(value, Session)]  # type: ignore[union-attr]
         if words[1:2] == ["push"]:
             return [name for name in self.shell.user_ns if not name.startswith("_")]  # type: ignore[union-attr]
         before = parser._option_string_actions.get(words[-1])
@@ -217,8 +251,9 @@ class DdpMagics(Magics):
         start.add_argument("--output", default="rank0", **_OUTPUT)
         start.add_argument("--seed", type=int)
         start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
-        for name in ("status", "stacks", "restart", "stop"):
+        for name in ("status", "stacks", "who", "history", "restart", "stop"):
             command(name, getattr(self, name))
+        command("use", self.use).add_argument("name")
         command("logs", self.logs).add_argument("rank", type=int)
         command("push", self.push).add_argument("names", nargs="+")
         command("pull", self.pull).add_argument("names", nargs="+")

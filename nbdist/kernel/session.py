@@ -293,6 +293,10 @@ class Session:
         """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
         return self._executor.raised()
 
+    def idle(self) -> bool:
+        """Whether the ranks run, and have nothing to do."""
+        return self._executor.state() == "running" and not self._lock.busy()
+
     @entry
     def restart(self) -> None:
         """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""

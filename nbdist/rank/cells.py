@@ -44,6 +44,18 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
     return {name: vars(shell.main)[name] for name in names}
 
 
+def who() -> dict[str, str]:
+    """The variables that cells and calls have left in the rank, with their types."""
+    found = {name: value for name, value in vars(shell.main).items() if not name.startswith("_")}
+    hidden = notebook.hidden_names()
+    return {name: type(value).__name__ for name, value in found.items() if hidden.get(name, found) is not value}
+
+
+def complete(line: str, cursor: int) -> list[str]:
+    """What may stand at the cursor in a line, of the rank's variables and what they have."""
+    return shell.complete(line, cursor)
+
+
 def run(cell: str, number: int, pdb: bool) -> None:
     """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
 

@@ -136,6 +136,44 @@ def test_arguments_that_make_no_sense(notebook: Kernel, line: str, shows: str) -
     assert shows in result.text + result.message + result.traceback, result
 
 
+def test_who_and_history(notebook: Kernel) -> None:
+    notebook.ok("%%ddp --ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
+    who = notebook.ok("%ddp who").text.splitlines()
+    assert [line.split() for line in who if "lives_there" in line or "of_rank" in line] == [
+        ["lives_there", "dict"],
+        ["of_rank", "function"],
+    ]
+    assert not [line for line in who if line.split()[0] in ("exit", "quit", "get_ipython", "open")], who
+    history = notebook.ok("%ddp history").text
+    assert history.rstrip().endswith("--ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
+
+
+@pytest.mark.skipif(not hasattr(completer, "context_matcher"), reason="IPython before 8.6 cannot be given a matcher")
+def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nonly_in_ranks = {'a': 1}.keys()")
+    for text, offered in (
+        ("%%ddp\nonly_in", "only_in_ranks"),
+        ("%%ddp --ranks 1\nprint(only_in", "only_in_ranks"),
+        ("%%ddp\nonly_in_ranks.isdis", "isdisjoint"),
+    ):
+        reply = notebook.client.complete(text, len(text), reply=True, timeout=30)["content"]
+        assert any(match.endswith(offered) for match in reply["matches"]), reply
+    reply = notebook.client.complete("only_in", 7, reply=True, timeout=30)["content"]
+    assert not reply["matches"], "the notebook itself has no such variable"
+
+
+def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\nfrom nbdist import Session\nmine = Session(1)")
+    kernel.ok("mine.run(exec, 'import __main__; __main__.x = 5')")
+    assert "no nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
+    kernel.ok("%ddp use mine\n%ddp use mine")
+    assert kernel.ok("%%ddp\nx + 1").text == "6\n"
+    result = kernel.run("other = Session(1)\n%ddp use other")
+    assert "run already" in result.text + result.message + result.traceback
+    kernel.ok("%ddp stop")
+    assert kernel.run("mine.run(int)").error == "NbdistError"
+
+
 def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
     result = notebook.run("%%ddp --ranks 0,7\n1")
     assert result.error == "ValueError" and "no rank 7" in result.message
