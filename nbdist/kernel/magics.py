@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import shlex
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
 from ..errors import entry
 from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
@@ -17,6 +17,10 @@ from ..rank import cells
 from .launch import warm
 from .session import Session
 
+#: What `%autoddp` puts before a cell.
+_WHOLE = "--whole-cell"
+#: Cells that begin so are the notebook's own, also under `%autoddp`.
+_OWN = ("%%", "%ddp", "%autoddp", "%load_ext", "%unload_ext", "%reload_ext")
 _OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "tabs", "none"], "help": "whose output the cell shows"}
 
 
@@ -27,6 +31,7 @@ def load(shell: Any) -> None:
     magics = DdpMagics(shell)
     shell.register_magics(magics)
     shell.input_transformers_post.append(magics.check_syntax)
+    shell.input_transformers_cleanup.append(magics.send_cell)
     magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
     magics.undo.append(complete_also(shell, magics.complete_cell))
 
@@ -37,6 +42,7 @@ def unload(shell: Any) -> None:
     if magics is not None and magics.undo:
         magics.stop(Namespace())
         shell.input_transformers_post.remove(magics.check_syntax)
+        shell.input_transformers_cleanup.remove(magics.send_cell)
         while magics.undo:
             magics.undo.pop()()
 
@@ -70,6 +76,7 @@ class DdpMagics(Magics):
         super().__init__(shell)
         self.session: Session | None = None
         self._history: list[str] = []
+        self._auto = False
         self.undo: list[Callable[[], None]] = []
         """What takes back what `load` has done to the shell."""
         self._line, self._commands = self._line_parser()
@@ -115,6 +122,27 @@ class DdpMagics(Magics):
         """
         arguments = self._parse(self._line if cell is None else self._cell, line)
         return arguments.action(arguments) if cell is None else self.run_cell(arguments, cell)
+
+    @line_magic
+    @entry
+    def autoddp(self, line: str) -> None:
+        """`%autoddp`: from now on every cell runs on the ranks, as if `%%ddp` stood above it; `%autoddp off` ends that.
+
+        A cell that begins with `%%local` runs in the notebook; so do those that begin with another `%%magic` or `%ddp`.
+        """
+        if line.strip() not in ("", "on", "off"):
+            raise UsageError("%autoddp, or %autoddp off")
+        self._running()
+        self._auto = line.strip() != "off"
+
+    def send_cell(self, lines: list[str]) -> list[str]:
+        """Put `%%ddp` above a cell under `%autoddp`, and take `%%local` off it. A transformer of IPython's."""
+        first = next((line for line in lines if line.strip()), "")
+        if first.startswith("%%local"):
+            return ["\n" if line is first else line for line in lines]
+        if not self._auto or not first or first.startswith(_OWN):
+            return lines
+        return [f"%%ddp {_WHOLE}\n", *lines]
 
     def _parse(self, parser: _Parser, line: str) -> Namespace:
         try:
@@ -178,7 +206,7 @@ class DdpMagics(Magics):
         self._running().restart()
 
     def stop(self, arguments: Namespace) -> None:
-        session, self.session = self.session, None
+        session, self.session, self._auto = self.session, None, False
         if session is not None:
             session.close()
 
@@ -189,7 +217,12 @@ class DdpMagics(Magics):
         """
         if lines and lines[0].startswith("get_ipython().run_cell_magic('ddp', "):
             call: Any = ast.parse("".join(lines)).body[0]
-            text = cells.below_magic(self.shell.transform_cell(call.value.args[2].value))  # type: ignore[union-attr]
+            _, line, body = (argument.value for argument in call.value.args)
+            auto, self._auto = self._auto, False  # the body is no cell
+            try:
+                text = cells.as_counted(self.shell.transform_cell(body), line == _WHOLE)  # type: ignore[union-attr]
+            finally:
+                self._auto = auto
             number = self.shell.execution_count  # type: ignore[union-attr]
             label_cells({cells.file_of(number): number})
             compile(text, cells.file_of(number), "exec", cells.FLAGS, dont_inherit=True)
@@ -201,7 +234,7 @@ class DdpMagics(Magics):
         self._history.append(f"# In[{number}]{who}\n{cell.rstrip()}\n")
         self._running().call(
             cells.run,
-            (cell, number, arguments.pdb),
+            (cell, number, arguments.whole, arguments.pdb),
             imports=arguments.imports,
             need=arguments.need,
             ranks=arguments.ranks,
@@ -225,7 +258,8 @@ class DdpMagics(Magics):
             if len(words) == 1:
                 return list(self._commands)
             parser = self._commands.get(words[1], parser)
-        options = [option for action in parser._actions for option in action.option_strings]
+        shown = [action for action in parser._actions if action.help != SUPPRESS]
+        options = [option for action in shown for option in action.option_strings]
         if words[1:2] == ["use"]:
             return [name for name, value in self.shell.user_ns.items() if isinstance(value, Session)]  # type: ignore[union-attr]
         if words[1:2] == ["push"]:
@@ -264,6 +298,7 @@ class DdpMagics(Magics):
         parser = _Parser("%%ddp", add_help=False)
         parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
         parser.add_argument("--output", **_OUTPUT)
+        parser.add_argument(_WHOLE, dest="whole", action="store_true", help=SUPPRESS)  # of `%autoddp`
         parser.add_argument("--pdb", action="store_true", help="open the debugger in a rank that raises")
         parser.add_argument("--need", default="", help="notebook variables to send first")
         parser.add_argument("--imports", default="", help="import statements to run first")

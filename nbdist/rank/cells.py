@@ -27,9 +27,12 @@ def file_of(number: int) -> str:
     return f"<ddp cell {number}>"
 
 
-def below_magic(text: str) -> str:
-    """The text of a cell with its lines where the notebook counts them: the first one is `%%ddp`."""
-    return "\n" + text
+def as_counted(text: str, whole: bool) -> str:
+    """The text of a cell with its lines where the notebook counts them.
+
+    The first one is `%%ddp`, but for a `whole` cell that was sent to the ranks without that.
+    """
+    return text if whole else "\n" + text
 
 
 def nothing() -> None:
@@ -56,15 +59,16 @@ def complete(line: str, cursor: int) -> list[str]:
     return shell.complete(line, cursor)
 
 
-def run(cell: str, number: int, pdb: bool) -> None:
+def run(cell: str, number: int, whole: bool, pdb: bool) -> None:
     """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
 
     Args:
         cell, number: The text, and the cell's number, for tracebacks.
+        whole: Whether that is all of the cell.
         pdb: Whether the debugger opens where it raises.
     """
     try:
-        _run(cell, number)
+        _run(cell, number, whole)
     except Exception as exc:
         tb = exc.__traceback__ if pdb else None
         while tb is not None and tb.tb_frame.f_code.co_filename != file_of(number):
@@ -75,9 +79,9 @@ def run(cell: str, number: int, pdb: bool) -> None:
         raise
 
 
-def _run(cell: str, number: int) -> None:
+def _run(cell: str, number: int, whole: bool) -> None:
     file = file_of(number)
-    text = below_magic(shell.transform(cell))
+    text = as_counted(shell.transform(cell), whole)
     keep_source(file, text)
     notebook.label_cells({file: number})
     body = ast.parse(text, file).body

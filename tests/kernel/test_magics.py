@@ -162,6 +162,27 @@ def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
     assert not reply["matches"], "the notebook itself has no such variable"
 
 
+def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    assert "no ranks yet" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
+    kernel.ok("%ddp start 2 --devices cpu")
+    kernel.ok("here = 1\n%autoddp")
+    assert kernel.run("here").error == "NameError"
+    assert kernel.ok("import torch.distributed as dist\nthere = dist.get_rank()\nthere").text == "0\n"
+    assert kernel.ok("\n%%local\nprint('there' in globals(), here)").text == "False 1\n"
+    failing = kernel.run("x = 1\ny = 2\n1 / 0")
+    assert f"Cell In[{failing.number}], line 3" in failing.plain_traceback or not NUMBERS_CELLS
+    assert "----> 3 1 / 0" in failing.plain_traceback
+    syntax = kernel.run("x = 1\ny = = 2")
+    assert syntax.error == "SyntaxError" and "line 2" in syntax.plain_traceback
+    assert kernel.ok("%ddp pull there\n").text == ""
+    kernel.ok("%autoddp off")
+    assert kernel.ok("print(here, there)").text == "1 0\n"
+    kernel.ok("%autoddp\n%ddp stop")
+    assert kernel.ok("print(here)").text == "1\n", "without ranks, cells are the notebook's again"
+    assert kernel.ok("%%local\nhere").text == "1\n"
+
+
 def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist\nfrom nbdist import Session\nmine = Session(1)")
     kernel.ok("mine.run(exec, 'import __main__; __main__.x = 5')")
