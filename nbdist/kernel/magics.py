@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import shlex
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
@@ -14,14 +14,12 @@ from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 from ..errors import entry
 from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
 from ..rank import cells
+from .command_line import WHOLE, Parser, cell_parser, line_parser
 from .launch import warm
 from .session import Session
 
-#: What `%autoddp` puts before a cell.
-_WHOLE = "--whole-cell"
 #: Cells that begin so are the notebook's own, also under `%autoddp`.
 _OWN = ("%%", "%ddp", "%autoddp", "%load_ext", "%unload_ext", "%reload_ext")
-_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "tabs", "none"], "help": "whose output the cell shows"}
 
 
 def load(shell: Any) -> None:
@@ -47,27 +45,6 @@ def unload(shell: Any) -> None:
             magics.undo.pop()()
 
 
-def numbers(text: str) -> list[int]:
-    """Ranks as people write them: `0,2-3`."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last if dash else first) + 1)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
-    if not found:
-        raise ArgumentTypeError(f"{text!r} names no rank")
-    return found
-
-
-class _Parser(ArgumentParser):
-    """Says how it is used when it is used wrongly."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
-
-
 @magics_class
 class DdpMagics(Magics):
     """The magics, and the session that they share."""
@@ -79,8 +56,8 @@ class DdpMagics(Magics):
         self._auto = False
         self.undo: list[Callable[[], None]] = []
         """What takes back what `load` has done to the shell."""
-        self._line, self._commands = self._line_parser()
-        self._cell = self._cell_parser()
+        self._line, self._commands = line_parser(self)
+        self._cell = cell_parser()
 
     @line_cell_magic
     @entry
@@ -142,9 +119,9 @@ class DdpMagics(Magics):
             return ["\n" if line is first else line for line in lines]
         if not self._auto or not first or first.startswith(_OWN):
             return lines
-        return [f"%%ddp {_WHOLE}\n", *lines]
+        return [f"%%ddp {WHOLE}\n", *lines]
 
-    def _parse(self, parser: _Parser, line: str) -> Namespace:
+    def _parse(self, parser: Parser, line: str) -> Namespace:
         try:
             return parser.parse_args(shlex.split(line))
         except ValueError as exc:  # of shlex: a quotation that does not end
@@ -220,7 +197,7 @@ class DdpMagics(Magics):
             _, line, body = (argument.value for argument in call.value.args)
             auto, self._auto = self._auto, False  # the body is no cell
             try:
-                text = cells.as_counted(self.shell.transform_cell(body), line == _WHOLE)  # type: ignore[union-attr]
+                text = cells.as_counted(self.shell.transform_cell(body), line == WHOLE)  # type: ignore[union-attr]
             finally:
                 self._auto = auto
             number = self.shell.execution_count  # type: ignore[union-attr]
@@ -266,48 +243,3 @@ class DdpMagics(Magics):
             return [name for name in self.shell.user_ns if not name.startswith("_")]  # type: ignore[union-attr]
         before = parser._option_string_actions.get(words[-1])
         return [str(choice) for choice in before.choices] if before is not None and before.choices else options
-
-    def _line_parser(self) -> tuple[_Parser, dict[str, _Parser]]:
-        parser = _Parser("%ddp", add_help=False)
-        commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-        def command(name: str, action: Any) -> _Parser:
-            added: _Parser = commands.add_parser(name, add_help=False)
-            added.set_defaults(action=action)
-            return added
-
-        start = command("start", self.start)
-        start.add_argument("n", type=int, help="how many ranks")
-        start.add_argument("--devices", type=_devices, help="cpu, cuda, or one for each rank: cuda:0,cuda:2")
-        start.add_argument("--backend", help="of the process group: gloo, nccl")
-        start.add_argument("--threads", type=_threads, help="for each rank, or bind")
-        start.add_argument("--timeout", type=float, help="seconds that a cell may take")
-        start.add_argument("--output", default="rank0", **_OUTPUT)
-        start.add_argument("--seed", type=int)
-        start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
-        for name in ("status", "stacks", "who", "history", "restart", "stop"):
-            command(name, getattr(self, name))
-        command("use", self.use).add_argument("name")
-        command("logs", self.logs).add_argument("rank", type=int)
-        command("push", self.push).add_argument("names", nargs="+")
-        command("pull", self.pull).add_argument("names", nargs="+")
-        command("post-mortem", self.post_mortem).add_argument("rank", type=int, nargs="?")
-        return parser, commands.choices
-
-    def _cell_parser(self) -> _Parser:
-        parser = _Parser("%%ddp", add_help=False)
-        parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
-        parser.add_argument("--output", **_OUTPUT)
-        parser.add_argument(_WHOLE, dest="whole", action="store_true", help=SUPPRESS)  # of `%autoddp`
-        parser.add_argument("--pdb", action="store_true", help="open the debugger in a rank that raises")
-        parser.add_argument("--need", default="", help="notebook variables to send first")
-        parser.add_argument("--imports", default="", help="import statements to run first")
-        return parser
-
-
-def _devices(text: str) -> str | Sequence[str]:
-    return text if text in ("cpu", "cuda") else text.split(",")
-
-
-def _threads(text: str) -> int | str:
-    return text if text == "bind" else int(text)

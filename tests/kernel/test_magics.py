@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core import completer
 
-from nbdist.kernel.magics import numbers
+from nbdist.kernel.command_line import numbers
 
 
 @pytest.fixture(scope="module")
