@@ -48,6 +48,8 @@ def imported_beside(modules: Iterable[str]) -> list[str]:
     """What the notebook has imported of the packages that a call uses, beside the `modules` that it uses of them."""
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER
+    if not packages:
+        return []
     return [name for name in statements.named() if name not in used and name.partition(".")[0] in packages]
 
 
