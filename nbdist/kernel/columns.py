@@ -102,6 +102,8 @@ class Columns:
             self._failed, self._waits = rank, True
 
     def _changed(self) -> None:
+        if not self._shown_at:  # what comes at once is shown at once
+            self._shown_at = time.monotonic()
         self._waits = True
         if time.monotonic() > self._shown_at + _INTERVAL:
             self.show()

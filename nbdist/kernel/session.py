@@ -373,8 +373,7 @@ class Session:
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
         try:
             return self._executor.carry_out(request, cell, stop)[0]
-        except KeyboardInterrupt:
-            cell.notice(f"{request.what} in the background was stopped by cancel()")
+        except KeyboardInterrupt:  # it was cancelled
             raise
         except BaseException as exc:
             cell.notice(
