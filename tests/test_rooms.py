@@ -36,6 +36,7 @@ MAY: dict[str, set[str]] = {
     "recsys.etl": {"recsys.io", "recsys.ranks"},
     "recsys.sharding": {"recsys.parallel"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
+    "recsys.fastai": {"recsys.loader"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

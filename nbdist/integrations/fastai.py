@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import operator
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,11 @@ def device_agnostic() -> Iterator[None]:
       batch norm over their own part of the batch, and say so.
     - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
       gradient that `DistributedDataParallel` waits for.
-    - Every data loader is divided among the ranks, also one that has done so itself; such a one says `sharded = True`.
+    - Every data loader is divided among the ranks, also one that has done so itself: such a one says `sharded = True`;
+      or that can do it better: such a one has a method `divide`.
     - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
+    - A learner asks each callback for each event of a step, and those that have no such method look for it in the
+      learner and in the model: half of a small model's step. Here they are passed over.
     - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
       machine exchange both through shared memory.
     """
@@ -86,7 +90,21 @@ def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
         return torch.cat(gathered, dim=axis) if x.ndim else torch.stack(gathered).mean()
 
     def _wrap_dl(self: Any, dl: Any) -> Any:
-        return dl if getattr(dl, "sharded", False) is True else wrap(self, dl)
+        if getattr(dl, "sharded", False) is True:
+            return dl
+        return dl.divide() if hasattr(type(dl), "divide") else wrap(self, dl)
+
+    def call(self: Any, event_name: Any) -> None:
+        for name in [event_name] if isinstance(event_name, str) else event_name:
+            self._call_one(name)
+
+    def _call_one(self: Any, event_name: str) -> None:
+        if not hasattr(module.event, event_name):
+            raise Exception(f"missing {event_name}")
+        for cb in sorted(self.cbs, key=_order):
+            # At the end of a training each makes itself ready for the next.
+            if event_name == "after_fit" or hasattr(type(cb), event_name) or event_name in vars(cb):
+                cb(event_name)
 
     def detach_distributed(self: Any) -> Any:
         "Remove `DistributedTrainer` from a learner"
@@ -98,12 +116,17 @@ def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
         (trainer, "before_fit", before_fit),
         (trainer, "_wrap_dl", _wrap_dl),
         (learner, "detach_distributed", detach_distributed),
+        (learner, "__call__", call),
+        (learner, "_call_one", _call_one),
         (core, "maybe_gather", maybe_gather),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)
     return originals
+
+
+_order = operator.attrgetter("order")
 
 
 def _mean_of_gradients(shared: Any, bucket: Any) -> Any:

@@ -1,8 +1,8 @@
 """Collectives of CPU ranks on one machine, through memory that they share.
 
 gloo sends through loopback TCP, with several threads a rank: one number takes a millisecond on two busy cores, half a
-megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and a byte into each
-other rank's pipe, and waits for a byte from each: some hundredths of a millisecond.
+megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and its size into each
+other rank's pipe, and waits for that of each: some hundredths of a millisecond.
 """
 
 from __future__ import annotations
@@ -90,14 +90,18 @@ class SharedCollectives:
         parity = count % 2
         parts = self._parts[parity, :, : part.nbytes].view(part.dtype)
         parts[self._rank].copy_(part)
+        mark = part.nbytes.to_bytes(8, "little")
         for outbox in self._outboxes:
-            os.write(outbox[parity], b"\0")
-        missing = self._size - 1
-        while missing:
-            arrived = len(os.read(self._inboxes[parity], missing))
-            if not arrived:
+            os.write(outbox[parity], mark)
+        wanted = mark * (self._size - 1)
+        heard = b""
+        while len(heard) < len(wanted):
+            more = os.read(self._inboxes[parity], len(wanted) - len(heard))
+            if not more:
                 raise RuntimeError("connection closed by peer: another rank has ended")
-            missing -= arrived
+            heard += more
+        if heard != wanted:
+            raise RuntimeError(f"the ranks' tensors differ in size: {part.nbytes} bytes here")
         yield parts
         self._count = count + 1
 

@@ -607,6 +607,7 @@ def test_threads_print(notebook: Kernel) -> None:
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         """,
+        "in_ddp.options(lines=None)(2, f)",
     )
     lines = result.text.splitlines()
     for n in range(4):

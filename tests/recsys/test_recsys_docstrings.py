@@ -14,7 +14,7 @@ from nbdist import warm
 from nbdist.recsys import metrics
 from nbdist.recsys.triton.serving import exists_for_this_machine
 
-ROOMS = ("datasets", "etl", "loader", "sharding", "training", "triton")
+ROOMS = ("datasets", "etl", "fastai", "loader", "sharding", "training", "triton")
 #: Values and the names of types, which have no docstrings.
 VALUES = {"NULL", "NULL_STRING", "OPTIMIZERS", "PADDING", "PADDING_STRING", "STRATEGIES", "Schedule"}
 SERVED = {"Server", "serve"}

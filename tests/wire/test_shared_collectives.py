@@ -131,6 +131,18 @@ def test_a_death_elsewhere_ends_the_wait(action: Any) -> None:
         assert time.monotonic() - begin < 5
 
 
+def test_sizes_that_differ_are_an_error_everywhere(session: Session) -> None:
+    def uneven() -> str:
+        shared = opened()
+        try:
+            shared.gather(torch.ones(3 + dist.get_rank() % 2))
+        except RuntimeError as exc:
+            return str(exc)
+        return "it worked"
+
+    assert all("differ in size" in text for text in session.run_all(uneven))
+
+
 def test_nothing_is_left(session: Session) -> None:
     def open_and_close() -> None:
         opened().mean_(torch.ones(10))

@@ -121,9 +121,9 @@ class Adapter:
             x = x.detach()
             if gather and self.world_size > 1 and dist.is_initialized():
                 if x.ndim == 0:
-                    x = _mean(x, partition, step)
+                    x = _mean(maybe_gather(x[None]), partition, step)
                 elif len(x) == partition.size(self.rank, step):
-                    x = _gather(x, partition, step)
+                    x = _rows(maybe_gather(_padded(x, partition, step)[None]), partition, step)
                 else:  # not one result per row
                     x = maybe_gather(x)
             return x.cpu() if cpu else x
@@ -131,21 +131,21 @@ class Adapter:
         return apply(detach, b)
 
 
-def _gather(x: Tensor, partition: Partition, step: int) -> Tensor:
-    """Results of one step, shape (rows of this rank, ...), from all ranks, without those of repeated rows."""
+def _padded(x: Tensor, partition: Partition, step: int) -> Tensor:
+    """Results of one step, shape (rows of this rank, ...), with as many rows as any rank has."""
     most = max(partition.size(rank, step) for rank in range(partition.world_size))
-    padded = torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-    everyone = [torch.empty_like(padded) for _ in range(partition.world_size)]
-    dist.all_gather(everyone, padded)
+    return torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+
+
+def _rows(everyone: Tensor, partition: Partition, step: int) -> Tensor:
+    """All ranks' padded results, shape (ranks, rows, ...), one after the other, without those of repeated rows."""
     return torch.cat([one[: partition.size_without_repeats(rank, step)] for rank, one in enumerate(everyone)])
 
 
-def _mean(x: Tensor, partition: Partition, step: int) -> Tensor:
+def _mean(everyone: Tensor, partition: Partition, step: int) -> Tensor:
     """The mean over all rows of a step, of a mean over those of each rank."""
-    everyone = [torch.empty_like(x) for _ in range(partition.world_size)]
-    dist.all_gather(everyone, x)
-    sizes = [partition.size(rank, step) for rank in range(partition.world_size)]
-    return torch.stack([one * size for one, size in zip(everyone, sizes, strict=True)]).sum() / sum(sizes)
+    sizes = everyone.new_tensor([partition.size(rank, step) for rank in range(partition.world_size)])
+    return (everyone * sizes).sum() / sizes.sum()
 
 
 class _Progress:
