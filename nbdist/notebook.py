@@ -148,6 +148,11 @@ def register_comm(comm: Any) -> None:
     kernel_shell().kernel.comm_manager.register_comm(comm)
 
 
+def own_comm(comm_id: str) -> Any:
+    """In a kernel: the line of one of its own widgets to its views; None if there is none of that id."""
+    return kernel_shell().kernel.comm_manager.comms.get(comm_id)
+
+
 def forget_comms(ids: list[str]) -> None:
     """In a kernel: no longer do so."""
     for comm_id in ids:

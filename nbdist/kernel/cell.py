@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ..notebook import forget_comms, is_watched, kernel_shell, register_comm
+from ..notebook import forget_comms, is_watched, kernel_shell, own_comm, register_comm
 from ..wire.frames import CELL, STDERR, STDOUT
 from .widgets import VIEW, Widgets
 
@@ -88,6 +88,11 @@ class Cell:
             if state["msg_id"] == CELL:
                 state["msg_id"] = self._message["header"]["msg_id"]
         self._widgets.hear(kind, content["comm_id"], content["data"])
+        own = None if content["comm_id"] in self._comms else own_comm(content["comm_id"])
+        if own is not None:  # a widget of the notebook's, which the rank was sent: it lives here
+            if kind != "comm_msg":
+                return
+            own.handle_msg({"content": content, "buffers": buffers})
         if kind == "comm_open":
             self._comms.append(content["comm_id"])
             register_comm(_Deaf(content["comm_id"]))

@@ -135,3 +135,38 @@ def test_pictures_of_widgets() -> None:
     widgets.hear("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
     assert "width: 100%" in (widgets.picture("bar") or "")
     assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
+
+
+def test_a_widget_of_the_notebook_shows_what_ranks_do_to_it(notebook: Kernel) -> None:
+    code = """
+    import ipywidgets
+    bar, out = ipywidgets.IntProgress(max=3), ipywidgets.Output()
+    def work():
+        for _ in range(3):
+            bar.value += 1
+        bar.bar_style = "success"
+        return bar.max
+    print(in_ddp(2, work), bar.value, bar.bar_style, bar.comm.comm_id)
+    """
+    result = notebook.ok(textwrap.dedent(code))
+    *shown, comm_id = result.text.split()
+    assert shown == ["3", "3", "success"]
+    states = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] == comm_id]
+    assert {"value": 3} in states and {"bar_style": "success"} in states
+    opened = [o["comm_id"] for o in result.outputs if o["kind"] == "comm_open"]
+    assert opened.count(comm_id) == 1 and not [o for o in result.outputs if o["kind"] == "comm_close"]
+    assert notebook.ok("bar.value = 1\nprint(bar.value)").text == "1\n", "it is alive still"
+
+
+def test_a_widget_that_comes_back_is_the_notebooks(notebook: Kernel) -> None:
+    code = """
+    def make():
+        import ipywidgets
+        return ipywidgets.VBox([ipywidgets.IntSlider(value=3, max=9)])
+    (slider,) = in_ddp(2, make).children
+    print(slider.comm.comm_id)
+    """
+    comm_id = notebook.ok(textwrap.dedent(code)).text.strip()
+    said = {"comm_id": comm_id, "data": {"method": "update", "state": {"value": 7}, "buffer_paths": []}}
+    notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", said))
+    assert notebook.ok("print(slider.value)").text == "7\n", "it was moved in the page"
