@@ -1,4 +1,4 @@
-"""Values that need their own way to be pickled: exceptions, streams, locks, caches, widgets, some of fastai's objects."""
+"""Values that need their own way to be pickled: exceptions, streams, locks, widgets, some of fastai's objects."""
 
 from __future__ import annotations
 
