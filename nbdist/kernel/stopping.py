@@ -38,9 +38,7 @@ def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
         taken = stacks.take(ranks, stuck[:_MOST])
         places = [stacks.describe(taken[rank]) for rank in stuck[:_MOST]]
     where = "; ".join(f"rank {rank} {place}" for rank, place in zip(stuck[:_MOST], places, strict=False))
-    return KeyboardInterrupt(
-        f"stopped; {who} did not leave the call and {'was' if len(stuck) == 1 else 'were'} killed:\n{where}\n{_LOST}"
-    )
+    return KeyboardInterrupt(f"stopped; {who} did not leave the call and had to be killed:\n{where}\n{_LOST}")
 
 
 def ranks_named(ranks: Iterable[int]) -> str:

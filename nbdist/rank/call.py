@@ -55,9 +55,9 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
+        import_beside(header.imported_beside)  # before the settings, some of which modules change
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
-        import_beside(header.imported_beside)
         pickled, buffers = parcel.open()
         try:
             _, fn, args, kwargs, self.originals = read(pickled, buffers, originals=[], keep=keep)

@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) 
     result = stopped(notebook, code)
     assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
     what, where, lost = result.message.splitlines()
-    assert what == "stopped; rank 1 did not leave the call and was killed:"
+    assert what == "stopped; rank 1 did not leave the call and had to be killed:"
     assert where.startswith("rank 1 is in stubborn at ") and where.endswith(("line 4", "line 5", ":4", ":5"))
     assert f"Cell In[{result.number}]" in where or not NUMBERS_CELLS
     assert lost == "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
@@ -85,7 +85,7 @@ session.run(holds_the_gil)
 """
     result = stopped(notebook, code, presses=2)
     assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
-    assert "ranks 0 and 1 did not leave the call and were killed" in result.message
+    assert "ranks 0 and 1 did not leave the call and had to be killed" in result.message
     assert "in holds_the_gil at" in result.message
     assert "fresh ranks" in notebook.ok("session.run(int)").text
     notebook.ok("session.close()")
