@@ -1,9 +1,10 @@
-# make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/
+# make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/ (an environment of its own)
 # make test    format, lint, type checks, then every test
 # make quick   what to run between edits: the same without the slow tests
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
+# make multiprocess  multiprocess' own test suite over nbdist.context (METHOD=fork: over one of its own start methods)
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
@@ -19,6 +20,8 @@ PY := $(VENV)/bin/python
 # Holds the folder the environment was made in: an environment cannot be moved.
 STAMP := $(VENV)/.complete
 WANTED := -e ".[test,docs]"
+DEMO := .venv-demo
+DEMO_STAMP := $(DEMO)/.complete
 BENCH := .venv-bench
 BENCH_STAMP := $(BENCH)/.complete
 LOG := build/setup.log
@@ -28,7 +31,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick cloudpickle matrix bench docs checks format setup clean
+.PHONY: demo test quick cloudpickle multiprocess matrix bench docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -38,10 +41,10 @@ ifneq ($$(wildcard $(1)/.complete),)
   endif
 endif
 endef
-$(foreach venv,$(VENV) $(BENCH),$(eval $(call check_stamp,$(venv))))
+$(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 
-demo: setup
-	@$(PY) notebooks/execute.py notebooks/01_fastai_collab.ipynb
+demo: $(DEMO_STAMP)
+	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
 # Two files of tests at a time. What fails beside another, on a machine that is busy then, has to pass alone.
 side_by_side = $(PY) -m pytest -n 2 --dist loadfile $(1) $(PYTEST_ARGS) || { \
@@ -66,6 +69,10 @@ cloudpickle: setup
 	@rm -rf build/cloudpickle/$(CLOUDPICKLE) && tar xzf build/cloudpickle/$(CLOUDPICKLE).tar.gz -C build/cloudpickle
 	@$(PY) tests/capture/cloudpickle_adapter.py build/cloudpickle/$(CLOUDPICKLE) $(PYTEST_ARGS)
 
+METHOD ?= nbdist
+multiprocess: setup
+	@$(PY) tests/kernel/multiprocess_adapter.py $(METHOD) $(PYTEST_ARGS)
+
 bench: $(BENCH_STAMP)
 	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)
 
@@ -83,14 +90,25 @@ format: setup
 	@$(PY) -m ruff format .
 
 clean:
-	rm -rf $(VENV) $(BENCH) .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) $(BENCH) .nox build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 setup: $(STAMP)
 
-# torch, torchvision and what depends on them go through one resolution, with pinned versions. The whole
-# of pip's output is in the log; what takes time is shown. PyPI's torchvision is built for CUDA: beside a CPU torch it
-# cannot be imported, nor can torchmetrics then, which does so if it is there. Nothing here needs it.
+# uv, with the places where pip is told to look, and like pip for the newest version in any of them.
+UV = $(@D)/bin/python -m uv pip install --index-strategy unsafe-best-match $$($(@D)/bin/python requirements/places.py)
+
+# Of what pip and uv say: big downloads, and the steps.
+TELL = while IFS= read -r line; do case "$$line" in \
+    *ownloading*[0-9][0-9].[0-9]*M*B\)|*ownloading*GiB\)|Resolved*|Prepared*|Installed*|Installing*|*Building*) \
+        printf '%5d s  %s\n' $$SECONDS "$$(sed 's/^ *//' <<<"$$line" | cut -c1-100)" ;; esac; done
+
+$(DEMO_STAMP): WANTED := -e ".[demo]"
+
+# uv sets up in seconds what takes pip a minute or two; it looks for packages where pip is told to. torch, torchvision and
+# what depends on them go through one resolution, with pinned versions. The whole output is in the log; what takes time
+# is shown, with the seconds that have passed. PyPI's torchvision is built for CUDA: beside a CPU torch it cannot be
+# imported, nor can torchmetrics then, which does so if it is there. Nothing here needs it.
 $(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
 $(BENCH_STAMP): benchmarks/requirements.txt
 
@@ -99,21 +117,20 @@ $(BENCH_STAMP): benchmarks/requirements.txt
 $(STAMP): AFTER := torchrec
 $(STAMP): $(wildcard requirements/*.txt)
 
-$(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
+$(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed, but $(PYTHON) is %d.%d: say make PYTHON=/path/to/python3" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "$(PYTHON) has no venv module: install it (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
-	@echo "Setting up $(@D) with $$($(PYTHON) --version); this takes some minutes, once. Log: $(LOG)"
+	@echo "Setting up $(@D) with $$($(PYTHON) --version); this takes a while, once. Log: $(LOG)"
 	@mkdir -p build
 	@rm -f $@ && $(PYTHON) -m venv --clear $(@D)
-	@set -o pipefail; $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
-	    -c constraints.txt $(WANTED) 2>&1 | tee $(LOG) | awk ' \
-	        /^ *(Downloading|Using cached|Processing) / && (/[0-9][0-9][.][0-9] MB|GB/ || /[/]torch/) \
-	            { match($$0, /[^ \/]*[.]whl/); print "  " substr($$0, RSTART, RLENGTH); fflush() } \
-	        /^ *Building wheel/ { print "  " $$0; fflush() } \
-	        /^Installing collected/ { print "  installing ..."; fflush() }' \
+	@$(@D)/bin/python -m pip install --disable-pip-version-check --no-input -q -c constraints.txt uv >$(LOG) 2>&1; \
+	set -o pipefail; $(UV) -p $(@D)/bin/python -c constraints.txt $(WANTED) 2>&1 | tee -a $(LOG) | $(TELL) \
+	    || { echo "uv could not do that (why: $(LOG)), so pip does it, which takes longer"; \
+	        $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
+	            -c constraints.txt $(WANTED) 2>&1 | tee -a $(LOG) | $(TELL); } \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \
 	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
@@ -123,8 +140,9 @@ $(STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@[ -z "$(AFTER)" ] || case $$($(@D)/bin/python -c \
 	        'from nbdist.recsys.triton import serving; print(serving.exists_for_this_machine())') in \
-	    True) $(@D)/bin/python -m venv $(@D)/triton && $(@D)/triton/bin/python -m pip install --disable-pip-version-check \
-	        --no-input --progress-bar off --no-deps -r requirements/triton.txt >>$(LOG) 2>&1 \
+	    True) $(@D)/bin/python -m venv $(@D)/triton && { $(UV) -p $(@D)/triton/bin/python --no-deps -r requirements/triton.txt \
+	        || $(@D)/triton/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --no-deps \
+	            -r requirements/triton.txt; } >>$(LOG) 2>&1 \
 	        || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; } ;; \
 	    False) echo "  no Triton server for this machine (see requirements/triton.txt): tests that start one are skipped" ;; \
 	    *) exit 1 ;; \

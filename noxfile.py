@@ -61,15 +61,16 @@ def lay_over(session: nox.Session, about: dict[str, Any]) -> None:
     [above] = Path(session.virtualenv.location).resolve().glob("lib/python3*/site-packages")
     hidden = {name_of(one) for one in distributions(path=[str(above)])} | set(about.get("without", []))
     for one in distributions(path=[str(below)]):
-        for part in {Path(file).parts[0] for file in one.files or [] if name_of(one) not in hidden} - {
-            "..",
-            "__pycache__",
-        }:
+        files = [] if name_of(one) in hidden else one.files or []
+        for part in {Path(file).parts[0] for file in files} - {"..", "__pycache__"}:
             if (below / part).exists() and not (above / part).exists():
                 (above / part).symlink_to(below / part)
-    for data in ("share", "etc"):
-        if (main / data).exists() and not (above.parents[2] / data).exists():
-            (above.parents[2] / data).symlink_to(main / data)
+    here = above.parents[2]
+    for data in (*main.glob("share/jupyter/*"), *main.glob("etc/jupyter/*")):
+        place = here / data.relative_to(main)
+        if not place.exists():  # ipywidgets of the pins has brought a folder there
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(data)
 
 
 def name_of(distribution: Distribution) -> str:

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from .capture.scattering import scatter
     from .engines import use
     from .engines.ray.options import RayOptions
-    from .errors import CaptureError, NbdistError, RankDied, RankTimeout
+    from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
+    from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.parallel import parallel_map
     from .kernel.session import Session
 
 __all__ = [
@@ -22,9 +24,12 @@ __all__ = [
     "RankTimeout",
     "RayOptions",
     "Session",
+    "WorkerDied",
+    "context",
     "explain",
     "in_ddp",
     "load_ipython_extension",
+    "parallel_map",
     "post_mortem",
     "scatter",
     "unload_ipython_extension",
@@ -40,8 +45,11 @@ _HOMES = {
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
+    "WorkerDied": "errors",
+    "context": "kernel.contexts",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
+    "parallel_map": "kernel.parallel",
     "post_mortem": "kernel.launch",
     "scatter": "capture.scattering",
     "use": "engines",

@@ -4,7 +4,8 @@ Exception
 └── NbdistError          base of everything nbdist raises on its own account
     ├── CaptureError     something that the call needs cannot be pickled
     ├── RankDied         a rank's process ended without an answer
-    └── RankTimeout      a call took longer than its `timeout`
+    ├── RankTimeout      a call took longer than its `timeout`
+    └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
 
 An exception raised by the user's function in a rank is none of these: it arrives with its own type, and a
 `RemoteTraceback` (the rank's traceback as text) as its cause.
@@ -103,12 +104,49 @@ class RankTimeout(NbdistError, TimeoutError):
     """
 
 
+class WorkerDied(NbdistError):
+    """A worker of a pool, or of `parallel_map`, ended before it answered.
+
+    Attributes: `name`, `pid`, `status` (exit code, or minus the number of the signal that killed it), `doing` (what it
+    was working on, if that is known), `reason` (why it could not even be started).
+
+    Examples:
+        >>> import os
+        >>> from nbdist import parallel_map
+        >>> parallel_map(os._exit, [3], progress=False)
+        Traceback (most recent call last):
+        nbdist.errors.WorkerDied: worker 0 (pid ...) left with exit code 3 before its function returned, at item 0 (3)
+    """
+
+    def __init__(
+        self, name: str, pid: int | None, status: int | None, output: str = "", doing: str = "", reason: str = ""
+    ) -> None:
+        self.name, self.pid, self.status, self.output, self.doing, self.reason = (
+            name,
+            pid,
+            status,
+            output,
+            doing,
+            reason,
+        )
+        who = name if pid is None else f"{name} (pid {pid})"
+        message = f"{who} {reason or describe_status(status)}"
+        if doing:
+            message += f", {doing}"
+        if output:
+            message += f"\nIts last output:\n{output.rstrip()}"
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[WorkerDied], tuple[Any, ...]]:
+        return WorkerDied, (self.name, self.pid, self.status, self.output, self.doing, self.reason)
+
+
 class RemoteTraceback(Exception):
     """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
-    `others` (a line for each other rank that failed by itself), `hints` (what may help),
-    `inside` (how to look at its frames).
+    `others` (a line for each other rank that failed by itself), `who` (what the rank is called), `where` (what it was
+    working on, if that is known), `hints` (what may help), `inside` (how to look at its frames).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
@@ -116,10 +154,12 @@ class RemoteTraceback(Exception):
         self.others: list[str] = []
         self.hints: list[str] = []
         self.inside = ""
+        self.who, self.where = f"rank {rank}", ""
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
-        return "\n".join([f"on rank {self.rank} (pid {self.pid})\n\n{self.text.rstrip()}", *self.others, *self.hints])
+        head = f"on {self.who} (pid {self.pid}){self.where}"
+        return "\n".join([f"{head}\n\n{self.text.rstrip()}", *self.others, *self.hints])
 
 
 def entry(fn: F) -> F:
@@ -165,7 +205,7 @@ def render(exc: BaseException) -> list[str]:
     if not isinstance(remote, RemoteTraceback):
         return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
     inside = f" ({remote.inside})" if remote.inside else ""
-    title = f"rank {remote.rank} (pid {remote.pid}) raised {type(exc).__name__}{inside}"
+    title = f"{remote.who} (pid {remote.pid}) raised {type(exc).__name__}{remote.where}{inside}"
     return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others, *remote.hints]
 
 

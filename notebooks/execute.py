@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import re
+import shutil
 import signal
 import sys
 import time
@@ -27,6 +29,18 @@ Show = Callable[[str], None]
 
 # A row of an HTML table, and a cell of a row.
 ROW, CELL = re.compile(r"<tr\b.*?</tr>", re.DOTALL), re.compile(r"<t[hd]\b[^>]*>(.*?)</t[hd]>", re.DOTALL)
+HEADING = re.compile(r"^#+ +(.*)", re.MULTILINE)
+
+
+class Terminal:
+    """Lines on a terminal, and below them what is waited for, and for how long."""
+
+    def __call__(self, text: str) -> None:
+        print(f"\r\x1b[K{text}", flush=True)
+
+    def waits(self, what: str, seconds: float) -> None:
+        line = f"    {seconds:.0f} s: {what}"[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\x1b[K{line}", end="", flush=True)
 
 
 class ThisPython(KernelSpecManager):
@@ -47,18 +61,35 @@ class Runner(NotebookClient):
             timeout=None,
             coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
-            on_notebook_start=self._catch_interrupts,
+            on_notebook_start=self._start,
+            on_notebook_complete=self._stop,
             on_cell_execute=self._announce,
         )
         # The manager is handed in, but it is ours all the same: its kernel ends with the run.
         self.owns_km = True
         self.show = show
         self.interrupted = False
-        self._started = time.monotonic()
+        self._started = self._cell_started = time.monotonic()
+        self._doing = ""
+        self._ticking: asyncio.Future[None] | None = None
         self._line = ""
         self._rows: set[str] = set()
 
-    def _catch_interrupts(self, **_: Any) -> None:
+    def _start(self, **_: Any) -> None:
+        self._catch_interrupts()
+        if isinstance(self.show, Terminal):
+            self._ticking = asyncio.ensure_future(self._tick(self.show))
+
+    def _stop(self, **_: Any) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
+    async def _tick(self, terminal: Terminal) -> None:
+        while True:
+            await asyncio.sleep(1)
+            terminal.waits(self._doing, time.monotonic() - self._cell_started)
+
+    def _catch_interrupts(self) -> None:
         """Ctrl-C interrupts the cell, as in Jupyter, so that it ends its ranks; once more ends the kernel."""
         loop, run = asyncio.get_running_loop(), asyncio.current_task()
         assert run is not None
@@ -76,10 +107,17 @@ class Runner(NotebookClient):
         if self.interrupted:  # it came between two cells
             raise KeyboardInterrupt
         codes = [index for index, other in enumerate(self.nb.cells) if other.cell_type == "code"]
-        first = cell.source.strip().partition("\n")[0]
-        elapsed = time.monotonic() - self._started
+        self._cell_started = time.monotonic()
+        lines = [line for line in cell.source.splitlines() if line and not line.startswith("#")]
+        self._doing = f"{self._heading(cell_index)}: {lines[0] if lines else ''}"
         self._line, self._rows = "", set()
-        self.show(f"[{codes.index(cell_index) + 1}/{len(codes)} {elapsed:6.1f} s] {first}")
+        elapsed = self._cell_started - self._started
+        self.show(f"[{codes.index(cell_index) + 1}/{len(codes)} {elapsed:6.1f} s] {self._doing}")
+
+    def _heading(self, cell_index: int) -> str:
+        """The one that a cell is under."""
+        above = "\n".join(cell.source for cell in self.nb.cells[:cell_index] if cell.cell_type == "markdown")
+        return (HEADING.findall(above) or ["no heading"])[-1]
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
         if msg["msg_type"] == "stream":
@@ -133,7 +171,8 @@ def main() -> int:
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--output", type=Path, default=Path("build"), help="folder for the results (build)")
     arguments = parser.parse_args()
-    return execute(arguments.notebook, arguments.output, lambda text: print(text, flush=True))[1]
+    show = Terminal() if sys.stdout.isatty() else functools.partial(print, flush=True)
+    return execute(arguments.notebook, arguments.output, show)[1]
 
 
 if __name__ == "__main__":

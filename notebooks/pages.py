@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+from badges import repository, with_badges
 from execute import execute
 from nbconvert import MarkdownExporter
 from nbformat import NotebookNode
@@ -78,9 +79,10 @@ def write(name: str) -> None:
     exporter = MarkdownExporter(
         config=Config({"NbConvertBase": {"display_data_priority": ["text/html", "image/png", "text/plain"]}})
     )
-    page, resources = exporter.from_notebook_node(
-        plain(executed(name)), resources={"unique_key": name, "output_files_dir": name}
-    )
+    node = plain(executed(name))
+    here = repository() or os.environ.get("GITHUB_REPOSITORY", "")  # the latter in a workflow
+    node.cells[0].source = with_badges(node.cells[0].source, name, here)
+    page, resources = exporter.from_notebook_node(node, resources={"unique_key": name, "output_files_dir": name})
     for file, data in resources["outputs"].items():
         (PAGES / file).parent.mkdir(parents=True, exist_ok=True)
         (PAGES / file).write_bytes(data)

@@ -158,7 +158,8 @@ class Kernel:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager.kernel_spec.argv = [*(wrapper or []), *command]
         root = str(Path(__file__).parent.parent)
-        environ = {**os.environ, "PYTHONPATH": root, **(env or {})}
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
         self.manager.start_kernel(cwd=str(cwd), env=environ)
         self.client = self.manager.client()
         self.client.start_channels()

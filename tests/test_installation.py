@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import nox.project
 import pytest
 
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
-assert spec is not None and spec.loader is not None
-noxfile = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(noxfile)
+
+
+def script(path: str) -> ModuleType:
+    """A file of this repository that is in no package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+noxfile = script("noxfile.py")
 ENVIRONMENTS = noxfile.ENVIRONMENTS
 FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
 
@@ -73,3 +83,23 @@ def test_floors_are_what_the_oldest_environment_has() -> None:
         assert found is not None, requirement
         package, floor = found.groups()
         assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pins[package]), (requirement, pins[package])
+
+
+def test_uv_looks_where_pip_is_told_to(tmp_path: Path) -> None:
+    """The variables hold over the files, and the section `install` over `global`, as in pip."""
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://one\nfind-links = /wheels\n    /more\n[install]\nindex-url = https://two\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environ |= {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "HOME": str(tmp_path)}
+    command = [sys.executable, ROOT / "requirements" / "places.py"]
+
+    def said(**variables: str) -> list[str]:
+        environment = {**environ, **variables}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    assert {"--index-url=https://two", "--find-links=/wheels", "--find-links=/more"} <= set(said())
+    assert "--index-url=https://one" not in said() and "--no-index" not in said()
+    assert {"--extra-index-url=https://cpu", "--no-index"} <= set(
+        said(PIP_EXTRA_INDEX_URL="https://cpu", PIP_NO_INDEX="1")
+    )

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,14 +26,18 @@ NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "build" / "notebooks"
 
 
-@pytest.fixture(scope="module")
-def execute() -> ModuleType:
-    """notebooks/execute.py, which is a script and in no package."""
-    spec = importlib.util.spec_from_file_location("execute", NOTEBOOKS / "execute.py")
+def script(name: str) -> ModuleType:
+    """A script of notebooks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, NOTEBOOKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def execute() -> ModuleType:
+    return script("execute")
 
 
 class Executed:
@@ -83,6 +88,48 @@ def notebook(folder: Path, *cells: str) -> Path:
 def test_committed_without_outputs(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     assert not any(cell.outputs or cell.execution_count for cell in cells)
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)
+def test_badges_are_those_of_the_repository(path: Path) -> None:
+    """None are there as long as pyproject.toml names no repository."""
+    pytest.importorskip("nox", reason="what reads pyproject.toml is not in every environment of `make matrix`")
+    badges = script("badges")
+    title = nbformat.read(path, as_version=4).cells[0].source
+    assert title == badges.with_badges(title, path.stem, badges.repository())
+    assert "badge.svg" in title or not badges.repository()
+    there = badges.with_badges(title, path.stem, "someone/nbdist")
+    assert f"(https://colab.research.google.com/github/someone/nbdist/blob/main/notebooks/{path.name})" in there
+    assert f"=https://github.com/someone/nbdist/blob/main/notebooks/{path.name})" in there
+    assert badges.with_badges(there, path.stem, badges.repository()) == title
+    assert there.partition("\n")[0] == title.partition("\n")[0] and there.endswith(title.partition("\n")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_first_cell_installs_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment without nbdist, from the clone that the notebook lies in; the kernel goes on with it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    [packages] = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    # All that is installed here, pip too; but not by way of .pth files, and so not nbdist.
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "nbdist").symlink_to(ROOT / "nbdist")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    cells = nbformat.read(NOTEBOOKS / "01_fastai_collab.ipynb", as_version=4).cells
+    first = next(cell.source for cell in cells if cell.cell_type == "code")
+    then = "import nbdist\nprint('from', nbdist.__file__, nbdist.in_ddp(2, lambda: 'ran'))"
+    monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    before = "import importlib.util\nprint(importlib.util.find_spec('nbdist'))"
+    path = notebook(tmp_path / "notebooks", before, first, then)
+    command = [tmp_path / "venv/bin/python", NOTEBOOKS / "execute.py", path, "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    shown = done.stdout + done.stderr
+    assert "    None\n" in shown and f"    from {packages / 'nbdist' / '__init__.py'} ran" in shown, shown
+    assert "GPU" in done.stdout and "rror" not in shown
+    assert not list(packages.glob("torch-*")), "another torch than the one that is there"
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ class Call:
     parcel: Parcel
     originals: list[Any]
     modules: set[str]
+    names: set[tuple[str, str]]
+    """The globals that ranks have then: key of the namespace, name."""
 
 
 def capture_call(
@@ -50,13 +52,14 @@ def capture_call(
     need: Mapping[str, Any],
     cache: SentCache,
     settings: bool = True,
+    make_pickler: Callable[..., Pickler] = Pickler,
 ) -> Call:
     """A call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
 
-    What is in the `cache` is not sent again; `settings` says whether the notebook's settings go along. Raises
-    `CaptureError` for what cannot be pickled.
+    What is in the `cache` is not sent again; `settings` says whether the notebook's settings go along; `make_pickler`
+    makes a pickler of another kind. Raises `CaptureError` for what cannot be pickled.
     """
-    pickler = pickle_call(fn, args, kwargs, imports, need)
+    pickler = pickle_call(fn, args, kwargs, imports, need, make_pickler)
     beside = imported_beside([*pickler.modules, *modules_named(imports)])
     sources = _sources(pickler.originals)
     numbers = cell_numbers()
@@ -71,11 +74,17 @@ def capture_call(
         own_sources=own_sources(),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
-    return Call(header, parcel, pickler.originals, pickler.modules | set(beside))
+    modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
+    return Call(header, parcel, pickler.originals, modules, pickler.used)
 
 
 def pickle_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], imports: str, need: Mapping[str, Any]
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    imports: str,
+    need: Mapping[str, Any],
+    make_pickler: Callable[..., Pickler] = Pickler,
 ) -> Pickler:
     """Pickle a call; the pickler holds the result, and knows what became of what. Raises `CaptureError`."""
     given = names_given(imports) - set(need)
@@ -91,7 +100,7 @@ def pickle_call(
     need_in = dict.fromkeys(("__main__", namespace_key(fn)))
 
     def write() -> Pickler:
-        pickler = Pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in)
+        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in)
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         needed = CallStep(reading.nothing, *pickler.needed()) if need else None
         positional = [_named(f"argument {number}", value) for number, value in enumerate(args, 1)]

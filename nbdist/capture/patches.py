@@ -98,5 +98,8 @@ def _is_own(value: Any, main: dict[str, Any]) -> bool:
         return any(getattr(fn, "__globals__", None) is main for fn in (value.fget, value.fset))
     if type(value) is functools.partialmethod:
         return getattr(value.func, "__globals__", None) is main
-    accessor = getattr(value, "_accessor", None) if "pandas" in sys.modules and not isinstance(value, type) else None
+    if "pandas" not in sys.modules or isinstance(value, type):
+        return False
+    # As pandas' CachedAccessor keeps it. Not getattr: what six puts into classes imports modules when it is asked.
+    accessor = getattr(value, "__dict__", {}).get("_accessor")
     return isinstance(accessor, type) and accessor.__module__ == "__main__"

@@ -59,6 +59,7 @@ class Pickler(cloudpickle.Pickler):
             the notebook gets its own class again and not a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.
+        least: Bytes from which on a buffer is big.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Pickler(cloudpickle.Pickler):
         known: Mapping[int, int] | None = None,
         to_cpu: bool = False,
         in_band: bool = False,
+        least: int = OUT_OF_BAND,
     ) -> None:
         self.file = file
         self.buffers: list[pickle.PickleBuffer] = []
@@ -78,6 +80,7 @@ class Pickler(cloudpickle.Pickler):
         self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
         self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
         self.captured: dict[str, Any] = {}  # those of them that travel
+        self.defines = False  # whether anything is sent by value: then only `reading.read` reads it
         self._progress = Progress()
         self._skip = skip
         self._need, self._need_in = need or {}, frozenset(need_in)
@@ -91,7 +94,7 @@ class Pickler(cloudpickle.Pickler):
         self._array = getattr(sys.modules.get("numpy"), "ndarray", None)
         self._cells: set[int] = set()  # those whose content some function's steps write
         # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
-        beside = None if in_band else functools.partial(_keep_buffer, self.buffers)
+        beside = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
         super().__init__(file, protocol=5, buffer_callback=beside)
 
     def dump(self, obj: Any) -> None:
@@ -118,7 +121,7 @@ class Pickler(cloudpickle.Pickler):
                 return NotImplemented
             self._number(obj)
             return self._reduce_function(obj)
-        if isinstance(obj, type):
+        if issubclass(type(obj), type):  # isinstance says so of `Sequence[int]`, too, before Python 3.11
             if obj.__module__ == "builtins" or obj in classes.BUILT_IN:  # where NoneType and its like say they are
                 return super().reducer_override(obj)
             if importable(obj):
@@ -215,6 +218,7 @@ class Pickler(cloudpickle.Pickler):
         return types.CellType, (), (content,), None, None, reading.set_cell_state
 
     def _definition(self, code: list[Any], data: list[Step], *more: Steps) -> tuple[Any, ...]:
+        self.defines = True
         for some_code, some_data in more:
             code += some_code
             data += some_data
@@ -310,9 +314,9 @@ def _content(cell: types.CellType) -> Any:
         return _EMPTY
 
 
-def _keep_buffer(kept: list[pickle.PickleBuffer], buffer: pickle.PickleBuffer) -> bool:
+def _keep_buffer(kept: list[pickle.PickleBuffer], least: int, buffer: pickle.PickleBuffer) -> bool:
     """Whether `buffer` belongs into the pickle; it is kept beside it otherwise."""
-    if buffer.raw().nbytes < OUT_OF_BAND:
+    if buffer.raw().nbytes < least:
         return True
     kept.append(buffer)
     return False

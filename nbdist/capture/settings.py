@@ -40,15 +40,23 @@ class SettingsSender:
         self._patches = Patches()
         self._last: dict[str, Any] = {}
         self._pickled: dict[str, bytes | None] = {}
+        self._modules: dict[str, set[str]] = {}
+
+    def modules(self) -> set[str]:
+        """What the reader of the settings that were taken last imports: the libraries that they are of, and modules of
+        what they name, such as categories of warnings."""
+        return set().union(*self._modules.values())
 
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
         found = {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}
-        found["patches"] = self._patches.find(lambda value: _pickle(value) is None)
+        found["patches"] = self._patches.find(lambda value: _pickle(value)[0] is None)
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in self._last or not _same(self._last[name], value) or (name == "patches" and value):
-                self._last[name], self._pickled[name] = value, _pickle(value)
+                self._last[name], (self._pickled[name], self._modules[name]) = value, _pickle(value)
+                if value and name in _SOURCES:
+                    self._modules[name].add(_SOURCES[name][0])
                 if self._pickled[name] is None:
                     warnings.warn(
                         f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
@@ -69,13 +77,14 @@ def _same(old: Any, new: Any) -> bool:
         return False
 
 
-def _pickle(value: Any) -> bytes | None:
-    file = io.BytesIO()
+def _pickle(value: Any) -> tuple[bytes | None, set[str]]:
+    """The pickle, None of what has none, and the modules that its reader imports."""
+    pickler = Pickler(io.BytesIO(), in_band=True)
     try:
-        Pickler(file, in_band=True).dump(value)
+        pickler.dump(value)
     except Exception:
-        return None
-    return file.getvalue()
+        return None, set()
+    return pickler.file.getvalue(), pickler.modules
 
 
 def _logging(module: Any) -> Any:

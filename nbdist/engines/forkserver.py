@@ -53,6 +53,8 @@ class ForkServer:
         self._launches = itertools.count()
         # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
         env = {**dict(variables), "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        if sys.platform == "darwin":  # or what imports have used of Objective-C ends a fork that uses it, too
+            env["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"
         kind = "notebook" if _works_for_notebook or kernel_shell() is not None else "script"
         try:
             with theirs, own_pidfd() as kernel:

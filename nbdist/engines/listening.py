@@ -63,14 +63,22 @@ class Listener:
         """Do something whenever there is something to read at a descriptor."""
         self._selector.register(fd, selectors.EVENT_READ, action)
 
+    def fileno(self) -> int:
+        """Readable when `select` has something to pass on."""
+        return int(self._selector.fileno())
+
+    def due(self) -> float | None:
+        """Seconds after which `select` has something to do even if nothing comes; None: never."""
+        moments = [*self._explained_by.values()]
+        if self._paused and self._pause < math.inf:
+            moments.append(self._resume_at)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
     def select(self, seconds: float | None) -> None:
         """Pass on what there is, or the first that comes within so many seconds; None waits for it."""
-        if self._paused and self._pause < math.inf:
-            wait = max(0.0, self._resume_at - time.monotonic())
-            seconds = wait if seconds is None else min(seconds, wait)
-        if self._explained_by:
-            wait = max(0.0, min(self._explained_by.values()) - time.monotonic())
-            seconds = wait if seconds is None else min(seconds, wait)
+        due = self.due()
+        if due is not None:
+            seconds = due if seconds is None else min(seconds, due)
         for key, _ in self._selector.select(seconds):
             key.data()
         for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:

@@ -84,6 +84,17 @@ class LocalEngine:
         return read_at_import({**os.environ, **self._env})
 
 
+def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:
+    """Processes that will be in no process group, where these modules are imported."""
+    names = list(modules)
+
+    def start(server: ForkServer) -> LocalRanks:
+        server.preload(names)
+        return LocalRanks(count, server)
+
+    return with_server(start)
+
+
 class LocalRanks:
     """Processes on this machine: see `contract.Ranks`."""
 

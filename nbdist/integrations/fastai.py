@@ -1,4 +1,4 @@
-"""What fastai needs to train on gloo as well as on NCCL."""
+"""What fastai needs to train on gloo as well as on NCCL, and to say nothing that the user has not said."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import importlib.util
 import operator
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-_MODULE = "fastai.distributed"
+_Originals = list[tuple[Any, str, Any]]
+"""Class or module, attribute, and the value that it had."""
 
 
 @contextmanager
-def device_agnostic() -> Iterator[None]:
-    """Mend what keeps fastai's `distrib_ctx` from CPU ranks, or from any ranks; also if it is imported later.
+def mended() -> Iterator[None]:
+    """Mend what keeps fastai from ranks; also in modules of it that are imported later.
 
     As of fastai 2.8.12:
     - `DistributedDL` moves the shuffled indices to CUDA before it broadcasts them.
@@ -32,24 +33,26 @@ def device_agnostic() -> Iterator[None]:
       learner and in the model: half of a small model's step. Here they are passed over.
     - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
       machine exchange both through shared memory.
+    - Tensors are made of the arrays of pandas' frames, which are read-only as of pandas 3: torch warns of it in every
+      rank, though nothing writes to them.
     """
-    originals: list[tuple[Any, str, Any]] = []
-    hook = _AfterImport(lambda module: originals.extend(_patch(module)))
-    if _MODULE in sys.modules:
-        originals.extend(_patch(sys.modules[_MODULE]))
-    else:
-        sys.meta_path.insert(0, hook)
+    originals: _Originals = []
+    hook = _AfterImport(lambda module: originals.extend(_MENDS[module.__name__](module)))
+    for name in _MENDS:
+        if name in sys.modules:
+            originals += _MENDS[name](sys.modules[name])
+        else:
+            hook.awaited.add(name)
+    sys.meta_path.insert(0, hook)
     try:
         yield
     finally:
-        if hook in sys.meta_path:
-            sys.meta_path.remove(hook)
+        sys.meta_path.remove(hook)
         for owner, name, value in originals:
             setattr(owner, name, value)
 
 
-def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
-    """Patch `fastai.distributed`; returns what was there before: owner, attribute, value."""
+def _mend_distributed(module: types.ModuleType) -> _Originals:
     import torch
     import torch.distributed as dist
 
@@ -120,6 +123,28 @@ def _patch(module: types.ModuleType) -> list[tuple[Any, str, Any]]:
         (learner, "_call_one", _call_one),
         (core, "maybe_gather", maybe_gather),
     ]
+    return _replace(patched)
+
+
+def _mend_tensors(module: types.ModuleType) -> _Originals:
+    import numpy as np
+
+    as_tensor, array2tensor = module.as_tensor, module._array2tensor
+
+    def writable(array: Any) -> Any:
+        return array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
+
+    def _as_tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return as_tensor(writable(data), *args, **kwargs)
+
+    def _array2tensor(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return array2tensor(writable(x), *args, **kwargs)
+
+    return _replace([(module, "as_tensor", _as_tensor), (module, "_array2tensor", _array2tensor)])
+
+
+def _replace(patched: _Originals) -> _Originals:
+    """Set these attributes; returns what was there before."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)
@@ -141,19 +166,23 @@ def _mean_of_gradients(shared: Any, bucket: Any) -> Any:
 _mean_of_gradients.__annotations__.clear()  # torch compares them with its own types, and these are strings
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `action` with `fastai.distributed` as soon as that has been imported."""
+_MENDS = {"fastai.torch_core": _mend_tensors, "fastai.distributed": _mend_distributed}
 
-    def __init__(self, action: Any) -> None:
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `action` with each module that is `awaited` as soon as it has been imported."""
+
+    def __init__(self, action: Callable[[types.ModuleType], None]) -> None:
+        self.awaited: set[str] = set()
         self._action = action
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODULE:
+        if name not in self.awaited:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.awaited.remove(name)
+        spec = importlib.util.find_spec(name)  # of the finders after this one
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 

@@ -250,7 +250,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
     main = main_namespace()
     run_imports(block, main)
     main.update(names)
-    with _group_of_one(), fastai.device_agnostic(), _breakpoints():
+    with _group_of_one(), fastai.mended(), _breakpoints():
         return fn(*args, **kwargs)
 
 

@@ -52,11 +52,12 @@ class Relay:
         """From now on, output goes to `cell`.
 
         `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
-        before it), "tabs" (each rank in a column of its own; in a terminal like "all") or "none". `lines` are shown at
-        most, and then the last ones; None: all.
+        before it), "lines" (the same without the rank), "tabs" (each rank in a column of its own; in a terminal like
+        "all") or "none". `lines` are shown at most, and then the last ones; None: all.
         """
         self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
         self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
+        self._label = "[rank {}] " if self._show == "all" else ""
         self._excerpt = Excerpt(cell, lines)
 
     def read(self, rank: int, which: int) -> bool:
@@ -92,7 +93,7 @@ class Relay:
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
                 self._excerpt.text(f"[rank {rank}]\n", STDOUT)
-            if self._show == "all" or (self._show == "rank0" and rank == self._first):
+            if self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first):
                 if not content.get("update"):
                     self._excerpt.interrupt()
                 self.cell.message(name, content)
@@ -102,11 +103,11 @@ class Relay:
             self._columns.text(rank, what)
         elif self._show == "rank0" and rank == self._first:
             self._excerpt.text(what, kind)
-        elif self._show == "all":
+        elif self._show in ("all", "lines"):
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
             self._partial[rank, kind] = rest
             if lines:
-                self._excerpt.text("".join(f"[rank {rank}] {line}\n" for line in lines), kind)
+                self._excerpt.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
 
     def failed(self, rank: int) -> None:
         """A rank has raised, or died."""
@@ -118,7 +119,7 @@ class Relay:
         for kind in (STDOUT, STDERR):
             rest = self._partial.pop((rank, kind), "")
             if rest:
-                self._excerpt.text(f"[rank {rank}] {rest}\n", kind)
+                self._excerpt.text(f"{self._label.format(rank)}{rest}\n", kind)
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""

@@ -44,6 +44,20 @@ class Caller:
         os.environ.update(restarts)
         if seeds is not None:
             seed_everything(seeds)
+        fn, args, kwargs = self.take(header, parcel, f"rank {os.environ['RANK']}")
+        positional = [own(value, place) for value in args]
+        named = {name: own(value, place) for name, value in kwargs.items()}
+        del args, kwargs
+        try:
+            return fn(*positional, **named)
+        finally:
+            shell.after_call()
+
+    def take(self, header: Header, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Put in place what came with a call: returns the function and its arguments.
+
+        Raises `CaptureError` for what cannot be read here, which it calls `where`.
+        """
         self._finder.places.update(header.places)
         for name, source in header.sources.items():
             imports.keep_source(name, source)
@@ -62,13 +76,5 @@ class Caller:
         try:
             _, fn, args, kwargs, self.originals = read(pickled, buffers, originals=[], keep=keep)
         except Unreadable as exc:
-            raise explain_unreadable(exc, f"rank {os.environ['RANK']}") from exc.__cause__
-        del pickled, buffers
-        args, kwargs = (
-            [own(value, place) for value in args],
-            {name: own(value, place) for name, value in kwargs.items()},
-        )
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            shell.after_call()
+            raise explain_unreadable(exc, where) from exc.__cause__
+        return fn, args, kwargs

@@ -23,6 +23,8 @@ class Keyboard:
     def __init__(self, channel: Channel, membership: Membership) -> None:
         self._channel, self._membership, self._pid = channel, membership, os.getpid()
         self.stdin = _StandardInput(self)
+        self.refusal = ""
+        """Why the kernel would not answer; empty where it does."""
 
     def install(self) -> None:
         """Be what `input()` and `sys.stdin` read from."""
@@ -36,6 +38,8 @@ class Keyboard:
         """
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             raise NbdistError("only the main thread of a rank can ask for input, no other thread or process of it")
+        if self.refusal:
+            raise _refused(self.refusal)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._channel.send(("prompt", prompt, shown, debugger))
@@ -44,10 +48,7 @@ class Keyboard:
             if request == "line":
                 line, refusal = arguments
                 if refusal:
-                    raise NbdistError(
-                        f"input() or breakpoint() in a rank, and {refusal}. in_ddp(0, ...) runs the function in the "
-                        f"notebook itself; hold_on_error=True and post_mortem() look into a failure afterwards."
-                    )
+                    raise _refused(refusal)
                 if line is None:
                     raise EOFError
                 return str(line)
@@ -68,6 +69,13 @@ class Keyboard:
     def _input(self, prompt: Any = "", /) -> str:
         # A function may read from something else for a while.
         return self.ask(str(prompt)) if sys.stdin is self.stdin else _builtin_input(prompt)
+
+
+def _refused(why: str) -> NbdistError:
+    return NbdistError(
+        f"input() or breakpoint() in a rank, and {why}. in_ddp(0, ...) runs the function in the notebook itself; "
+        f"hold_on_error=True and post_mortem() look into a failure afterwards."
+    )
 
 
 class _StandardInput(io.TextIOBase):

@@ -24,11 +24,13 @@ def disarm() -> None:
     for finalizer in list(finalizers._registry):
         finalizer.atexit = False
     atexit.register(finalizers._exitfunc)  # the server's may have been registered already, which is done once
-    for name, at_exit in (("logging", "shutdown"), ("multiprocessing.util", "_exit_function")):
+    utilities = ("multiprocessing.util", "multiprocess.util")
+    for name, at_exit in (("logging", "shutdown"), *((name, "_exit_function") for name in utilities)):
         if name in sys.modules:
             atexit.register(getattr(sys.modules[name], at_exit))
-    if "multiprocessing.util" in sys.modules:
-        sys.modules["multiprocessing.util"]._finalizer_registry.clear()
+    for name in utilities:
+        if name in sys.modules:
+            sys.modules[name]._finalizer_registry.clear()
 
 
 def leave() -> None:

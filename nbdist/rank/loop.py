@@ -12,10 +12,11 @@ from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
-from . import cells, shell, streams
+from . import cells, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
 from .interrupts import Interrupts
+from .items import Mapper
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .world import Membership, enter_setting, seed_everything
@@ -32,6 +33,9 @@ class Rank:
         self._debugger = Debugger(self._keyboard)
         self._caller = Caller()
         self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
+        self._mapper = Mapper(self._caller)
+        self._descriptors: list[int] = []
+        """Those that a process of a context is given, beside its own."""
         self._keep_frames = False
         self._frames: types.TracebackType | None = None
         """Of the call that has raised, for the debugger."""
@@ -40,8 +44,8 @@ class Rank:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
         blind(self._channel.fileno())
 
-    def serve(self) -> None:
-        """Answer the kernel until it says goodbye or is gone."""
+    def serve(self) -> int:
+        """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""
         pid = os.getpid()
         forget_in_children(self)
         self._interrupts.install()
@@ -54,29 +58,40 @@ class Rank:
             "join": self._join,
             "call": self._call,
             "debug": self._debug,
+            "begin": self._mapper.begin,
+            "items": self._items,
         }
         while True:
             try:
                 (request, *arguments), parcel, fds = self._channel.receive()
             except EOFError:
-                return
+                return 0
             if request == "close":
-                return
+                return 0
             if request == "line":  # an interrupt came before the answer to a question
                 continue
+            if request == "descriptors":
+                self._descriptors += fds
+                continue
+            if request == "process":
+                setting, start, header = arguments
+                assert parcel is not None
+                self._keyboard.refusal = "a process has no cell that could ask"
+                return process.run(self._channel, self._caller, setting, start, header, parcel, self._descriptors)
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
             try:
-                with self._interrupts.allowed(), fastai.device_agnostic():
-                    self._channel.send(("begun",))  # an interrupt that came before this was not heard
+                with self._interrupts.allowed(), fastai.mended():
+                    if request != "items":  # whose board says when it is over
+                        self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:
                 if os.getpid() == pid:
                     self._channel.send(("raised",))  # it may take a while to tell what
                 answer = self._error(exc, ends=request == "join")
             if os.getpid() != pid:  # a process that the function forked must not answer in its place
-                return
+                return 0
             if answer is not None:
                 message, parcel = answer
                 streams.flush()
@@ -84,7 +99,7 @@ class Rank:
                 if parcel is not None:
                     parcel.close()
                 if request == "join":  # it has failed
-                    return
+                    return 0
             del answer, parcel
 
     def _join(
@@ -119,6 +134,11 @@ class Rank:
         assert self._frames is not None
         self._debugger.post_mortem(self._frames)
         return ("done", True), None
+
+    def _items(self, first: int, parcel: Parcel, _fds: list[int]) -> Answer:
+        self._keyboard.refusal = "a worker of a pool has no cell that could ask"
+        seconds, values = self._mapper.run(first, parcel)
+        return self._outcomes.items(seconds, values)
 
     def _error(self, exc: BaseException, ends: bool) -> Answer:
         tb = own_frames_dropped(exc)

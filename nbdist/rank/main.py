@@ -56,10 +56,10 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.close(fds.stderr)
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         stacks.answer(fds.stacks)
-        Rank(Channel(socket.socket(fileno=fds.channel))).serve()
+        code = Rank(Channel(socket.socket(fileno=fds.channel))).serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()
-        status = 0
+        status = code
     except BaseException:
         traceback.print_exc()
     finally:

@@ -12,12 +12,14 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from ..capture.data import OUT_OF_BAND
 from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
 from ..capture.pickler import Pickler
 from ..capture.steps import Named
 from ..errors import NbdistError, stand_ins
 from ..wire import rank_memory
+from ..wire.cache import KEPT
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel, pack
 from . import shell
@@ -30,6 +32,8 @@ Answer = tuple[tuple[Any, ...], Parcel | None]
 
 #: What the methods of somebody else's exception may raise.
 _ANY = (Exception, SystemExit)
+
+_VALUES = "the list of what the function returned for the items"
 
 #: Whose frames are no user's: a debugger may be open when an interrupt comes.
 _OWN = (os.path.dirname(__file__) + os.sep, bdb.__file__)
@@ -53,6 +57,10 @@ class Outcomes:
         """
         return ("done", grouped), self._pack(value, self._caller.originals, offer=True) if wanted else None
 
+    def items(self, seconds: float, values: Sequence[Any]) -> Answer:
+        """The answer of a worker: what its items took, and gave."""
+        return ("values", seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
+
     def error(self, exc: BaseException, tb: types.TracebackType | None, ends: bool) -> Answer:
         """The answer of a request that has raised. `exc` loses its traceback.
 
@@ -73,8 +81,14 @@ class Outcomes:
             parcel = None
         return ("error", text, rendered, spare, ends), parcel
 
-    def _pack(self, value: Any, originals: Sequence[Any], offer: bool = False) -> Parcel:
-        what = "the value that the function returned"
+    def _pack(
+        self,
+        value: Any,
+        originals: Sequence[Any],
+        offer: bool = False,
+        least: int = OUT_OF_BAND,
+        what: str = "the value that the function returned",
+    ) -> Parcel:
 
         def write() -> Pickler:
             pickler = Pickler(
@@ -82,6 +96,7 @@ class Outcomes:
                 skip=lambda key, name: (key, name) in self._caller.sent,
                 known={id(obj): number for number, obj in enumerate(originals)},
                 to_cpu=True,
+                least=least,
             )
             pickler.dump(Named(what, value))
             return pickler

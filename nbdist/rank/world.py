@@ -26,6 +26,15 @@ def enter_setting(setting: Setting) -> None:
     sys.argv[:] = setting.argv
 
 
+def take_share(count: int) -> None:
+    """In a process that is no rank: let the libraries that compute use so many threads."""
+    os.environ.update(threads.variables(count))
+    threads.resize_pools(count)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(count)
+
+
 def environ(world: World) -> dict[str, str]:
     """The variables that torchrun would set for this rank, and those that keep its sockets on its network."""
     slot = world.slot
@@ -116,13 +125,14 @@ class Membership:
 
 
 def seed_everything(seeds: Sequence[int]) -> None:
-    """Seed `random`, NumPy (where there is one) and torch, each from its own number."""
-    import torch
-
+    """Seed `random`, and NumPy and torch where they are loaded, each from its own number."""
     for_random, for_numpy, for_torch = seeds
     random.seed(for_random)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(for_numpy % 2**32)
+    torch = sys.modules.get("torch")
+    if torch is None:  # in a process that is no rank
+        return
     # torch.manual_seed takes three milliseconds to remember where it was called from, for a CUDA that is not there.
     seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed_torch(for_torch)

@@ -8,6 +8,14 @@ import traceback
 
 import psutil
 
+#: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
+#: `DistributedDataParallel` asks torch._dynamo how it is compiled, accelerate's `prepare` looks for DTensors.
+_IMPORTED_AT_USE = {
+    "torch.nn.parallel": ("torch._dynamo",),
+    "accelerate": ("torch._dynamo", "torch.distributed.tensor"),
+    "fastai.distributed": ("torch._dynamo", "torch.distributed.tensor"),
+}
+
 
 class Preloaded:
     """Modules that ranks find imported."""
@@ -22,7 +30,7 @@ class Preloaded:
         sys.path[:] = path
         importlib.invalidate_caches()
         before = len(sys.modules)
-        for name in modules:
+        for name in [*modules, *_imported_at_use(modules)]:
             package = name.partition(".")[0]
             if name in self.loaded or any(name == other or name.startswith(other + ".") for other in self.refused):
                 continue
@@ -46,6 +54,16 @@ class Preloaded:
         if len(sys.modules) != before:
             importlib.invalidate_caches()  # once for all ranks: they may look for files that are made later
         return True
+
+
+def _imported_at_use(modules: list[str]) -> list[str]:
+    """What these modules import later, when they are used."""
+    return [
+        later
+        for user, others in _IMPORTED_AT_USE.items()
+        if any(name == user or name.startswith(user + ".") for name in modules)
+        for later in others
+    ]
 
 
 def _spoilt() -> bool:

@@ -80,3 +80,22 @@ class Header:
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""
     own_sources: Mapping[str, int] = field(default_factory=dict)
     """The checksum of what the notebook has executed of each of the user's own modules."""
+
+
+@dataclass(frozen=True)
+class ProcessStart:
+    """What a process of a context has to know before it can open its parcel."""
+
+    library: str
+    """Whose process it is: "multiprocessing" or "multiprocess"."""
+    preparation: Mapping[str, Any]
+    """What the library's `spawn.prepare` takes: name, key, log level and the like."""
+    threads: int
+    """Threads for the kernels of torch and BLAS."""
+    seeds: Sequence[int]
+    """For `random`, NumPy and torch."""
+    trackers: Sequence[str]
+    """The libraries whose resource trackers it shares with the notebook, in the order of their descriptors, which come
+    first. Where it had one of its own, that would unlink at its end what the notebook still uses."""
+    worker: bool
+    """Whether it works for a pool: all that it sends is for the notebook then."""

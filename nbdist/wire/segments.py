@@ -44,6 +44,10 @@ class Segment:
         """A new mapping whose writes nobody else sees."""
         return memoryview(mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY))
 
+    def shared(self) -> mmap.mmap:
+        """A new mapping whose writes everybody sees."""
+        return mmap.mmap(self.fd, self.size)
+
     def holds(self, view: memoryview, position: int) -> bool:
         """Whether the bytes at `position` are those of `view`."""
         if self._view is None:

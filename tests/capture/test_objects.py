@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import objects
 import pytest
 
 CODE = """
 import warnings
 warnings.simplefilter("ignore")
+import numpy as np
 import objects
 for row in objects.rows():
     print(*row, sep="\\t")
@@ -39,6 +41,8 @@ def test_none_arrives_changed(rows: list[tuple[str, ...]]) -> None:
 
 def test_the_page_says_so(rows: list[tuple[str, ...]]) -> None:
     said = dict(re.findall(r"^[|] `(.*)` [|] (.*) [|]$", objects.PAGE.read_text(), re.MULTILINE))
-    for _, what, fate in rows:  # other releases have other objects
+    for package, what, fate in rows:  # other releases have other objects
+        if package == "numpy" and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+            continue  # some of it became C, and then did not pickle
         known = said.get(what.replace("|", "\\|"))
         assert known is None or known == fate, (what, fate, known)

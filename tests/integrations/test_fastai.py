@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Kernel
 from fastai.callback.core import Callback
 from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner that method)
 from fastai.collab import CollabDataLoaders, collab_learner
@@ -136,6 +137,27 @@ def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None
         return losses(learn)
 
     assert np.isfinite(in_ddp(2, fn, ratings[:2000])).all()
+
+
+@pytest.mark.slow
+def test_nothing_is_said_of_arrays_that_pandas_made_read_only(kernel: Kernel) -> None:
+    """pandas 3 hands out read-only arrays, of which torch warns once in each process."""
+    kernel.ok("import numpy as np, pandas as pd\nfrom nbdist import Session, in_ddp")
+    kernel.ok("frame = pd.DataFrame({'user': [1, 2] * 50, 'title': ['a', 'b', 'c', 'd'] * 25, 'rating': 3.0})")
+    kernel.ok(
+        "def batch():\n"
+        "    from fastai.collab import CollabDataLoaders\n"
+        "    from fastai.torch_core import tensor\n"
+        "    fixed = np.ones(3)\n"
+        "    fixed.flags.writeable = False\n"
+        "    one = tensor(fixed)\n"
+        "    one += 1\n"
+        "    x, y = CollabDataLoaders.from_df(frame, item_name='title', bs=10).one_batch()\n"
+        "    return tuple(x.shape), float(fixed.sum()), one.sum().item()"
+    )
+    for ranks in (2, 0):  # 0: in the kernel
+        result = kernel.ok(f"in_ddp({ranks}, batch)")
+        assert result.text == "((10, 2), 3.0, 6.0)\n", result.text
 
 
 def test_batch_norm_trains_on_cpu_ranks(shared: Session, ratings: pd.DataFrame) -> None:

@@ -209,6 +209,10 @@ def test_integers_far_from_those_that_are_known(known: list[int]) -> None:
     assert found == [code(codes, value) for value in ids]
 
 
+#: polars 1.35 reads nulls in lists of categories as values, and not all that it writes of text with few values.
+READS_WELL = tuple(map(int, pl.__version__.split(".")[:2])) >= (1, 44)
+
+
 @pytest.mark.parametrize(
     ("values", "dtype", "codes"),
     [
@@ -221,6 +225,8 @@ def test_integers_far_from_those_that_are_known(known: list[int]) -> None:
 )
 @pytest.mark.parametrize("listed", [False, True])
 def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: list[int], listed: bool) -> None:
+    if listed and dtype != pl.Boolean and not dtype.is_integer() and not READS_WELL:
+        pytest.skip("this polars reads them wrongly from Parquet")
     column = pl.Series("c", values, dtype=dtype)
     frame = pl.DataFrame({"c": column.reshape((-1, 1)).cast(pl.List(dtype)) if listed else column})
     write(base / "types", frame, [1, 3], 2)
@@ -231,6 +237,7 @@ def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: l
     assert sorted(pl.concat(map(pl.read_parquet, paths))["c"].to_list()) == sorted(expected)
 
 
+@pytest.mark.skipif(not READS_WELL, reason="this polars cannot read what it has written")
 def test_columns_that_pass_through_keep_type_and_value(base: Path) -> None:
     frame = pl.DataFrame(
         {
@@ -432,7 +439,7 @@ def test_it_can_be_applied_without_polars(tmp_path: Path) -> None:
             elif step["kind"] == "categorify":
                 for name, column in step["columns"].items():
                     values = pq.read_table(tmp_path / "saved" / column["vocabulary"])["value"].to_pylist()
-                    codes = {value: saved["codes"]["first"] + i for i, value in enumerate(values)}
+                    codes = {value: 1 + column["num_buckets"] + i for i, value in enumerate(values)}
                     assert column["size"] == len(codes) + 2
                     listed = column["type"].startswith("list[")
                     row[name] = list_of_codes(codes, row[name]) if listed else code(codes, row[name])
@@ -469,7 +476,7 @@ def test_a_saved_workflow_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data | {"version": 2}, "its version is 2"),
+        (lambda data: data | {"version": 3}, "its version is 3"),
         (lambda data: data | {"format": "x"}, "its format is 'x'"),
         (lambda data: {}, "not a saved workflow"),
         (lambda data: [], "not a saved workflow"),
@@ -519,6 +526,11 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Categorify("a", min_count=0), ValueError, "min_count=0 of column 'a'"),
         (lambda: Categorify("a", max_size={"a": 1}), ValueError, "max_size=1 of column 'a'"),
         (lambda: Categorify("a", max_size={"b": 9}), ValueError, "there is no column 'b'"),
+        (lambda: Categorify("a", num_buckets=0), ValueError, "num_buckets=0 of column 'a'"),
+        (lambda: Categorify("a", num_buckets=9, max_size=9), ValueError, "at least 10, null and 9 buckets"),
+        (lambda: Categorify("a", ("b", "a")), ValueError, "'a' is named twice"),
+        (lambda: Categorify(()), ValueError, "no columns are named"),
+        (lambda: Categorify(("a", "b"), min_count={"a": 1, "b": 2}), ValueError, "these columns have one vocabulary"),
         (lambda: Compute(), ValueError, "no columns"),
         (lambda: Compute(x=3), TypeError, "'x': 3 is a int, not a polars expression"),
         (lambda: Compute(x=pl.col("a").shuffle()), ValueError, "'x': .* is random"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 from test_docstrings import check_example
 
 from nbdist import warm
-from nbdist.recsys import metrics
 from nbdist.recsys.triton.serving import exists_for_this_machine
 
-ROOMS = ("datasets", "etl", "fastai", "loader", "sharding", "training", "triton")
+ROOMS = ("datasets", "etl", "fastai", "loader", "metrics", "models", "retrieval", "sharding", "training", "triton")
 #: Values and the names of types, which have no docstrings.
 VALUES = {"NULL", "NULL_STRING", "OPTIMIZERS", "PADDING", "PADDING_STRING", "STRATEGIES", "Schedule"}
 SERVED = {"Server", "serve"}
@@ -26,8 +24,7 @@ def public() -> dict[str, Any]:
     for name in ROOMS:
         room = importlib.import_module(f"nbdist.recsys.{name}")
         found |= {f"{name}.{one}": getattr(room, one) for one in set(room.__all__) - VALUES}
-    own = inspect.getmembers(metrics, lambda one: getattr(one, "__module__", None) == metrics.__name__)
-    return found | {f"metrics.{one}": obj for one, obj in own if not one.startswith("_")}
+    return found
 
 
 PUBLIC = public()

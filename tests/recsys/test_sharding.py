@@ -23,7 +23,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from nbdist import Session, warm
 from nbdist.recsys.parallel.plan import Shard as PlanShard
 from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, shard
-from nbdist.recsys.sharding.versions import check_torchrec, matching, releases
+from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
 
 pytestmark = pytest.mark.slow
 
@@ -611,7 +611,7 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def versions(**found: str) -> None:
         names = {"torchrec": "1.8.0"} | {name.replace("_", "-"): version for name, version in found.items()}
-        monkeypatch.setattr("nbdist.recsys.sharding.versions._version", names.get)
+        monkeypatch.setattr("nbdist.recsys.versions._version", names.get)
 
     versions(fbgemm_gpu_cpu="1.7.0")
     with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* another release of torch. (.|\n)*{pair}"):
@@ -621,6 +621,11 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         check_torchrec()
     versions(fbgemm_gpu_cpu="1.8.0")
     check_torchrec()
+
+
+def test_the_pair_as_pip_takes_it() -> None:
+    printed = subprocess.run([sys.executable, "-m", "nbdist.recsys.versions"], capture_output=True, text=True).stdout
+    assert printed.split() == list(pair_for_this_torch()) and printed.startswith("torchrec==")
 
 
 def test_requirements_and_documentation_have_the_same_pairs() -> None:

@@ -14,7 +14,9 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from conftest import living, open_fds, poll
+from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
@@ -56,6 +58,18 @@ def test_a_server_that_was_killed_is_replaced() -> None:
         assert session.run(all_reduce_of_ones) == 2.0
     assert in_ddp(2, all_reduce_of_ones) == 2.0
     assert server().pid != killed.pid
+
+
+def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -> None:
+    """`DistributedDataParallel` and accelerate import hundreds of modules of torch when they are used."""
+
+    def imported_at_use() -> list[str]:
+        before = set(sys.modules)
+        DistributedDataParallel(torch.nn.Linear(1, 1))
+        Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))
+        return [name for name in set(sys.modules) - before if name.startswith(("torch.", "sympy."))]
+
+    assert in_ddp(2, imported_at_use, imports="import accelerate") == []
 
 
 def test_a_server_killed_again_and_again_leaves_no_descriptor() -> None:

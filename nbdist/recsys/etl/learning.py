@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -17,7 +18,13 @@ _COUNT = "count (nbdist)"  # no column of the user's
 
 
 def learn(
-    steps: Sequence[Step], schemas: Sequence[pl.Schema], given: Input, size: int, engine: Any, progress: bool
+    steps: Sequence[Step],
+    schemas: Sequence[pl.Schema],
+    given: Input,
+    size: int,
+    engine: Any,
+    progress: bool,
+    previous: Mapping[str, Vocabulary],
 ) -> dict[str, Vocabulary]:
     """The vocabulary of each column that is categorified, the same on all ranks.
 
@@ -27,6 +34,7 @@ def learn(
         size: Rows to read at a time.
         engine: Polars' engine for what is on disk.
         progress: Whether rank 0 shows bars.
+        previous: What is known before, column → vocabulary.
     """
     vocabularies: dict[str, Vocabulary] = {}
     parts = given.share(size)
@@ -34,16 +42,19 @@ def learn(
         if not isinstance(step, Categorify):
             continue
         queries = _counting(steps, i, vocabularies, schemas[i])
-        counts = [_Counts() for _ in step.adds]
+        counts = {name: one for group in step.groups for one in [_Counts()] for name in group}
         with ranks.progress_bar(f"count {', '.join(step.adds)}", sum(part.rows for part in parts), progress) as bar:
             for part in parts:
                 found = part.collect(queries(part.scan()), engine)
-                for one, frame in zip(counts, found, strict=True):
-                    one.add(frame)
+                for name, frame in zip(step.adds, found, strict=True):
+                    counts[name].add(frame)
                 bar.update(part.rows)
-        for name, one in zip(step.adds, counts, strict=True):
-            lists = isinstance(schemas[i][name], pl.List)
-            vocabularies[name] = Vocabulary.of(one.everywhere(), lists, step.min_count[name], step.max_size[name])
+        for group in step.groups:
+            first, counted = group[0], counts[group[0]].everywhere()
+            limits = step.min_count[first], step.max_size[first], step.num_buckets[first]
+            vocabulary = Vocabulary.of(counted, False, *limits, previous.get(first))
+            for name in group:
+                vocabularies[name] = replace(vocabulary, lists=isinstance(schemas[i][name], pl.List))
     return vocabularies
 
 

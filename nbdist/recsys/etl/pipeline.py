@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import polars as pl
 
+from .crossing import HashedCross
 from .direct_table import DirectTable
+from .elementwise import ColumnStep
 from .steps import Categorify, Compute, Drop, Join, Step
 from .vocabulary import Vocabulary
 
@@ -51,6 +53,10 @@ def pipeline(steps: Sequence[Step], vocabularies: Mapping[str, Vocabulary], want
                 stages.append(_categorify(vocabularies[name], name, coded=origin(steps, i, name) is not None))
         elif isinstance(step, Compute) and made:
             stages.append(_with_columns([step.columns[name].alias(name) for name in sorted(made)]))
+        elif isinstance(step, ColumnStep) and made:
+            stages.append(_replace(step, sorted(made)))
+        elif isinstance(step, HashedCross) and made:
+            stages.append(_cross(step))
         elif isinstance(step, Drop):
             stages.append(_drop(step.columns))
 
@@ -100,6 +106,14 @@ def _categorify(vocabulary: Vocabulary, name: str, coded: bool) -> Pipeline:
 
 def _with_columns(columns: Sequence[pl.Expr]) -> Pipeline:
     return lambda frame: frame.with_columns(columns)
+
+
+def _replace(step: ColumnStep, names: Sequence[str]) -> Pipeline:
+    return lambda frame: frame.with_columns(step.expressions(frame.collect_schema(), names))
+
+
+def _cross(step: HashedCross) -> Pipeline:
+    return lambda frame: frame.with_columns(step.expression(frame.collect_schema()))
 
 
 def _drop(columns: Sequence[str]) -> Pipeline:

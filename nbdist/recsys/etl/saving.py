@@ -2,20 +2,26 @@
 
 ``workflow.json``::
 
-    format, version   "nbdist.recsys.etl", 1
+    format, version   "nbdist.recsys.etl", 2
     polars            the version that has written the expressions
     rows              how many rows the workflow was fitted to
-    codes             {"null": 0, "unseen": 1, "first": 2}: of null, of a value not known, of the first known value
+    codes             {"null": 0, "unseen": 1}: of null, and the first of those of values that are not known
     inputs, outputs   {column: type}: what `fit` saw, and what the steps make of it; in order
     steps             in the order in which they are applied, each with its "kind":
       join            on: columns of the key; columns: {column: type} that are added; table: file with the key and
                       these columns. Keys in it are unique and not null; where no row has the key, the columns are null.
-      categorify      columns: {column: {type, size, min_count, max_size, nulls, unseen, vocabulary}}. The file
-                      `vocabulary` has the columns `value` and `count`; the value in row i (from 0) has code i + 2.
-                      size = rows + 2; nulls and unseen: how often codes 0 and 1 were seen. In lists, each element is
-                      coded, and a null list becomes [0].
+      categorify      columns: {column: {type, size, min_count, max_size, num_buckets, nulls, unseen, vocabulary}}.
+                      The file `vocabulary` has the columns `value` and `count`, and columns may have the same one; the
+                      value in row i (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and
+                      unseen: how often code 0 and those of values that are not known were seen; `buckets`, where there
+                      are several: the file with the `count` of each of them. What is not known has code 1 + hash modulo
+                      num_buckets, with the hash of `hashing.py`. In lists, each element is coded, and a null list
+                      becomes [0].
       compute         columns: {column: {reads, expression}}: the columns it is computed from, and polars' JSON
       drop            columns: names
+      hashed_cross    columns: names; name: of the new column; num_buckets. See `crossing.py`
+      fill_missing, log, clip, bucketize, list_slice
+                      columns: names; and what else `elementwise.py` says of each
 
 A type is int8 .. uint64, float32, float64, bool, string, list[<one of these>], or else polars' own name for it.
 """
@@ -30,10 +36,12 @@ from typing import Any
 import polars as pl
 
 from . import expressions
+from .crossing import HashedCross
+from .elementwise import KINDS, ColumnStep
 from .steps import Categorify, Compute, Drop, Join, Step, type_name
-from .vocabulary import FIRST_CODE, NULL_CODE, UNSEEN_CODE, Vocabulary
+from .vocabulary import NULL_CODE, UNSEEN_CODE, Vocabulary
 
-_FORMAT, _VERSION = "nbdist.recsys.etl", 1
+_FORMAT, _VERSION = "nbdist.recsys.etl", 2
 FILES = ("workflow.json", "table-*.parquet", "vocabulary-*.parquet")
 
 
@@ -50,7 +58,7 @@ def describe(
         "version": _VERSION,
         "polars": pl.__version__,
         "rows": rows,
-        "codes": {"null": NULL_CODE, "unseen": UNSEEN_CODE, "first": FIRST_CODE},
+        "codes": {"null": NULL_CODE, "unseen": UNSEEN_CODE},
         "inputs": dict(inputs),
         "outputs": dict(outputs),
         "steps": [_describe(number, step, vocabularies) for number, step in enumerate(steps)],
@@ -63,17 +71,20 @@ def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -
         return {"kind": "join", "on": step.on, "columns": columns, "table": f"table-{number}.parquet"}
     if isinstance(step, Categorify):
         columns = {}
-        for i, name in enumerate(step.adds):
+        for i, name in ((i, name) for i, group in enumerate(step.groups) for name in group):
             inner = type_name(vocabularies[name].values.dtype)
             columns[name] = {
                 "type": f"list[{inner}]" if vocabularies[name].lists else inner,
                 "size": vocabularies[name].size,
                 "min_count": step.min_count[name],
                 "max_size": step.max_size[name],
+                "num_buckets": step.num_buckets[name],
                 "nulls": vocabularies[name].nulls,
                 "unseen": vocabularies[name].unseen,
                 "vocabulary": f"vocabulary-{number}-{i}.parquet",
             }
+            if step.num_buckets[name] > 1:
+                columns[name]["buckets"] = f"vocabulary-{number}-{i}-buckets.parquet"
         return {"kind": "categorify", "columns": columns}
     if isinstance(step, Compute):
         columns = {
@@ -81,6 +92,10 @@ def _describe(number: int, step: Step, vocabularies: Mapping[str, Vocabulary]) -
             for name, one in step.columns.items()
         }
         return {"kind": "compute", "columns": columns}
+    if isinstance(step, ColumnStep):
+        return {"kind": step.kind, "columns": step.adds, **step.options}
+    if isinstance(step, HashedCross):
+        return {"kind": "hashed_cross", "columns": step.columns, "name": step.name, "num_buckets": step.num_buckets}
     assert isinstance(step, Drop)
     return {"kind": "drop", "columns": step.columns}
 
@@ -96,6 +111,8 @@ def write(
             for name, column in described["columns"].items():
                 one = vocabularies[name]
                 pl.DataFrame({"value": one.values, "count": one.counts}).write_parquet(folder / column["vocabulary"])
+                if "buckets" in column:
+                    one.bucket_counts.to_frame("count").write_parquet(folder / column["buckets"])
     (folder / "workflow.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", "utf8")
 
 
@@ -127,12 +144,19 @@ def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: di
     if kind == "join":
         return Join(_parquet(folder / described["table"]), described["on"], list(columns))
     if kind == "categorify":
+        groups: dict[str, list[str]] = {}
         for name, one in columns.items():
-            frame = _parquet(folder / one["vocabulary"])
-            lists = one["type"].startswith("list[")
-            vocabularies[name] = Vocabulary(frame["value"], frame["count"], lists, one["nulls"], one["unseen"])
-        min_count = {name: one["min_count"] for name, one in columns.items()}
-        return Categorify(*columns, min_count=min_count, max_size={n: one["max_size"] for n, one in columns.items()})
+            frame, lists = _parquet(folder / one["vocabulary"]), one["type"].startswith("list[")
+            buckets = pl.Series("count", [one["unseen"]], pl.Int64)
+            if "buckets" in one:
+                buckets = _parquet(folder / one["buckets"])["count"]
+            vocabularies[name] = Vocabulary(frame["value"], frame["count"], lists, one["nulls"], buckets)
+            groups.setdefault(one["vocabulary"], []).append(name)
+        limits = {
+            what: {name: one.get(what, 1) for name, one in columns.items()}  # version 1 had no num_buckets
+            for what in ("min_count", "max_size", "num_buckets")
+        }
+        return Categorify(*groups.values(), **limits)
     if kind == "compute":
         return Compute(
             **{
@@ -142,6 +166,12 @@ def _step(folder: Path, described: dict[str, Any], polars: str, vocabularies: di
         )
     if kind == "drop":
         return Drop(*columns)
+    if kind == "hashed_cross":
+        return HashedCross(*columns, name=described["name"], num_buckets=described["num_buckets"])
+    if kind in KINDS:
+        return KINDS[kind](
+            *columns, **{name: one for name, one in described.items() if name not in ("kind", "columns")}
+        )
     raise ValueError(f"there is no step {kind!r}")
 
 

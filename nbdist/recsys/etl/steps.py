@@ -11,7 +11,7 @@ import polars as pl
 from ..io import remote
 from ..io.storage import Paths, find
 from . import expressions
-from .vocabulary import FIRST_CODE, value_type
+from .vocabulary import value_type
 
 
 class Step:
@@ -61,7 +61,7 @@ class Join(Step):
         on: str | Sequence[str],
         columns: str | Sequence[str] | None = None,
     ) -> None:
-        self.on = _names(on)
+        self.on = names_of(on)
         if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
             frame, where = table.lazy(), "Join: the table"
         else:
@@ -69,9 +69,9 @@ class Join(Step):
             where = f"Join: {os.fspath(paths[0])}"
             frame = pl.concat([remote.scan(path) for path in paths])
         there = _read(frame.head(0), where).columns
-        self.adds = [name for name in there if name not in self.on] if columns is None else _names(columns)
+        self.adds = [name for name in there if name not in self.on] if columns is None else names_of(columns)
         for name in [*self.on, *self.adds]:
-            _there(name, there, where)
+            require(name, there, where)
         if both := set(self.on) & set(self.adds):
             raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
         self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
@@ -84,7 +84,7 @@ class Join(Step):
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in self.on:
-            _there(name, schema, f"{where}: Join")
+            require(name, schema, f"{where}: Join")
             if schema[name] != self.table.schema[name]:
                 raise ValueError(
                     f"{where}: Join: column {name!r} is {schema[name]} in the rows and {self.table.schema[name]} in "
@@ -108,10 +108,15 @@ class Categorify(Step):
     `fill_unknown`.
 
     Args:
-        *columns: Of integers, strings, booleans, categoricals, or lists of these.
-        min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that.
-        max_size: Codes that a column may have, 0 and 1 included: the rarest values are left out. None: any number. Or
-            a mapping from columns to that.
+        *columns: Of integers, strings, booleans, categoricals, or lists of these. Several in a tuple or list have one
+            vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie", "seen"))``.
+        min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
+            with one vocabulary name any.
+        max_size: Codes that a column may have, those of null and unknown values included: the rarest values are left
+            out. None: any number. Or a mapping from columns to that.
+        num_buckets: How many codes there are for values that are not in the vocabulary: with more than one, their hash
+            decides, and what is known begins with code 1 + num_buckets. ``num_buckets=n, max_size=n + 1`` keeps no
+            vocabulary at all: then each value is hashed. Or a mapping from columns to that.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -123,36 +128,69 @@ class Categorify(Step):
         >>> workflow = Workflow(Categorify("user", min_count=2)).fit(rows)
         >>> workflow.lazy(pl.DataFrame({"user": ["eve", "bob", "ann", None]})).collect()["user"].to_list()
         [3, 2, 1, 0]
+        >>> rows = pl.DataFrame({"movie": ["Alien", "Solaris"], "seen": [["Stalker"], ["Stalker", "Alien"]]})
+        >>> workflow = Workflow(Categorify(("movie", "seen"))).fit(rows)
+        >>> workflow.lazy(rows).collect().rows()
+        [(2, [3]), (4, [3, 2])]
     """
 
     def __init__(
         self,
-        *columns: str,
+        *columns: str | Sequence[str],
         min_count: int | Mapping[str, int] = 1,
         max_size: int | Mapping[str, int] | None = None,
+        num_buckets: int | Mapping[str, int] = 1,
     ) -> None:
-        self.adds = _names(columns)
-        self.min_count: dict[str, int] = _each(self.adds, "min_count", min_count, 1)
-        self.max_size: dict[str, int | None] = _each(self.adds, "max_size", max_size, None)
+        self.groups = [names_of(group) for group in columns]
+        """The columns of each vocabulary."""
+        self.adds = names_of([name for group in self.groups for name in group])
+        self.min_count: dict[str, int] = self._each("min_count", min_count, 1)
+        self.max_size: dict[str, int | None] = self._each("max_size", max_size, None)
+        self.num_buckets: dict[str, int] = self._each("num_buckets", num_buckets, 1)
         for name in self.adds:
-            if self.min_count[name] < 1:
-                raise ValueError(f"Categorify: min_count={self.min_count[name]} of column {name!r}: at least 1")
-            size = self.max_size[name]
-            if size is not None and size < FIRST_CODE:
+            for what, value in (("min_count", self.min_count[name]), ("num_buckets", self.num_buckets[name])):
+                if value < 1:
+                    raise ValueError(f"Categorify: {what}={value} of column {name!r}: at least 1")
+            size, least = self.max_size[name], 1 + self.num_buckets[name]
+            if size is not None and size < least:
                 raise ValueError(
-                    f"Categorify: max_size={size} of column {name!r}: at least {FIRST_CODE}, null and unseen"
+                    f"Categorify: max_size={size} of column {name!r}: at least {least}, null and "
+                    + ("unseen" if least == 2 else f"{least - 1} buckets")
                 )
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         codes: dict[str, pl.DataType] = {}
-        for name in self.adds:
-            _there(name, schema, f"{where}: Categorify")
-            value_type(schema[name], f"{where}: Categorify: column {name!r}")
-            codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
+        for group in self.groups:
+            types: list[pl.DataType] = []
+            for name in group:
+                require(name, schema, f"{where}: Categorify")
+                types.append(value_type(schema[name], f"{where}: Categorify: column {name!r}"))
+                codes[name] = pl.List(pl.Int64()) if isinstance(schema[name], pl.List) else pl.Int64()
+                if types[-1] != types[0]:
+                    raise ValueError(
+                        f"{where}: Categorify: {group[0]!r} and {name!r} are to have one vocabulary, and their values "
+                        f"are {types[0]} and {types[-1]}: cast one of them"
+                    )
         return pl.Schema({**schema, **codes})
 
     def __repr__(self) -> str:
-        return f"Categorify({self.adds}, min_count={self.min_count}, max_size={self.max_size})"
+        groups = [group[0] if len(group) == 1 else tuple(group) for group in self.groups]
+        options = f"min_count={self.min_count}, max_size={self.max_size}, num_buckets={self.num_buckets}"
+        return f"Categorify({groups}, {options})"
+
+    def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
+        """One value per column, out of one for all or a mapping; the same for columns with one vocabulary."""
+        if not isinstance(value, Mapping):
+            return dict.fromkeys(self.adds, value)
+        for name in value:
+            require(name, self.adds, f"Categorify: {what}")
+        each = {}
+        for group in self.groups:
+            said = {name: value[name] for name in group if name in value}
+            if len(set(said.values())) > 1:
+                raise ValueError(f"Categorify: {what}: {said}, but these columns have one vocabulary")
+            each.update(dict.fromkeys(group, next(iter(said.values()), default)))
+        return each
 
 
 class Compute(Step):
@@ -191,7 +229,7 @@ class Compute(Step):
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name, expression in self.columns.items():
             for column in expressions.reads(expression):
-                _there(column, schema, f"{where}: Compute: column {name!r}")
+                require(column, schema, f"{where}: Compute: column {name!r}")
             expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
         return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
 
@@ -217,11 +255,11 @@ class Drop(Step):
     """
 
     def __init__(self, *columns: str) -> None:
-        self.columns = _names(columns)
+        self.columns = names_of(columns)
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in self.columns:
-            _there(name, schema, f"{where}: Drop")
+            require(name, schema, f"{where}: Drop")
         return pl.Schema({name: dtype for name, dtype in schema.items() if name not in self.columns})
 
     def __repr__(self) -> str:
@@ -244,7 +282,8 @@ def _read(frame: pl.LazyFrame, where: str) -> pl.DataFrame:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _names(columns: str | Sequence[str]) -> list[str]:
+def names_of(columns: str | Sequence[str]) -> list[str]:
+    """Names of columns; raises for what is no name, a name given twice, or none at all."""
     names = [columns] if isinstance(columns, str) else list(columns)
     for name in names:
         if not isinstance(name, str):
@@ -256,15 +295,7 @@ def _names(columns: str | Sequence[str]) -> list[str]:
     return names
 
 
-def _there(name: str, columns: Any, where: str) -> None:
+def require(name: str, columns: Any, where: str) -> None:
+    """Raise `ValueError` where there is no such column."""
     if name not in columns:
         raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
-
-
-def _each(columns: Sequence[str], what: str, value: Any, default: Any) -> dict[str, Any]:
-    """One value per column, out of one for all or a mapping."""
-    if not isinstance(value, Mapping):
-        return dict.fromkeys(columns, value)
-    for name in value:
-        _there(name, columns, f"Categorify: {what}")
-    return {name: value.get(name, default) for name in columns}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .vocabulary import FIRST_CODE, NULL_CODE, UNSEEN_CODE, Vocabulary
+from .vocabulary import NULL_CODE, UNSEEN_CODE, Vocabulary
 from .workflow import Workflow
 
 
@@ -21,7 +21,7 @@ def fill_unknown(
 
     Without it, a user who is not known has the vector that the table happened to begin with, and so any prediction.
     The mean is over the values in the vocabulary, each counted as often as `Workflow.fit` saw it. Only the rows of
-    codes 0 (null) and 1 (unseen) are filled, and those of them that occurred in `fit` stay as trained.
+    codes 0 (null) and 1 (unseen, or all buckets) are filled, and those of them that occurred in `fit` stay as trained.
 
     Args:
         model: A plain module, as `gather` gives it. It is changed.
@@ -56,6 +56,8 @@ def fill_unknown(
                     f"column {name!r} has {vocabulary.size} codes and its table {len(weight)} rows: the model was "
                     "trained with another workflow"
                 )
+        if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
+            raise ValueError(f"columns {', '.join(known)} have one table, and differ in num_buckets: their codes clash")
         codes = _never_seen(list(known.values()))
         total = sum(int(vocabulary.counts.sum()) for vocabulary in known.values())
         if codes and total:
@@ -67,7 +69,10 @@ def fill_unknown(
 @contextlib.contextmanager
 def unknown_filled(model: nn.Module, workflow: Workflow) -> Iterator[None]:
     """`fill_unknown`, as long as the block lasts."""
-    before = [(weight, weight[:FIRST_CODE].detach().clone()) for weight, _ in _tables(model, workflow, None)]
+    before = [
+        (weight, weight[: max(workflow.vocabularies[name].first_code for name in columns)].detach().clone())
+        for weight, columns in _tables(model, workflow, None)
+    ]
     try:
         fill_unknown(model, workflow)
         yield
@@ -101,11 +106,13 @@ def _tables(
 
 
 def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
-    counts = {NULL_CODE: sum(v.nulls for v in vocabularies), UNSEEN_CODE: sum(v.unseen for v in vocabularies)}
-    return [code for code, count in counts.items() if not count]
+    """Those of the codes that stand for no one value which none of the columns of a table had."""
+    nulls = sum(vocabulary.nulls for vocabulary in vocabularies)
+    buckets = zip(*(vocabulary.bucket_counts for vocabulary in vocabularies), strict=True)
+    return [NULL_CODE] * (not nulls) + [code for code, counts in enumerate(buckets, UNSEEN_CODE) if not any(counts)]
 
 
 def _sum(weight: Tensor, vocabulary: Vocabulary) -> Tensor:
     """Of the known rows, each as often as its value was seen; shape (columns,)."""
     counts = torch.from_numpy(vocabulary.counts.to_numpy(writable=True)).to(weight)
-    return counts @ weight[FIRST_CODE : vocabulary.size]
+    return counts @ weight[vocabulary.first_code : vocabulary.size]

@@ -7,19 +7,23 @@ from functools import cached_property
 from typing import Any
 
 import polars as pl
+import torch
 
 from .direct_table import DirectTable
+from .hashing import hashed
 
-NULL_CODE, UNSEEN_CODE, FIRST_CODE = 0, 1, 2
-"""The codes of null, of a value that is not in the vocabulary, and of its first value."""
+NULL_CODE, UNSEEN_CODE = 0, 1
+"""The codes of null, and of a value that is not in the vocabulary: the first of them, where there are several."""
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     """The known values of a categorical column, or of the lists in it.
 
-    Code 0 is null, 1 is any value that is not known here, 2 the most frequent known value, and so on. In a column of
-    lists every element has a code, and a list that is null becomes a list with the one code 0.
+    Code 0 is null, 1 is any value that is not known here, 2 the most frequent known value, and so on. With several
+    buckets, a value that is not known has one of the codes 1 to `num_buckets`, by its hash, and the first known value
+    the code after them. In a column of lists every element has a code, and a list that is null becomes a list with the
+    one code 0.
 
     Examples:
         >>> import polars as pl
@@ -33,18 +37,27 @@ class Vocabulary:
     """
 
     values: pl.Series
-    """The known values, the most frequent first, equally frequent ones ascending. Value i has code i + 2."""
+    """The known values, the most frequent first, equally frequent ones ascending; those that a later `fit` has found
+    follow in the same order. Value i has code i + `first_code`."""
     counts: pl.Series
     """How often each was seen; int64."""
     lists: bool
     """Whether the column is one of lists."""
-    nulls: int = 0
+    nulls: int
     """How often code 0 was seen."""
-    unseen: int = 0
-    """How often code 1 was seen: values that were left out, because they are rare."""
+    bucket_counts: pl.Series
+    """How often each of the codes 1 to `num_buckets` was seen: values that were left out, because they are rare."""
 
     @classmethod
-    def of(cls, counted: pl.DataFrame, lists: bool, min_count: int, max_size: int | None) -> Vocabulary:
+    def of(
+        cls,
+        counted: pl.DataFrame,
+        lists: bool,
+        min_count: int,
+        max_size: int | None,
+        num_buckets: int,
+        previous: Vocabulary | None,
+    ) -> Vocabulary:
         """The vocabulary of counted values.
 
         Args:
@@ -52,22 +65,75 @@ class Vocabulary:
             lists: Whether they are values in lists.
             min_count: What was seen less often is unseen.
             max_size: How many codes there may be, those of null and unseen included. None: any number.
+            num_buckets: How many codes values that are not known have.
+            previous: What was known before: its values keep their codes, its counts are added.
         """
-        known = counted.drop_nulls("value")
-        kept = known.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
+        seen = counted.drop_nulls("value")
+        new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
+        old = new.clear()
+        if previous is not None:
+            old = pl.DataFrame({"value": previous.values, "count": previous.counts})
+            again = old.join(seen, on="value", how="left", maintain_order="left")["count_right"].fill_null(0)
+            old = old.with_columns(pl.col("count") + again)
+            new = new.join(old, on="value", how="anti", maintain_order="left")
         if max_size is not None:
-            kept = kept.head(max_size - FIRST_CODE)
-        rows, known_rows, kept_rows = (int(frame["count"].sum()) for frame in (counted, known, kept))
-        return cls(kept["value"], kept["count"], lists, rows - known_rows, known_rows - kept_rows)
+            new = new.head(max(0, max_size - 1 - num_buckets - len(old)))
+        kept = pl.concat([old, new]).rechunk()
+        left = seen.join(kept, on="value", how="anti").group_by(
+            bucket=_bucket(pl.col("value"), kept.schema["value"], num_buckets)
+        )
+        filled = dict(left.agg(pl.col("count").sum()).iter_rows())
+        buckets = pl.Series("count", [filled.get(1 + i, 0) for i in range(num_buckets)], pl.Int64)
+        nulls = int(counted.filter(pl.col("value").is_null())["count"].sum())
+        if previous is not None:
+            nulls, buckets = nulls + previous.nulls, buckets + previous.bucket_counts
+        return cls(kept["value"], kept["count"], lists, nulls, buckets)
+
+    @property
+    def num_buckets(self) -> int:
+        """How many codes values that are not known have."""
+        return len(self.bucket_counts)
+
+    @property
+    def first_code(self) -> int:
+        """The code of the first known value."""
+        return UNSEEN_CODE + self.num_buckets
+
+    @property
+    def unseen(self) -> int:
+        """How often values were seen that are not known, because they are rare."""
+        return int(self.bucket_counts.sum())
 
     @property
     def size(self) -> int:
-        """How many codes there are, 0 and 1 included: the rows that an embedding table needs."""
-        return len(self.values) + FIRST_CODE
+        """How many codes there are, those of null and unseen included: the rows that an embedding table needs."""
+        return len(self.values) + self.first_code
 
     def mapping(self) -> dict[Any, int]:
         """The code of each known value, as plain Python."""
-        return {value: code for code, value in enumerate(self.values.to_list(), FIRST_CODE)}
+        return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
+
+    def shares(self) -> torch.Tensor:
+        """How often each code was seen, as a part of all rows that `fit` saw, or of all elements of lists.
+
+        Shape (size,). It is how likely a code is in a random training row; see `recsys.models.softmax_logits`.
+        """
+        counts = torch.from_numpy(pl.concat([self.bucket_counts, self.counts]).to_numpy(writable=True))
+        counts = torch.cat([torch.tensor([self.nulls]), counts]).double()
+        return (counts / counts.sum()).float()
+
+    def unknown_weights(self) -> torch.Tensor:
+        """What part each row of a table has in the vector of a value that is not known; shape (size,), their sum is 1.
+
+        Where `fit` saw such values, it is the mean of the rows that they have trained, and otherwise of those of the
+        known values, each as often as it was seen. For tables that grow, see `Sharded.load`.
+        """
+        weights = torch.zeros(self.size, dtype=torch.float64)
+        if self.unseen or not int(self.counts.sum()):
+            weights[UNSEEN_CODE : self.first_code] = 1 / self.num_buckets
+        else:
+            weights[self.first_code :] = torch.from_numpy(self.counts.to_numpy(writable=True))
+        return (weights / weights.sum()).float()
 
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """The frame with a further column `codes`, those of `column`: int64, or lists of int64, without nulls.
@@ -78,21 +144,24 @@ class Vocabulary:
         if self.lists:
             value = pl.element()
             known = value.cast(self.values.dtype).replace_strict(
-                self.values, numbers, default=UNSEEN_CODE, return_dtype=pl.Int64
+                self.values, numbers, default=self._unknown(value), return_dtype=pl.Int64
             )
             lists = pl.col(column).list.eval(pl.when(value.is_not_null()).then(known).otherwise(NULL_CODE))
             return frame.with_columns(self.filled(lists).alias(codes))
         here = pl.col(column).is_not_null()
         if self._by_position is not None:  # no other column is touched then
-            known = self._by_position.get("code", pl.col(column)).fill_null(UNSEEN_CODE)
+            known = self._by_position.get("code", pl.col(column)).fill_null(self._unknown(pl.col(column)))
             return frame.with_columns(pl.when(here).then(known).otherwise(NULL_CODE).alias(codes))
         # A join, which takes a third of the time of replace_strict.
         values = pl.LazyFrame({f"value of {codes}": self.values, codes: numbers})
         key = pl.col(column).cast(self.values.dtype)
         joined = frame.join(values, left_on=key, right_on=f"value of {codes}", how="left", maintain_order="left")
-        return joined.with_columns(
-            pl.when(here).then(pl.col(codes).fill_null(UNSEEN_CODE)).otherwise(NULL_CODE).alias(codes)
-        )
+        known = pl.col(codes).fill_null(self._unknown(pl.col(column)))
+        return joined.with_columns(pl.when(here).then(known).otherwise(NULL_CODE).alias(codes))
+
+    def _unknown(self, value: pl.Expr) -> pl.Expr:
+        """The codes of values that are not known."""
+        return _bucket(value, self.values.dtype, self.num_buckets)
 
     @cached_property
     def _by_position(self) -> DirectTable | None:
@@ -100,7 +169,7 @@ class Vocabulary:
 
     def _numbers(self) -> pl.Series:
         """The code of each of the `values`."""
-        return pl.int_range(FIRST_CODE, self.size, dtype=pl.Int64, eager=True)
+        return pl.int_range(self.first_code, self.size, dtype=pl.Int64, eager=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -110,6 +179,13 @@ class Vocabulary:
     def filled(self, codes: pl.Expr) -> pl.Expr:
         """Codes with that of null where there is none."""
         return codes.fill_null(pl.lit([NULL_CODE], pl.List(pl.Int64)) if self.lists else pl.lit(NULL_CODE, pl.Int64))
+
+
+def _bucket(value: pl.Expr, dtype: pl.DataType, num_buckets: int) -> pl.Expr:
+    """The code of each value that is not in a vocabulary of values of type `dtype`."""
+    if num_buckets == 1:
+        return pl.lit(UNSEEN_CODE, pl.Int64)
+    return (hashed(value.cast(dtype), dtype) % num_buckets).cast(pl.Int64) + UNSEEN_CODE
 
 
 def value_type(dtype: pl.DataType, where: str) -> pl.DataType:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +37,7 @@ from .inputs import Source, opened
 from .learning import learn
 from .pipeline import needed, pipeline
 from .steps import Categorify, Step, type_name
+from .vocabulary import Vocabulary, value_type
 
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _POSITION = 4  # bytes of a row's position in the output
@@ -46,13 +47,14 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and others.
 
     Args:
-        *steps: `Join`, `Categorify`, `Compute` and `Drop`, in the order in which they are to be applied.
+        *steps: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`, and those that change single values,
+            `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; in the order in which they are to be applied.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Those of the columns that the steps make of them.
         vocabularies: The `Vocabulary` of each categorified column.
-        rows: How many rows `fit` saw.
+        rows: How many rows `fit` saw, those of the workflow that it went on from included.
 
     `fitted` tells whether it is one.
 
@@ -82,22 +84,40 @@ class Workflow:
         400
     """
 
+    rows: int
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    vocabularies: dict[str, Vocabulary]
+
     def __init__(self, *steps: Step) -> None:
         for step in steps:
             if not isinstance(step, Step):
-                raise TypeError(f"a workflow consists of Join, Categorify, Compute and Drop, not of {step!r}")
+                raise TypeError(
+                    f"a workflow consists of steps such as Join, Categorify, Compute and Drop, not of {step!r}"
+                )
         coded = [name for step in steps if isinstance(step, Categorify) for name in step.adds]
         if twice := {name for name in coded if coded.count(name) > 1}:
             raise ValueError(f"column {min(twice)!r} is categorified twice")
         self.steps = steps
         self.fitted = False
 
-    def fit(self, source: Source, *, memory: int = 1 << 30, engine: str = "cpu", progress: bool = True) -> Workflow:
+    def fit(
+        self,
+        source: Source,
+        *,
+        previous: Workflow | str | os.PathLike[str] | None = None,
+        memory: int = 1 << 30,
+        engine: str = "cpu",
+        progress: bool = True,
+    ) -> Workflow:
         """Learn the vocabularies, in one pass over the rows for each `Categorify` in the workflow.
 
         Args:
             source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame. A lazy frame
                 is first streamed to a temporary file.
+            previous: A fitted workflow, or the folder that one was saved to, whose vocabularies are to grow: all its
+                codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
+                Columns that it did not have begin anew. `min_count` is of the rows of `source` alone.
             memory: Bytes that a rank may use for rows; the values to be counted come on top.
             engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
             progress: Whether to show a bar; in ranks, that of rank 0.
@@ -107,22 +127,52 @@ class Workflow:
 
         Raises:
             FileNotFoundError, ValueError: naming file and column: not there, of a type that a step cannot use, another
-                schema than the first file's, no rows.
+                schema than the first file's, no rows; or codes of `previous` could not stay.
         """
         chosen = _engine(engine)
+        if isinstance(previous, (str, os.PathLike)):
+            previous = Workflow.load(previous)
+        if previous is not None and not isinstance(previous, Workflow):
+            raise TypeError(
+                f"previous is a {type(previous).__name__}: a fitted workflow, or the folder of one, is needed"
+            )
         with opened(source) as given:
-            ranks.agree("fit", steps=repr(self), rows=given.rows, schema=str(given.schema))
+            before = None if previous is None else previous._digest()
+            ranks.agree("fit", steps=repr(self), rows=given.rows, schema=str(given.schema), previous=before)
             schemas = [given.schema]
             for step in self.steps:
                 schemas.append(step.check(schemas[-1], given.where))
             size = max(1, memory // (_COPIES * _width(given.head(given.schema.names()))))
-            self.vocabularies = learn(self.steps, schemas, given, size, chosen, progress)
-            self.rows = given.rows
+            known = {} if previous is None else previous.vocabularies
+            self._check_growth(known, schemas)
+            self.vocabularies = learn(self.steps, schemas, given, size, chosen, progress, known)
+            self.rows = given.rows + (0 if previous is None else previous.rows)
             self.inputs, self.outputs = (
                 {name: type_name(dtype) for name, dtype in schema.items()} for schema in (schemas[0], schemas[-1])
             )
         self.fitted = True
         return self
+
+    def _check_growth(self, previous: Mapping[str, Vocabulary], schemas: Sequence[pl.Schema]) -> None:
+        """Raise `ValueError` where the codes of vocabularies could not stay."""
+        pairs = [(step, schema) for step, schema in zip(self.steps, schemas, strict=False) if type(step) is Categorify]
+        groups = [(step, schema, group) for step, schema in pairs for group in step.groups]
+        for step, schema, group in groups:
+            old = next((previous[name] for name in group if name in previous), None)
+            if old is None:
+                continue
+            dtype, size, buckets = value_type(schema[group[0]], "fit"), step.max_size[group[0]], old.num_buckets
+            why = ""
+            if any(name not in previous or not previous[name].values.equals(old.values) for name in group):
+                why = f"columns {', '.join(group)} had not one vocabulary together"
+            elif dtype != old.values.dtype:
+                why = f"its values were {old.values.dtype} and are {dtype}"
+            elif step.num_buckets[group[0]] != buckets:
+                why = f"it had num_buckets={buckets}, and has {step.num_buckets[group[0]]}"
+            elif size is not None and size < old.size:
+                why = f"it had {old.size} codes, and max_size={size}"
+            if why:
+                raise ValueError(f"column {group[0]!r} cannot keep the codes of the previous workflow: {why}")
 
     def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
         """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept.

@@ -16,6 +16,12 @@ class Ragged(NamedTuple):
     """One list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
 
     As `torch.nn.functional.embedding_bag` takes it with ``include_last_offset=True``.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> Ragged(torch.tensor([7, 8, 9]), torch.tensor([0, 2, 2, 3])).lengths  # [7, 8], [] and [9]
+        tensor([2, 0, 1])
     """
 
     values: Tensor

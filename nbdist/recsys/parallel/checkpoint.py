@@ -54,7 +54,11 @@ def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
                 continue
             found = "has none" if size is None else f"has one of shape {size}"
             if part == "model":
-                raise ValueError(f"{folder} does not fit: {key} has the shape {shape} here, and the checkpoint {found}")
+                grown = size is not None and size[1:] == shape[1:] and size[0] < shape[0]
+                hint = ". A table that has grown since is loaded with grow=" if grown else ""
+                raise ValueError(
+                    f"{folder} does not fit: {key} has the shape {shape} here, and the checkpoint {found}{hint}"
+                )
             raise ValueError(misfit(folder, f"{key} has the shape {shape} here, and the checkpoint {found}"))
 
 

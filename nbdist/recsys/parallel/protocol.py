@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from .growth import Growth
+
 
 class Parallel(Protocol):
     """A model on all ranks: what `shard` and `replicate` give. All ranks have to call each of its methods."""
@@ -26,12 +28,15 @@ class Parallel(Protocol):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`."""
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
         """Load what `save` wrote, on any number of ranks.
 
         Args:
             folder: What `save` was given.
             optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
+                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
+                optimizers know nothing of the new ones yet.
 
         Raises:
             ValueError: The checkpoint is of another model, or of another optimizer.

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.nn.parallel import DistributedDataParallel
 
 from ...devices import collective_device
-from . import buffers, checkpoint, optimizers
+from . import buffers, checkpoint, growth, optimizers
+from .growth import Growth
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,31 @@ class Replicated:
             buffers.share(list(self.model.module.buffers()))  # any rank's may be written
         checkpoint.save(folder, {"model": self._weights()} | optimizers.state_of([self._named()]))
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
         """Load what `save` wrote, on any number of ranks; or the weights that `Sharded.save` wrote of such a model.
 
         Args:
             folder: What `save` was given.
             optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
+                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
+                optimizers know nothing of the new ones yet.
 
         Raises:
-            ValueError: The checkpoint is of another model, or of another optimizer.
+            ValueError: The checkpoint is of another model, or of another optimizer; or a table cannot grow so.
         """
         state: dict[str, Any] = {"model": self._weights()}
+        saved = checkpoint.contents(folder)
+        growing = growth.resolve(grow or {}, state["model"], saved, folder)
+        there = growth.clipped(state, growing)
         if optimizer:
-            state |= optimizers.empty_state([self._named()], checkpoint.contents(folder), folder)
-        checkpoint.load(folder, state)
+            there |= optimizers.empty_state([self._named()], saved, folder)
+        checkpoint.load(folder, there)
+        growth.fill_new(state["model"], growing)
         states.set_model_state_dict(self.model, state["model"])
         if optimizer:
-            optimizers.set_state([self._named()], state, folder)
+            growth.pad_states(there, growing, folder)
+            optimizers.set_state([self._named()], there, folder)
 
     def _weights(self) -> dict[str, Any]:
         return dict(states.get_model_state_dict(self.model))

@@ -15,8 +15,9 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from ...devices import collective_device
-from . import buffers, checkpoint, optimizers
+from . import buffers, checkpoint, growth, optimizers
 from .checkpoint import no_future_warnings
+from .growth import Growth
 from .plan import Plan
 
 
@@ -92,29 +93,39 @@ class Sharded:
         state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
         checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
 
-    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True) -> None:
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
         """Load what `save` wrote, on any number of ranks and with any strategies. All ranks have to call it.
 
         Args:
             folder: What `save` was given.
             optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
+                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
+                optimizers know nothing of the new ones yet.
 
         Raises:
-            ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies.
+            ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies; or a
+                table cannot grow so.
         """
-        state: dict[str, Any] = {"model": self._weights()}
         dense = _dense(self.optimizer)
-        if optimizer:
-            state |= {"steps": _steps(self.optimizer)} | self._fused_state()
-            state |= optimizers.empty_state(dense, checkpoint.contents(folder), folder)
-        checkpoint.load(folder, state)
+        saved = checkpoint.contents(folder)
         with no_future_warnings():
+            state: dict[str, Any] = {"model": self._weights()}
+            growing = growth.resolve(grow or {}, state["model"], saved, folder)
+            if optimizer:
+                state |= {"steps": _steps(self.optimizer)} | self._fused_state()
+            there = growth.clipped(state, growing)
+            if optimizer:
+                there |= optimizers.empty_state(dense, saved, folder)
+            checkpoint.load(folder, there)
+            growth.fill_new(state["model"], growing)
             self.model.load_state_dict(state["model"])
         if optimizer:
-            optimizers.set_state(dense, state, folder)
+            growth.pad_states(there, growing, folder)
+            optimizers.set_state(dense, there, folder)
             for kernel in _fused(self.optimizer):
-                kernel.iter.fill_(int(state["steps"]))
-                kernel.iter_cpu.fill_(int(state["steps"]))
+                kernel.iter.fill_(int(there["steps"]))
+                kernel.iter_cpu.fill_(int(there["steps"]))
 
     def _weights(self) -> dict[str, Any]:
         with no_future_warnings():

@@ -1,6 +1,6 @@
 """Embedding tables sharded over the ranks, with TorchRec: plan, build, train, save, and get one plain model back."""
 
-from .versions import check_torchrec
+from ..versions import check_torchrec
 
 check_torchrec()  # before anything imports TorchRec: a wrong pair fails with a riddle
 

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
 
-Predict: TypeAlias = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
-"""Model and batch → predictions, such as logits of shape (rows,), and targets."""
+Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"]
+"""Model and batch → predictions, such as logits of shape (rows,), and targets; and, for metrics of ranked rows such as
+`NDCG`, whose rows they are: integers, shape (rows,), such as the users."""
 
 
 def evaluate(
@@ -32,7 +34,8 @@ def evaluate(
 
     Args:
         model: The module, such as `model` of what `shard` or `replicate` gave.
-        predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets.
+        predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
+            and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users.
         loader: The rows, on the device that the model is on; each rank has its share.
         metrics: Name → metric. They are moved to the rank's device and reset before.
         bf16: Run `predict` under autocast to bfloat16.
@@ -76,28 +79,34 @@ def measure(
         metric.to(collective_device()).reset()
     try:
         for batch in loader:
-            predictions, targets = forward(model, predict, batch, bf16)
+            found = forward(model, predict, batch, bf16)
             if loader.repeats:
-                predictions, targets = predictions[: -loader.repeats], targets[: -loader.repeats]
-            for metric in metrics.values():
-                metric.update(predictions, targets)
+                found = tuple(one[: -loader.repeats] for one in found)
+            for name, metric in metrics.items():
+                grouped = isinstance(metric, RetrievalMetric)
+                if grouped and len(found) < 3:
+                    raise TypeError(
+                        f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
+                        "are, too: predictions, targets, users"
+                    )
+                metric.update(*(found if grouped else found[:2]))
     finally:
         model.train(was_training)
-    found, failed = dict.fromkeys(metrics, math.nan), {}
+    results, failed = dict.fromkeys(metrics, math.nan), {}
     for name, metric in metrics.items():
         try:
-            found[name] = float(metric.compute())
+            results[name] = float(metric.compute())
         except ValueError as error:
             failed[name] = str(error)
             with contextlib.suppress(TorchMetricsUserError):  # where it has not got as far
                 metric.unsync()  # it would go on with the rows of all ranks, and could not be reset
-    values = torch.tensor(list(found.values()), dtype=torch.float64, device=collective_device())
+    values = torch.tensor(list(results.values()), dtype=torch.float64, device=collective_device())
     dist.broadcast(values, src=0)  # ranks that stop by them must not differ in the last bit, as sums on a GPU may
     return dict(zip(metrics, values.tolist(), strict=True)), ranks.on_rank_0(lambda: failed)
 
 
-def forward(model: nn.Module, predict: Predict, batch: Any, bf16: bool) -> tuple[Tensor, Tensor]:
-    """Predictions, in single precision, and targets of a batch."""
+def forward(model: nn.Module, predict: Predict, batch: Any, bf16: bool) -> tuple[Tensor, ...]:
+    """Predictions, in single precision, and targets of a batch; and the users, if `predict` tells them."""
     with torch.autocast(collective_device().type, torch.bfloat16) if bf16 else contextlib.nullcontext():
-        predictions, targets = predict(model, batch)
-    return predictions.float(), targets
+        predictions, *others = predict(model, batch)
+    return predictions.float(), *others

@@ -52,7 +52,7 @@ class Run:
         """One step, on batch `number` of the epoch."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
-        loss = self.loss(*forward(module, self.predict, batch, self.bf16))
+        loss = self.loss(*forward(module, self.predict, batch, self.bf16)[:2])
         (loss * self._parts[number]).backward()
         optimizer.step()
         self._loss += loss.detach() * self._sizes[number]

@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..etl.crossing import HashedCross
+from ..etl.elementwise import Bucketize, ColumnStep
 from ..etl.steps import Categorify, Join, type_name
 from ..etl.vocabulary import Vocabulary
 from ..etl.workflow import Workflow
@@ -32,7 +34,7 @@ class Feature:
     """NumPy's name."""
     is_list: bool = False
     size: int | None = None
-    """How many codes a categorified column has, 0 for null and 1 for unknown values included."""
+    """How many codes a categorified column has, those of null and unknown values included."""
 
 
 @dataclass
@@ -68,7 +70,9 @@ class ServedSteps:
         key = f"vocabulary.{name}"
         kind = arrow_type(name, type_name(vocabulary.values.dtype))
         self.arrays[key] = to_request(vocabulary.values.to_frame().to_arrow()[0], name, kind)[:, 0]
-        self.steps.append({"kind": "categorify", "column": name, "vocabulary": key})
+        self.steps.append(
+            {"kind": "categorify", "column": name, "vocabulary": key, "num_buckets": vocabulary.num_buckets}
+        )
 
     def write(self, folder: Path) -> None:
         """Write what `served.preprocess.Preprocessing` reads."""
@@ -99,10 +103,18 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
         elif isinstance(step, Categorify):
             for name in made:
                 result.add_vocabulary(name, workflow.vocabularies[name])
+        elif isinstance(step, ColumnStep) and made:
+            coded = [name for one in workflow.steps[:number] if isinstance(one, Categorify) for name in one.adds]
+            for name in made:
+                result.steps.append({"kind": step.kind, "column": name, "coded": name in coded, **step.options})
+        elif isinstance(step, HashedCross) and made:
+            described = {"kind": "hashed_cross", "columns": step.columns, "num_buckets": step.num_buckets}
+            result.steps.append({**described, "column": step.name})
         elif made:
             raise ValueError(
                 f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
-                "compute it before the workflow, so that requests carry it, or leave it out of columns="
+                "compute it before the workflow, so that requests carry it, or leave it out of columns=; or use a step "
+                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice, HashedCross"
             )
         wanted = step.needs(wanted)
     result.steps.reverse()
@@ -113,6 +125,11 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
 
 def _feature(workflow: Workflow, name: str) -> Feature:
     vocabulary, kind = workflow.vocabularies.get(name), workflow.outputs[name]
+    makers = [step for step in workflow.steps if name in step.adds]
+    if makers and isinstance(makers[-1], Bucketize):
+        return Feature("int64", size=makers[-1].size)
+    if makers and isinstance(makers[-1], HashedCross):
+        return Feature("int64", size=makers[-1].num_buckets + 1)
     if vocabulary is not None:
         return Feature("int64", vocabulary.lists, vocabulary.size)
     if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):

@@ -9,7 +9,9 @@ Integers and booleans are int64, strings are bytes in an object array, and what 
 
 from __future__ import annotations
 
+import functools
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,16 +53,50 @@ class ValueIndex:
 
 
 class Categorify:
-    """Values to codes: 0 null, 1 not known, value i of the vocabulary i + 2; padding stays, as -1."""
+    """Values to codes: 0 null, 1 to `num_buckets` not known, then the vocabulary; padding stays, as -1."""
 
-    def __init__(self, vocabulary: Array) -> None:
-        self._index = ValueIndex(vocabulary)
+    def __init__(self, vocabulary: Array, num_buckets: int) -> None:
+        self._index, self._num_buckets = ValueIndex(vocabulary), num_buckets
 
     def __call__(self, values: Array) -> Array:
         null, padding = markers(values)
-        codes = self._index(values) + 2
+        numbers = self._index(values)
+        codes = numbers + 1 + self._num_buckets
+        unknown = numbers < 0
+        if self._num_buckets > 1:
+            codes[unknown] = 1 + (hashed(values[unknown]) % np.uint64(self._num_buckets)).astype(np.int64)
         codes[values == null] = 0
         codes[values == padding] = -1
+        return codes
+
+
+def hashed(values: Array) -> Array:
+    """The hash of each value, uint64: as `nbdist.recsys.etl.hashing` has it."""
+    if values.dtype == object:
+        return np.fromiter((zlib.crc32(value) for value in values.ravel().tolist()), np.uint64, values.size)
+    return _mixed(np.ascontiguousarray(values).view(np.uint64))
+
+
+def _mixed(values: Array) -> Array:
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+class HashedCross:
+    """Codes of combinations of columns: 0 where one is null, otherwise 1 to `num_buckets`."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self._num_buckets = num_buckets
+
+    def __call__(self, columns: list[Array]) -> Array:
+        first, *others = (hashed(values).reshape(values.shape) for values in columns)
+        for other in others:
+            first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
+        codes = 1 + (first % np.uint64(self._num_buckets)).astype(np.int64)
+        for values in columns:
+            codes[values == markers(values)[0]] = 0
         return codes
 
 
@@ -97,6 +133,56 @@ class Join:
         return {name: column[rows] for name, column in self._columns.items()}
 
 
+def fill_missing(values: Array, coded: bool, value: float) -> Array:
+    """Values with `value` where there is none."""
+    return np.where(_missing(values), values.dtype.type(value), values)
+
+
+def log(values: Array, coded: bool) -> Array:
+    """log(1 + x), in double precision."""
+    if values.dtype == np.int64 and (values == NULL).any():
+        raise ValueError("there is a null in a column of which the logarithm is taken")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.log1p(values.astype(np.float64))
+    return found.astype(np.float32) if values.dtype == np.float32 else found
+
+
+def clip(values: Array, coded: bool, least: float | None, most: float | None) -> Array:
+    """Values between bounds; what is missing stays so."""
+    kind = values.dtype.type
+    bounds = (None if bound is None else kind(bound) for bound in (least, most))
+    return np.where(_missing(values), values, np.clip(values, *bounds))
+
+
+def bucketize(values: Array, coded: bool, boundaries: list[float]) -> Array:
+    """0 for what is missing, 1 below the first boundary, and so on."""
+    return np.where(_missing(values), 0, 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right"))
+
+
+def list_slice(values: Array, coded: bool, first: int | None, last: int | None) -> Array:
+    """The first or the last values of lists."""
+    if last is None:
+        return values[:, :first]
+    padding = -1 if coded else markers(values)[1]
+    lengths = (values != padding).sum(axis=1)[:, None]  # (rows, 1)
+    places = np.maximum(lengths - last, 0) + np.arange(min(last, values.shape[1]))
+    found = np.take_along_axis(values, places.clip(max=values.shape[1] - 1), axis=1)
+    found[places >= lengths] = padding
+    return found
+
+
+ELEMENTWISE: dict[str, Any] = {
+    function.__name__: function for function in (fill_missing, log, clip, bucketize, list_slice)
+}
+"""The steps that change single values, by their kind in ``steps.json``."""
+
+
+def _missing(values: Array) -> Array:
+    """Which values are not there: nulls, and among floats NaN."""
+    found: Array = values == NULL if values.dtype == np.int64 else np.isnan(values)
+    return found
+
+
 class Preprocessing:
     """The steps that are in a folder."""
 
@@ -114,7 +200,13 @@ class Preprocessing:
                 {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
             )
             return step["on"], Join(keys, columns, missing)
-        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]))
+        if step["kind"] == "hashed_cross":
+            cross = HashedCross(step["num_buckets"])
+            return step["columns"], lambda columns: {step["column"]: cross(columns)}
+        if step["kind"] in ELEMENTWISE:
+            options = {name: one for name, one in step.items() if name not in ("kind", "column")}
+            return [step["column"]], functools.partial(ELEMENTWISE[step["kind"]], **options)
+        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]), step["num_buckets"])
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs, by name, of the inputs.
@@ -126,7 +218,7 @@ class Preprocessing:
         for name, values in columns.items():
             _check(name, values, self.inputs[name].startswith("list["))
         for names, step in self._steps:
-            if isinstance(step, Join):
+            if len(names) > 1 or isinstance(step, Join):
                 columns.update(step([columns[name] for name in names]))
             else:
                 columns[names[0]] = step(columns[names[0]])

@@ -1,4 +1,7 @@
-"""TorchRec, FBGEMM and torch have to be of one release; a wrong pair fails late and with a riddle, so look first."""
+"""TorchRec, FBGEMM and torch have to be of one release; a wrong pair fails late and with a riddle, so look first.
+
+`python -m nbdist.recsys.versions` prints the two that go with the torch that is here, as pip takes them.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,7 @@ def check_torchrec() -> None:
     """
     import torch
 
-    versions = matching(torch.__version__)
-    build = "fbgemm-gpu" if torch.version.cuda and torch.cuda.is_available() else "fbgemm-gpu-cpu"
-    pair = f"torchrec=={versions['torchrec']}", f"{build}=={versions[build]}"
+    versions, pair = matching(torch.__version__), pair_for_this_torch()
     advice = (
         f"For torch {torch.__version__.partition('+')[0]}, install the pair {pair[0]} and {pair[1]}:"
         f'\n    pip install "nbdist[torchrec]" && pip install --no-deps {pair[0]} {pair[1]}'
@@ -49,6 +50,19 @@ def check_torchrec() -> None:
         raise ImportError(f"TorchRec needs the module {error.name}, which is not installed. {advice}") from error
     except Exception as error:  # OSError, AttributeError, RuntimeError: whatever a library of the wrong build runs into
         raise ImportError(f"TorchRec or FBGEMM cannot be loaded: {type(error).__name__}: {error}. {advice}") from error
+
+
+def pair_for_this_torch() -> tuple[str, str]:
+    """The requirements of TorchRec and FBGEMM, the latter for CUDA where there is a GPU.
+
+    Raises:
+        ImportError: There are none for this torch.
+    """
+    import torch
+
+    versions = matching(torch.__version__)
+    build = "fbgemm-gpu" if torch.version.cuda and torch.cuda.is_available() else "fbgemm-gpu-cpu"
+    return f"torchrec=={versions['torchrec']}", f"{build}=={versions[build]}"
 
 
 def matching(torch_version: str) -> dict[str, str]:
@@ -84,3 +98,7 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    print(*pair_for_this_torch())

@@ -1,4 +1,4 @@
-"""How good a recommender is, over all ranks: AUC, log loss, RMSE; and how fast it trains.
+"""Metrics of single rows, over all ranks: AUC, log loss, RMSE; and how many rows a second are trained.
 
 All are torchmetrics metrics: `update` with each batch on each rank, `compute` on all ranks, which gives every rank the
 same number, that of all rows. Without a process group they are of the rows of this process. Make them on the device

@@ -1,0 +1,153 @@
+"""What `multiprocessing` and `multiprocess` send between processes, pickled as a call is: by value what cells define.
+
+Both libraries pickle the messages of their queues and pipes by `ForkingPickler.dumps`, and by nothing that could be
+exchanged for one context alone: `concurrent.futures` makes its queue itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .depth import deeply
+from .diagnosis import explain_failure, explain_unreadable
+from .pickler import Pickler
+from .reading import Keep, Unreadable, read
+
+#: The descriptors that came with this process, by the numbers that `Inherited` has.
+inherited: list[int] = []
+#: Whether a global that came with a message may enter its namespace. In the notebook, nothing is overwritten.
+keep: Keep = lambda key, namespace, name: name not in namespace  # noqa: E731
+#: Says of a global that the readers of what this process sends have it already.
+skip: Callable[[str, str], bool] = lambda key, name: False  # noqa: E731
+#: What the reader of a message is called in errors.
+where = "the notebook"
+
+
+class Inherited:
+    """A descriptor on its way to a process that is being started."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def detach(self) -> int:
+        """In that process: the descriptor."""
+        return inherited[self._number]
+
+
+class MessagePickler(Pickler):
+    """Pickles for the processes of a library's context, with what is registered there.
+
+    Args:
+        library: "multiprocessing" or "multiprocess".
+        file, options: As for `Pickler`.
+    """
+
+    def __init__(self, library: str, file: io.BytesIO, **options: Any) -> None:
+        self._reducers = importlib.import_module(f"{library}.reduction").ForkingPickler._extra_reducers
+        self._registered = registered(library)
+        super().__init__(file, **options)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in self._reducers:  # connections, sockets; torch's tensors, which go to shared memory
+            return self._reducers[kind](obj)
+        if kind in self._registered:
+            call = _Reduction()
+            self._registered[kind](call, obj)
+            return call.reduction
+        if isinstance(obj, type) and "in_processes" in vars(obj):
+            return _itself, (vars(obj)["in_processes"],)
+        return super().reducer_override(obj)
+
+
+class _Reduction:
+    """What a function that was registered with dill takes for dill's pickler."""
+
+    def save_reduce(self, *reduction: Any, obj: Any = None) -> None:
+        self.reduction = reduction
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def registered(library: str) -> dict[type, Any]:
+    """How dill pickles those types for which the user has told it (`dill.register`, `dill.pickle`)."""
+    if library != "multiprocess":
+        return {}
+    dispatch = importlib.import_module("dill").Pickler.dispatch
+    own = ("dill", "pickle", "_pickle")
+    return {
+        kind: save
+        for kind, save in dispatch.items()
+        if isinstance(save, types.FunctionType) and save.__module__.partition(".")[0] not in own
+    }
+
+
+def register(library: str, types: dict[type, Any]) -> None:
+    """In a process: what `registered` gave in the notebook."""
+    if types:
+        importlib.import_module("dill").Pickler.dispatch.update(types)
+
+
+class _Packed:
+    """Is pickled as what reads the pickle that it holds."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read, (self._pickled,)
+
+
+def _read(pickled: bytes) -> Any:
+    try:
+        return read(memoryview(pickled), [], originals=[], keep=keep)
+    except Unreadable as exc:
+        raise explain_unreadable(exc, where) from exc.__cause__
+
+
+def dumps(library: str, obj: Any) -> bytes:
+    """A message, for plain `pickle.loads`. Raises `CaptureError`."""
+
+    def write() -> Pickler:
+        pickler = MessagePickler(library, io.BytesIO(), in_band=True, skip=lambda key, name: skip(key, name))
+        pickler.dump(obj)
+        return pickler
+
+    try:
+        pickler = deeply(write)
+    except RuntimeError as exc:
+        if isinstance(exc, RecursionError):
+            raise explain_failure(exc, {"the message": obj}) from None
+        raise  # the library's own: a lock or queue may only be given to a process when that is started
+    except Exception as exc:
+        raise explain_failure(exc, {"the message": obj}) from None
+    pickled = pickler.file.getvalue()
+    return pickle.dumps(_Packed(pickled)) if pickler.defines else pickled
+
+
+def install(library: str) -> None:
+    """From now on, what this process sends by a library's queues and pipes is pickled here."""
+
+    def dump_message(cls: type, obj: Any, protocol: int | None = None, *args: Any, **options: Any) -> bytes:
+        return dumps(library, obj)
+
+    importlib.import_module(f"{library}.reduction").ForkingPickler.dumps = classmethod(dump_message)
+
+
+def use_in_process(library: str, received: Keep, where_: str, has: Callable[[str, str], bool]) -> None:
+    """In a process: pickle messages here, and let what comes with them enter where `received` allows it."""
+    global keep, skip, where
+    keep, skip, where = received, has, where_
+    install(library)
+
+
+def fits(descriptors: Sequence[int], most: int = 32) -> list[Sequence[int]]:
+    """The descriptors in as many parts as messages can carry."""
+    return [descriptors[start : start + most] for start in range(0, len(descriptors), most)]

@@ -1,0 +1,76 @@
+"""What a worker of `parallel_map` does: it keeps the function, and calls it with the items that come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..capture.diagnosis import explain_unreadable
+from ..capture.reading import Unreadable, read
+from ..wire.board import Board
+from ..wire.messages import Header, Setting
+from ..wire.parcel import Parcel
+from . import shell
+from .call import Caller
+from .world import enter_setting, seed_everything, take_share
+
+
+class Mapper:
+    """The function, and what becomes of the items."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._where = f"a worker (pid {os.getpid()})"
+        self._fn: Callable[[Any], Any]
+        self._board: Board
+        self._worker = 0
+        self._failed = False
+
+    def begin(
+        self,
+        worker: int,
+        workers: int,
+        setting: Setting,
+        threads: int,
+        seeds: Sequence[int],
+        header: Header,
+        parcel: Parcel,
+        fds: list[int],
+    ) -> None:
+        """Take the function. The descriptor is that of the board; on another machine there is none."""
+        self._worker, self._board = (worker, Board.of(fds[0], workers)) if fds else (0, Board.create(1))
+        enter_setting(setting)
+        take_share(threads)
+        self._fn, _, _ = self._caller.take(header, parcel, self._where)
+        seed_everything(seeds)
+
+    def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
+        """The seconds that the items in the parcel take, of which this is the number of the first, and the function's
+        values for them. Fewer if the call is over meanwhile."""
+        if self._failed:  # what the board says is to stay
+            parcel.close()
+            return 0.0, []
+        try:
+            return self._run(first, parcel)
+        except BaseException:
+            self._failed = True
+            raise
+        finally:
+            shell.after_call()
+
+    def _run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
+        fn, worker, note, over = self._fn, self._worker, self._board.note, self._board.over
+        note(worker, first)
+        try:
+            items = read(*parcel.open(), originals=self._caller.originals, keep=lambda key, namespace, name: True)
+        except Unreadable as exc:
+            raise explain_unreadable(exc, self._where) from exc.__cause__
+        start, values = time.monotonic(), []
+        for number, item in enumerate(items, first):
+            if over():
+                break
+            note(worker, number)
+            values.append(fn(item))
+        return time.monotonic() - start, values

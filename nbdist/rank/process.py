@@ -1,0 +1,156 @@
+"""A process of a context (`nbdist.context`): what `multiprocessing` does in a child, in a fork of the server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..capture import messages
+from ..errors import NbdistError
+from ..wire.channel import Channel
+from ..wire.messages import Header, ProcessStart, Setting
+from ..wire.parcel import Parcel
+from . import shell
+from .call import Caller
+from .world import enter_setting, seed_everything, take_share
+
+_FORKABLE = ("queues", "synchronize", "util")
+
+
+class _Process:
+    """This process: its channel to the notebook, and a pool's functions if it is a worker."""
+
+    def __init__(self, channel: Channel, caller: Caller, name: str) -> None:
+        self._channel, self._caller, self._name = channel, caller, name
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._pid = os.getpid()
+        self._running = self._stopped = False
+
+    def run(self, fn: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of the pool that this process works for."""
+        if fn not in self._functions:
+            self._fetch(fn)
+        if self._stopped:
+            raise KeyboardInterrupt
+        self._running = True
+        try:
+            return self._functions[fn](*args, **kwargs)
+        finally:
+            self._running = False
+            shell.after_call()
+
+    def _fetch(self, number: int) -> None:
+        if os.getpid() != self._pid:
+            raise NbdistError("a function of a pool can be called in the pool's workers alone, not in their children")
+        self._channel.send(("function", number))
+        (_, header), parcel, _ = self._channel.receive()
+        if parcel is None:
+            raise NbdistError("the function's call is over")
+        fn, _, _ = self._caller.take(header, parcel, self._name)
+        self._functions = {number: fn}  # the last one: it may hold much
+
+    def heed_interrupts(self) -> None:
+        """Let an interrupt end the task that runs, and those that follow; not what the worker does between them."""
+
+        def on_interrupt(signum: int, frame: Any) -> None:
+            self._stopped = True
+            if self._running:
+                self._running = False
+                raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, on_interrupt)
+
+    def returned(self) -> None:
+        """Tell the notebook that the worker ends because it is done."""
+        self._channel.send(("returned",))
+
+
+_this: _Process
+
+
+def run(
+    channel: Channel,
+    caller: Caller,
+    setting: Setting,
+    start: ProcessStart,
+    header: Header,
+    parcel: Parcel,
+    descriptors: list[int],
+) -> int:
+    """Be the process that came in the parcel, to its end; returns its exit code."""
+    global _this
+    name = f"{start.preparation['name']} (pid {os.getpid()})"
+    _this = _Process(channel, caller, name)
+    enter_setting(setting)
+    take_share(start.threads)
+    seed_everything(start.seeds)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    library = start.library
+    _prepare_for_forks(library)
+    for name in start.trackers:
+        importlib.import_module(f"{name}.resource_tracker")._resource_tracker._fd = descriptors.pop(0)
+    parent, *messages.inherited[:] = descriptors
+    current = importlib.import_module(f"{library}.process").current_process()
+
+    def received(key: str, namespace: dict[str, Any], name: str) -> bool:
+        caller.sent.add((key, name))
+        return True
+
+    def has(key: str, name: str) -> bool:
+        return start.worker and (key, name) in caller.sent
+
+    messages.use_in_process(library, received, name, has)
+    current._inheriting = True  # the library's own mark: what is read now counts as the parent's
+    try:
+        importlib.import_module(f"{library}.spawn").prepare(start.preparation)
+        _, (process, registered), _ = caller.take(header, parcel, name)
+        messages.register(library, registered)
+    finally:
+        del current._inheriting
+    try:
+        return int(process._bootstrap(parent_sentinel=parent))
+    finally:
+        shell.after_call()
+
+
+def _prepare_for_forks(library: str) -> None:
+    """Let queues and locks that come by pickle work in what this process forks.
+
+    The library sees to that when they are made, and takes it that what came by pickle goes on by pickle.
+    """
+    queues, synchronize, util = (importlib.import_module(f"{library}.{part}") for part in _FORKABLE)
+    forked: list[tuple[Any, Callable[[Any], None]]] = [
+        (queues.Queue, queues.Queue._after_fork),
+        (synchronize.SemLock, lambda lock: lock._semlock._after_fork()),
+    ]
+    for cls, after_fork in forked:
+
+        def set_state(self: Any, state: Any, before: Any = cls.__setstate__, after_fork: Any = after_fork) -> None:
+            before(self, state)
+            util.register_after_fork(self, after_fork)
+
+        cls.__setstate__ = set_state
+
+
+def work(worker: Callable[..., None], *args: Any) -> None:
+    """A worker of a pool: what the library's `worker` does, until it is told to end or interrupted."""
+    _this.heed_interrupts()
+    try:
+        worker(*args)
+    except KeyboardInterrupt:
+        sys.exit(1)
+    _this.returned()
+
+
+class PoolFunction:
+    """A function of a pool, in its messages: a number, by which a worker asks the notebook for it, once."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _this.run(self._number, args, kwargs)

@@ -1,0 +1,120 @@
+"""Training, validation and test rows of histories: by each user's last rows, or by time."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import polars as pl
+
+Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
+_PART = "part (nbdist)"  # no column of the user's
+_TRAIN, _VALID, _TEST = 0, 1, 2
+
+
+class Split(NamedTuple, Generic[Frame]):
+    """Rows in three parts, each in the order that they had.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import leave_one_out
+        >>> rows = pl.DataFrame({"user": [1, 1, 1], "timestamp": [5, 7, 6]})
+        >>> split = leave_one_out(rows)
+        >>> split.test.rows(), len(split.train)
+        ([(1, 7)], 1)
+    """
+
+    train: Frame
+    valid: Frame
+    test: Frame
+
+
+def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> Split[Frame]:
+    """The last row of each user for testing, the one before it for validation, all others for training.
+
+    Users with fewer than three rows are in the training rows alone. Of rows of the same time, the later one in `rows`
+    is the later one; a time that is null is before all others.
+
+    Args:
+        rows: A frame, or a lazy one: then nothing is computed.
+        by: The column of users.
+        time: The column that they are ordered by.
+
+    Raises:
+        ValueError: There is no such column.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import leave_one_out
+        >>> rows = pl.DataFrame({"user": [1, 1, 1, 1, 2], "movie": [10, 30, 20, 40, 10], "timestamp": [1, 3, 2, 4, 1]})
+        >>> train, valid, test = leave_one_out(rows)
+        >>> train["movie"].to_list(), valid["movie"].to_list(), test["movie"].to_list()
+        ([10, 20, 10], [30], [40])
+    """
+    check_columns(rows, by, time)
+    none = pl.col(time).is_null()
+    ranked = pl.col(time).rank("ordinal").over(by) + none.sum().over(by)
+    order = pl.when(none).then(none.cum_sum().over(by)).otherwise(ranked)
+    behind = pl.len().over(by) - order  # how many rows of the user come later
+    part = (
+        pl.when(pl.len().over(by) < 3)
+        .then(_TRAIN)
+        .otherwise(pl.when(behind == 0).then(_TEST).when(behind == 1).then(_VALID).otherwise(_TRAIN))
+    )
+    return _divide(rows, part)
+
+
+def time_split(
+    rows: Frame, *, time: str = "timestamp", valid: float | Any = 0.1, test: float | Any = 0.1
+) -> Split[Frame]:
+    """The latest rows for testing, those before them for validation, the earliest for training: as in use.
+
+    Rows of the same time are in the same part. A time that is null is before all others.
+
+    Args:
+        rows: A frame, or a lazy one: then nothing is computed.
+        time: The column that they are divided by.
+        valid: The part of the rows for validation, 0 to 1; or the first time that they have.
+        test: The same for testing. Both are parts, or both are times.
+
+    Raises:
+        ValueError: There is no such column, or the parts make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import time_split
+        >>> rows = pl.DataFrame({"movie": range(10), "timestamp": range(100, 110)})
+        >>> train, valid, test = time_split(rows, valid=0.2, test=0.1)
+        >>> len(train), valid["movie"].to_list(), test["movie"].to_list()
+        (7, [7, 8], [9])
+        >>> [len(part) for part in time_split(rows, valid=103, test=108)]
+        [3, 5, 2]
+    """
+    check_columns(rows, time)
+    if isinstance(valid, float) != isinstance(test, float):
+        raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
+    first: Any
+    last: Any
+    if isinstance(valid, float):
+        if not (valid >= 0 and test >= 0 and valid + test < 1):
+            raise ValueError(f"valid={valid} and test={test}: at least 0, and together less than 1")
+        place = pl.col(time).rank("min")  # of rows of the same time, that of the first of them
+        first, last = place > pl.len() * (1 - valid - test), place > pl.len() * (1 - test)
+    else:
+        if not valid <= test:
+            raise ValueError(f"valid={valid!r} is after test={test!r}")
+        first, last = pl.col(time) >= valid, pl.col(time) >= test
+    return _divide(rows, pl.when(last).then(_TEST).when(first).then(_VALID).otherwise(_TRAIN))
+
+
+def _divide(rows: Frame, part: pl.Expr) -> Split[Frame]:
+    marked = rows.with_columns(part.alias(_PART))
+    train, valid, test = (marked.filter(pl.col(_PART) == one).drop(_PART) for one in (_TRAIN, _VALID, _TEST))
+    return Split(train, valid, test)
+
+
+def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
+    """Raise `ValueError` for a column that is not there."""
+    there = rows.collect_schema()
+    for name in columns:
+        if name not in there:
+            raise ValueError(f"there is no column {name!r}, but {', '.join(map(repr, there))}")

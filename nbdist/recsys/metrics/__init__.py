@@ -1,0 +1,6 @@
+"""How good a recommender is, over all ranks: AUC, log loss, RMSE; recall, NDCG, hit rate, MRR of ranked items."""
+
+from .ranking import MRR, NDCG, HitRate, Recall, ranking_metrics
+from .rows import AUC, RMSE, LogLoss, Throughput
+
+__all__ = ["AUC", "MRR", "NDCG", "RMSE", "HitRate", "LogLoss", "Recall", "Throughput", "ranking_metrics"]

@@ -1,0 +1,7 @@
+"""Recommender models, on TorchRec's modules where it has them: what `shard`, `replicate` and `export_ensemble` take."""
+
+from .sasrec import SASRec, padded
+from .softmax import draw_rows, softmax_logits
+from .two_tower import Tower, TwoTower
+
+__all__ = ["SASRec", "Tower", "TwoTower", "draw_rows", "padded", "softmax_logits"]

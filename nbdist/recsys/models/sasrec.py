@@ -1,0 +1,175 @@
+"""SASRec: what somebody takes next, by attention over what they took before (Kang and McAuley, ICDM 2018)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from ..loader.columns import Column, Columns, Ragged
+
+
+class SASRec(nn.Module):
+    """A model that gives the history of each row a vector, whose products with items say what comes next.
+
+    It is trained to tell each item of a history, from those before it, from items that were drawn. The items and their
+    histories have one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
+
+    Args:
+        items: How many codes items have.
+        column: The column of histories: lists of codes in the order of time. The table is called like it.
+        length: How many items of a history count, the last ones.
+        embedding_dim: Columns of the table, and width of the layers.
+        blocks: Layers of attention.
+        heads: Of each of them; `embedding_dim` is a multiple.
+        dropout: While it is trained.
+        device: Of the table: "meta" where it is sharded and too large for one rank.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader, Ragged
+        >>> from nbdist.recsys.models import SASRec, draw_rows
+        >>> from nbdist.recsys.training import fit, replicate
+        >>> items = {"movie": torch.arange(2, 12)}
+        >>> def predict(model, batch):
+        ...     return model(batch, draw_rows(items, 64)["movie"])
+        >>> def train():
+        ...     torch.manual_seed(0)
+        ...     start = torch.arange(60)[:, None] % 10
+        ...     walks = 2 + (start + torch.arange(6)) % 10  # each movie is followed by the next one
+        ...     rows = {"history": Ragged(walks.flatten(), torch.arange(61) * 6)}
+        ...     model = SASRec(12, length=8, embedding_dim=16, blocks=1)
+        ...     model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+        ...     fit(model, predict, MemoryLoader(rows, 15), epochs=40, loss=cross_entropy, show=False)
+        ...     return model.gather()
+        >>> model = in_ddp(2, train).eval()
+        >>> query = model.query({"history": Ragged(torch.tensor([4, 5, 6]), torch.tensor([0, 3]))})
+        >>> int((query @ model.item(items["movie"]).T).argmax()) + 2
+        7
+    """
+
+    def __init__(
+        self,
+        items: int,
+        *,
+        column: str = "history",
+        length: int = 50,
+        embedding_dim: int = 64,
+        blocks: int = 2,
+        heads: int = 1,
+        dropout: float = 0.2,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.column, self.length = column, length
+        config = EmbeddingConfig(
+            name=column,
+            num_embeddings=items,
+            embedding_dim=embedding_dim,
+            feature_names=[column],
+            init_fn=functools.partial(nn.init.normal_, std=embedding_dim**-0.5),
+        )
+        self.embeddings = EmbeddingCollection(tables=[config], device=torch.device(device))
+        self.positions = nn.Embedding(length, embedding_dim)
+        nn.init.normal_(self.positions.weight, std=embedding_dim**-0.5)
+        self.dropout = nn.Dropout(dropout)
+        block = nn.TransformerEncoderLayer(
+            embedding_dim, heads, embedding_dim, dropout, batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(embedding_dim), enable_nested_tensor=False)
+
+    def forward(self, batch: Columns, negatives: Tensor) -> tuple[Tensor, Tensor]:
+        """How what came next, and each of some drawn items, goes with each history up to there: for `cross_entropy`.
+
+        Args:
+            batch: Rows with the column of histories. One with less than two items teaches nothing.
+            negatives: Codes of items that were drawn, any as likely as any other; see `draw_rows`.
+
+        Returns:
+            Logits, shape (places, 1 + negatives), where what came next is the first, and so zeros, shape (places,).
+        """
+        codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
+        rows = len(codes)
+        # One look-up for all, in which each row has its history and, if it is the first, what was drawn.
+        lengths = torch.full((rows,), self.length + 1, device=codes.device)
+        lengths[:1] += len(negatives)
+        every = self._look_up(torch.cat([codes[:1].flatten(), negatives, codes[1:].flatten()]), lengths)
+        first, drawn, others = every.split([self.length + 1, len(negatives), (rows - 1) * (self.length + 1)])
+        vectors = torch.cat([first, others]).view(rows, self.length + 1, -1)
+        states = self._states(vectors[:, :-1], there[:, 1:].sum(1))[there[:, 1:]]  # (places, columns)
+        following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
+        own = (states * following).sum(1, keepdim=True)
+        others = (states @ drawn.T).masked_fill(next_code[:, None] == negatives[None, :], -torch.inf)
+        return torch.cat([own, others], dim=1), torch.zeros_like(next_code, dtype=torch.int64)
+
+    def query(self, batch: Columns) -> Tensor:
+        """The vector of each row's whole history, shape (rows, columns); zeros where it is empty.
+
+        Of the plain module, as `gather` gives it.
+        """
+        codes, there = padded(batch[self.column], self.length)
+        vectors = self._look_up(codes.flatten(), torch.full((len(codes),), self.length, device=codes.device))
+        lengths = there.sum(1)
+        states = self._states(vectors.view(len(codes), self.length, -1), lengths)
+        last = (lengths - 1).clamp(min=0)
+        found = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2])).squeeze(1)
+        return found * there[:, :1]
+
+    def item(self, codes: Tensor) -> Tensor:
+        """The vectors of items, shape (items, columns). Of the plain module."""
+        return self._look_up(codes, torch.ones_like(codes))
+
+    def _look_up(self, codes: Tensor, lengths: Tensor) -> Tensor:
+        found: Tensor = self.embeddings(KeyedJaggedTensor([self.column], codes, lengths=lengths))[self.column].values()
+        return found
+
+    def _states(self, vectors: Tensor, lengths: Tensor) -> Tensor:
+        """What is known at each place, of it and those before it; shape (rows, length, columns)."""
+        places = torch.arange(self.length, device=vectors.device)
+        hidden = places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
+        # Counted from the end: a history is one longer when it is asked about than when it was trained.
+        age = (lengths[:, None] - 1 - places).clamp(min=0)  # (rows, length)
+        states: Tensor = self.blocks(self.dropout(vectors + self.positions(age)), hidden, is_causal=True)
+        return states
+
+
+def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
+    """Lists of codes as rows of equal length: the last `length` of each, and zeros behind the end of shorter ones.
+
+    Args:
+        column: Lists of codes, in the order of time.
+        length: Of each row.
+
+    Returns:
+        Codes, shape (rows, length), and which of them are there, booleans of the same shape.
+
+    Raises:
+        ValueError: The column is none of lists.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> from nbdist.recsys.models import padded
+        >>> codes, there = padded(Ragged(torch.tensor([7, 8, 9, 5]), torch.tensor([0, 3, 4])), 2)
+        >>> codes
+        tensor([[8, 9],
+                [5, 0]])
+        >>> there
+        tensor([[ True,  True],
+                [ True, False]])
+    """
+    if not isinstance(column, Ragged):
+        raise ValueError(f"a column of lists is needed, and this one has the shape {tuple(column.shape)}")
+    values, offsets = column
+    # A server's lists are filled up with -1 at their ends; see `triton.onnx`.
+    known = torch.cat([offsets.new_zeros(1), (values >= 0).cumsum(0)])
+    ends = offsets[:-1] + known[offsets[1:]] - known[offsets[:-1]]
+    starts = torch.maximum(ends - length, offsets[:-1])
+    places = starts[:, None] + torch.arange(length, device=values.device)  # (rows, length)
+    there = places < ends[:, None]
+    some = torch.cat([values, values.new_zeros(1)])  # so that there is one
+    return some[places.clamp(max=len(values))].where(there, 0), there

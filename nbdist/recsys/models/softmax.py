@@ -1,0 +1,81 @@
+"""The softmax over items that retrieval is trained by, over the items of a batch and some that are drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..loader.columns import Columns, rows_of, take
+
+
+def softmax_logits(
+    queries: Tensor, items: Tensor, ids: Tensor, shares: Tensor | None = None, *, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """How each row's query goes with the items of all rows, and which of them is its own: for `cross_entropy`.
+
+    The other rows' items are its negatives. They come as often as they are in the training rows, so that popular ones
+    would be pushed down for being popular; `shares` corrects that: each logit is less by the logarithm of how likely
+    its item is a candidate (logQ; Yi et al., "Sampling-bias-corrected neural modeling", RecSys 2019). Together with
+    negatives that are drawn from all items alike (`draw_rows`), that is of either kind (Yang et al., "Mixed negative
+    sampling", 2020). An item that is the row's own is not its negative, too.
+
+    Each rank's rows have the items of that rank alone for negatives.
+
+    Args:
+        queries: Vectors, shape (rows, width).
+        items: Of the item of each row, and then of negatives; shape (rows + negatives, width).
+        ids: The code of each of the items; shape (rows,), or (rows + negatives,).
+        shares: Code → its part of the training rows, such as `Vocabulary.shares` gives. None: no correction.
+        temperature: What products are divided by.
+
+    Returns:
+        Logits, shape (rows, rows + negatives), and the place of each row's own item, shape (rows,).
+
+    Raises:
+        ValueError: There are not as many ids as items.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.models import softmax_logits
+        >>> vectors = torch.eye(3)
+        >>> logits, own = softmax_logits(vectors, vectors, torch.tensor([4, 5, 4]))
+        >>> logits
+        tensor([[1., 0., -inf],
+                [0., 1., 0.],
+                [-inf, 0., 1.]])
+        >>> own
+        tensor([0, 1, 2])
+    """
+    rows, candidates = len(queries), len(items)
+    if len(ids) != candidates:
+        raise ValueError(f"{len(ids)} ids for {candidates} items")
+    logits = queries @ items.T / temperature
+    if shares is not None:
+        shares = shares.to(logits.device)
+        known = shares > 0
+        likely = rows * shares[ids].clamp(min=float(shares[known].min())) + (candidates - rows) / known.sum()
+        logits = logits - (likely / candidates).log()
+    own = torch.arange(rows, device=logits.device)
+    same = ids[:rows, None] == ids[None, :]  # (rows, candidates)
+    same[own, own] = False
+    return logits.masked_fill(same, -torch.inf), own
+
+
+def draw_rows(table: Columns, count: int, generator: torch.Generator | None = None) -> Columns:
+    """Rows of a table of items, any as likely as any other, with replacement: negatives for `TwoTower.forward`.
+
+    Args:
+        table: The columns of all items, each item once.
+        count: How many.
+        generator: Of random numbers, on the CPU. None: torch's own.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.models import draw_rows
+        >>> movies = {"movie": torch.tensor([2, 3, 4]), "year": torch.tensor([1979, 1972, 2002])}
+        >>> drawn = draw_rows(movies, 5)
+        >>> drawn["movie"].shape, bool((drawn["year"][drawn["movie"] == 3] == 1972).all())
+        (torch.Size([5]), True)
+    """
+    rows = torch.randint(rows_of(next(iter(table.values()))), (count,), generator=generator)
+    return {name: take(column, rows) for name, column in table.items()}

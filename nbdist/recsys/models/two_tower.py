@@ -1,0 +1,143 @@
+"""Two towers: a vector for who asks, a vector for each item, and their product for how well they go together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import PoolingType
+
+from ..loader.columns import Columns, keyed_jagged
+
+
+class Tower(nn.Module):
+    """A vector for each row: embeddings of its columns, the mean of those in a list, and layers over them.
+
+    Args:
+        columns: Column of codes → how many there are. Its table is called like it.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        layers: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
+            embeddings.
+        device: Of the tables: "meta" where they are sharded and too large for one rank.
+
+    Raises:
+        ValueError: No column.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.models import Tower
+        >>> tower = Tower({"user": 10}, embedding_dim=8, layers=[4])
+        >>> tower({"user": torch.tensor([2, 7])}).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, int],
+        *,
+        embedding_dim: int = 64,
+        layers: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if not columns:
+            raise ValueError("a tower needs a column")
+        self.columns = list(columns)
+        self.embeddings = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name,
+                    num_embeddings=size,
+                    embedding_dim=embedding_dim,
+                    feature_names=[name],
+                    pooling=PoolingType.MEAN,
+                )
+                for name, size in columns.items()
+            ],
+            device=torch.device(device),
+        )
+        self.layers: nn.Sequential | None = None
+        if layers:
+            widths = [len(columns) * embedding_dim, *layers]
+            every = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+            self.layers = nn.Sequential(*every[:-1])
+
+    def forward(self, batch: Columns) -> Tensor:
+        """The vectors of a batch, shape (rows, the last width); it may have other columns, too."""
+        pooled: Tensor = self.embeddings(keyed_jagged(batch, self.columns)).values()  # (rows, columns * dim)
+        if self.layers is not None:
+            return self.layers(pooled)  # type: ignore[no-any-return]
+        return pooled.view(len(pooled), len(self.columns), -1).sum(1)
+
+
+class TwoTower(nn.Module):
+    """A model that finds items by the product of vectors: of who asks, and of the item.
+
+    It is trained to tell the item of a row from other items, with `softmax_logits`; the vectors of all items then make
+    an `ItemIndex`.
+
+    Args:
+        query: Columns of who asks, such as the user, → how many codes each has.
+        item: The same of items.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        layers: Of both towers; see `Tower`.
+        device: Of the tables; see `Tower`.
+
+    Raises:
+        ValueError: No column, or one that is in both towers.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.functional import cross_entropy
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.loader import MemoryLoader
+        >>> from nbdist.recsys.models import TwoTower, softmax_logits
+        >>> from nbdist.recsys.training import fit, replicate
+        >>> def predict(model, batch):
+        ...     return softmax_logits(*model(batch), batch["movie"])
+        >>> def train():
+        ...     likes = {"user": torch.arange(100) % 20, "movie": torch.arange(100) % 10}
+        ...     model = TwoTower({"user": 20}, {"movie": 10}, embedding_dim=8)
+        ...     model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
+        ...     fit(model, predict, MemoryLoader(likes, 25), epochs=40, loss=cross_entropy, show=False)
+        ...     return model.gather()
+        >>> model = in_ddp(2, train)
+        >>> users, movies = torch.arange(20), torch.arange(10)
+        >>> (model.query({"user": users}) @ model.item({"movie": movies}).T).argmax(1).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    def __init__(
+        self,
+        query: Mapping[str, int],
+        item: Mapping[str, int],
+        *,
+        embedding_dim: int = 64,
+        layers: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if both := query.keys() & item.keys():
+            raise ValueError(f"column {min(both)!r} is in both towers: each table is called like its column")
+        self.query = Tower(query, embedding_dim=embedding_dim, layers=layers, device=device)
+        """The tower of who asks."""
+        self.item = Tower(item, embedding_dim=embedding_dim, layers=layers, device=device)
+        """That of items."""
+
+    def forward(self, batch: Columns, negatives: Columns | None = None) -> tuple[Tensor, Tensor]:
+        """The vectors of who asks and of items.
+
+        Args:
+            batch: Rows with the columns of both towers.
+            negatives: Further items, such as `draw_rows` gives.
+
+        Returns:
+            Shapes (rows, width) and (rows + negatives, width).
+        """
+        items = self.item(batch)
+        if negatives is not None:
+            items = torch.cat([items, self.item(negatives)])
+        return self.query(batch), items

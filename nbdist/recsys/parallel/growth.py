@@ -1,0 +1,162 @@
+"""Tables with more rows than the checkpoint that is loaded has of them: old rows as they were, new ones as unknown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from ...devices import collective_device
+
+Growth = Mapping[str, torch.Tensor]
+"""Weight of the model, by its name or that of its table → the part that each of its rows in the checkpoint has in the
+rows that are new."""
+
+
+_FROM_ZERO = {
+    *("sum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adagrad and its row-wise kin; Adam and its kin
+    *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, RMSprop, Adadelta
+}
+"""What optimizers keep of each number of a weight, and begin with 0."""
+
+
+def resolve(
+    grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
+) -> dict[str, tuple[int, int, torch.Tensor]]:
+    """What is to grow: key of a weight → its rows in the checkpoint, those here, and the parts.
+
+    Args:
+        grow: What the user has said.
+        weights: The model's, by their keys.
+        saved: What the checkpoint has, by its keys.
+        folder: The checkpoint, for the message.
+
+    Raises:
+        ValueError: A weight is not there, is not in the checkpoint, has more rows there, or parts are of other rows.
+    """
+    found = {}
+    for name, parts in grow.items():
+        keys = [key for key in weights if f".{key}".endswith((f".{name}", f".{name}.weight"))]
+        if len(keys) != 1:
+            raise ValueError(
+                f"grow: {name!r} is {'none' if not keys else 'more than one'} of {', '.join(sorted(weights))}"
+            )
+        (key,) = keys
+        there = saved.get(f"model.{key}")
+        if there is None:
+            raise ValueError(f"grow: {folder} has no {key}")
+        old, new = int(there.size[0]), int(weights[key].size()[0])
+        if old > new:
+            raise ValueError(f"grow: {key} has {new} rows here, and {old} in {folder}: a table cannot lose rows")
+        if len(parts) > old:
+            raise ValueError(
+                f"grow: {name!r} has parts of {len(parts)} rows, and {folder} has {old} rows of it: give those of the "
+                "workflow that the checkpoint was trained with"
+            )
+        found[key] = (old, new, parts)
+    return found
+
+
+def pad_states(
+    states: dict[str, Any],
+    growing: Mapping[str, tuple[int, int, torch.Tensor]],
+    folder: str | os.PathLike[str],
+) -> None:
+    """Give what torch's optimizers keep of the rows of a weight zeros for the new rows, as they begin with.
+
+    Args:
+        states: A loaded state, with what `optimizers.empty_state` has. It is changed.
+        growing: What `resolve` gave.
+        folder: The checkpoint, for the message.
+
+    Raises:
+        ValueError: An optimizer is not known to begin with zeros.
+    """
+    for key, (old, new, _) in growing.items():
+        for name, value in states.items():
+            if new == old or not name.startswith(f"dense.{key}.") or not isinstance(value, torch.Tensor):
+                continue
+            if not value.ndim:  # a count of steps
+                continue
+            kind = name.rpartition(".")[2]
+            if kind not in _FROM_ZERO or value.shape[0] != old:
+                raise ValueError(
+                    f"the optimizer's state in {folder} cannot grow: nobody knows what {kind!r} of new rows of {key} "
+                    "is to begin with. Use load(..., optimizer=False) for the weights alone"
+                )
+            states[name] = torch.cat([value, value.new_zeros(new - old, *value.shape[1:])])
+
+
+def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> Any:
+    """A state as the checkpoint has it: of tensors that grow, views of the rows that are there.
+
+    Args:
+        state: Nested dicts of tensors and sharded tensors.
+        growing: What `resolve` gave.
+    """
+
+    def clip(value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clip(inner, f"{path}.{key}") for key, inner in value.items()}
+        for key, (old, new, _) in growing.items():
+            if old < new and f".{key}." in f"{path}." and _grows(value, new):
+                return _sharded(value, old, new) if hasattr(value, "local_shards") else value[:old]
+        return value
+
+    return {part: clip(value, f".{part}") for part, value in state.items()}
+
+
+def _grows(value: Any, rows: int) -> bool:
+    """Whether a value has an entry for each row of a table; some optimizers have one for each row of each part."""
+    if not (isinstance(value, torch.Tensor) or hasattr(value, "local_shards")) or not len(value.size()):
+        return False
+    return int(value.size()[0]) % rows == 0
+
+
+def _sharded(value: Any, old: int, new: int) -> Any:
+    """Views of the first `old` of each `new` rows of a sharded tensor.
+
+    Made of what this rank knows: the state of a table is on the ranks that hold some of it, and no other comes here.
+    """
+
+    def clip(one: Any) -> Any:
+        """Where the rows of a shard are in the checkpoint; None where none of them is."""
+        first, *others = one.shard_offsets
+        part, row = divmod(first, new)
+        rows = min(old - row, one.shard_sizes[0])
+        sizes = [rows, *one.shard_sizes[1:]]
+        return ShardMetadata([part * old + row, *others], sizes, one.placement) if rows > 0 else None
+
+    metadata = value.metadata()
+    shards = [(shard.tensor, clip(shard.metadata)) for shard in value.local_shards()]
+    everywhere = [there for one in metadata.shards_metadata if (there := clip(one))]
+    height, *others = value.size()
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(tensor[: there.shard_sizes[0]], there) for tensor, there in shards if there],
+        ShardedTensorMetadata(everywhere, torch.Size([height // new * old, *others]), metadata.tensor_properties),
+    )
+
+
+@torch.no_grad()
+def fill_new(weights: Mapping[str, Any], growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> None:
+    """Give the new rows of weights the mean of the old ones that their parts say. All ranks call it.
+
+    Rows that the checkpoint has, but no code had, are new too.
+    """
+    for key, (_, _, parts) in growing.items():
+        weight = weights[key]
+        split = hasattr(weight, "local_shards")
+        shards = [(s.tensor, s.metadata.shard_offsets) for s in weight.local_shards()] if split else [(weight, (0, 0))]
+        mean = torch.zeros(weight.size()[1], device=collective_device())
+        for tensor, (row, column) in shards:
+            mine = parts[row : row + tensor.shape[0]].to(tensor)
+            mean[column : column + tensor.shape[1]] += mine @ tensor[: len(mine)]
+        if split:
+            dist.all_reduce(mean)
+        for tensor, (row, column) in shards:
+            tensor[max(0, len(parts) - row) :] = mean[column : column + tensor.shape[1]].to(tensor)

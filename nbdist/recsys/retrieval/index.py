@@ -1,0 +1,177 @@
+"""An index of items: their raw ids and their vectors, to be searched, and kept in a file that other systems read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import torch
+from torch import Tensor
+
+from .. import ranks
+from ..io.folders import atomic_folder
+from ..loader.columns import Columns, Ragged
+from ..loader.loaders import MemoryLoader
+from .search import top_k
+
+_FILE = "items.parquet"
+
+
+@dataclass(frozen=True, eq=False)
+class ItemIndex:
+    """Items by their raw ids, each with its vector.
+
+    Examples:
+        >>> import polars as pl
+        >>> import torch
+        >>> from nbdist.recsys.retrieval import ItemIndex
+        >>> vectors = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]])
+        >>> index = ItemIndex(pl.Series(["Alien", "Solaris", "Stalker"]), vectors)
+        >>> index.search(torch.tensor([[0.0, 2.0]]), 2)["items"].to_list()
+        [['Stalker', 'Solaris']]
+        >>> index.search(torch.tensor([[0.0, 2.0]]), 2, exclude=[["Stalker"]])["items"].to_list()
+        [['Solaris', 'Alien']]
+        >>> index.save("index")
+        >>> ItemIndex.load("index").ids.to_list()
+        ['Alien', 'Solaris', 'Stalker']
+    """
+
+    ids: pl.Series
+    """As requests and tables have them, not the codes; each once, none null."""
+    vectors: Tensor
+    """float32, shape (items, width), on the CPU."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.vectors) or self.vectors.ndim != 2:
+            raise ValueError(f"{len(self.ids)} ids, and vectors of shape {tuple(self.vectors.shape)}")
+        if self.ids.null_count() or self.ids.n_unique() != len(self.ids):
+            raise ValueError("an id is null, or is there twice")
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, tower: Callable[[Columns], Tensor], items: pl.DataFrame, ids: pl.Series, *, batch_size: int = 4096
+    ) -> ItemIndex:
+        """The index of what a tower makes of items, in this process.
+
+        Args:
+            tower: Such as `TwoTower.item` of a model that `gather` gave; in evaluation mode.
+            items: The columns that the tower takes, as the workflow codes them; a row for each item.
+            ids: The raw id of each row.
+            batch_size: Rows that are put through the tower at a time.
+
+        Examples:
+            >>> import polars as pl
+            >>> from nbdist.recsys.etl import Categorify, Workflow
+            >>> from nbdist.recsys.models import TwoTower
+            >>> from nbdist.recsys.retrieval import ItemIndex
+            >>> likes = pl.DataFrame({"user": ["ann", "bob"], "movie": ["Alien", "Solaris"]})
+            >>> workflow = Workflow(Categorify("user", "movie")).fit(likes)
+            >>> sizes = {name: vocabulary.size for name, vocabulary in workflow.vocabularies.items()}
+            >>> model = TwoTower({"user": sizes["user"]}, {"movie": sizes["movie"]})  # stands for a trained one
+            >>> movies = likes.select("movie")
+            >>> ItemIndex.of(model.item, workflow.lazy(movies, ["movie"]).collect(), movies["movie"]).vectors.shape
+            torch.Size([2, 64])
+        """
+        batches = MemoryLoader(items, batch_size, rank=0, world_size=1)
+        return cls(ids, torch.cat([tower(batch).float().cpu() for batch in batches]))
+
+    def search(
+        self, queries: Tensor, k: int, *, exclude: Sequence[Sequence[Any]] | pl.Series | None = None
+    ) -> pl.DataFrame:
+        """The k items that go best with each query, exactly.
+
+        Args:
+            queries: Vectors, shape (queries, width).
+            k: How many.
+            exclude: For each query, ids that it is not to be given; others than those of the index do not matter.
+
+        Returns:
+            A row for each query: `items`, the list of ids, the best first, and `scores`. They are shorter than k where
+            fewer items are left.
+
+        Raises:
+            ValueError: As for `top_k`.
+        """
+        ragged = None if exclude is None else self.places(exclude)
+        scores, places = top_k(queries.float().cpu(), self.vectors, k, exclude=ragged)
+        found = (places >= 0).sum(1)
+        whole = self.ids.gather(places[places >= 0].numpy())
+        frame = pl.DataFrame({"items": whole, "scores": scores[places >= 0].numpy()})
+        row = pl.Series("row", np.repeat(np.arange(len(found)), found.numpy()))
+        grouped = frame.group_by(row, maintain_order=True).agg("items", "scores")
+        every = pl.DataFrame({"row": np.arange(len(found))}).join(grouped, on="row", how="left", maintain_order="left")
+        return every.select(pl.col("items", "scores").fill_null([]))
+
+    def places(self, ids: Sequence[Sequence[Any]] | pl.Series) -> Ragged:
+        """Lists of ids as places in the index, for `top_k`; ids that it does not have are left out."""
+        lists = pl.Series("id", ids, dtype=pl.List(self.ids.dtype))
+        rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id")
+        known = pl.DataFrame({"id": self.ids}).with_row_index("place")
+        found = rows.join(known, on="id", maintain_order="left")
+        lengths = np.bincount(found["row"].to_numpy(), minlength=len(lists))
+        offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+        return Ragged(torch.from_numpy(found["place"].cast(pl.Int64).to_numpy(writable=True)), offsets)
+
+    def to_faiss(self, factory: str = "Flat") -> Any:
+        """A FAISS index of the vectors, by inner product; its numbers are places in `ids`.
+
+        Args:
+            factory: As `faiss.index_factory` has it: "Flat" is exact, "HNSW32" and "IVF256,Flat" are faster and not.
+
+        Raises:
+            ImportError: FAISS is not installed.
+
+        Examples:
+            >>> import polars as pl
+            >>> import torch
+            >>> from nbdist.recsys.retrieval import ItemIndex
+            >>> index = ItemIndex(pl.Series(["Alien", "Solaris"]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+            >>> scores, places = index.to_faiss().search(torch.tensor([[0.1, 0.9]]).numpy(), 1)
+            >>> index.ids.gather(places[0]).to_list()
+            ['Solaris']
+        """
+        try:
+            import faiss
+        except ImportError as error:
+            raise ImportError('FAISS is not installed: pip install "nbdist[faiss]"; search() does without') from error
+        index = faiss.index_factory(self.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+        vectors = np.ascontiguousarray(self.vectors.numpy())
+        if not index.is_trained:
+            index.train(vectors)
+        index.add(vectors)
+        return index
+
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Keep the index as ``items.parquet``: columns `id` and `vector`, a list of float32. It appears as a whole.
+
+        In ranks all have to call it, and rank 0 writes.
+
+        Raises:
+            FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
+        """
+        vector = pl.Series("vector", self.vectors.numpy(), dtype=pl.Array(pl.Float32, self.vectors.shape[1]))
+        with atomic_folder(folder, (_FILE,), overwrite) as scratch:
+            if ranks.rank() == 0:
+                pl.DataFrame([self.ids.alias("id"), vector]).write_parquet(scratch / "whole" / _FILE)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> ItemIndex:
+        """The index that was saved in a folder.
+
+        Raises:
+            FileNotFoundError, ValueError: It is not there, or is something else.
+        """
+        path = Path(folder).expanduser() / _FILE
+        try:
+            frame = pl.read_parquet(path, glob=False, hive_partitioning=False)
+            return cls(frame["id"], torch.from_numpy(frame["vector"].to_numpy().copy()).float())
+        except FileNotFoundError:
+            raise
+        except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a saved index of items: {error}") from error

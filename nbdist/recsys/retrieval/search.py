@@ -1,0 +1,79 @@
+"""The items with the largest products, exactly, in bounded memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..loader.columns import Ragged
+
+_BLOCK = 1 << 22
+"""Scores that are in memory at a time."""
+
+
+@torch.no_grad()
+def top_k(
+    queries: Tensor, items: Tensor, k: int, *, exclude: Ragged | None = None, block: int = _BLOCK
+) -> tuple[Tensor, Tensor]:
+    """For each query the k items with the largest products, the largest first: all are scored, a block at a time.
+
+    Args:
+        queries: Shape (queries, width).
+        items: Shape (items, width), on the same device.
+        k: How many.
+        exclude: For each query, items that it is not to be given, such as those a user has taken, by their places in
+            `items`.
+        block: Scores that are in memory at a time.
+
+    Returns:
+        Scores and places in `items`, both of shape (queries, k). Where fewer than k items are left, the score is
+        -inf and the place -1.
+
+    Raises:
+        ValueError: For widths that differ, k below 1, or as many lists in `exclude` as there are no queries.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> from nbdist.recsys.retrieval import top_k
+        >>> queries, items = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 1.0], [2.0, 2.0], [1.0, 3.0]])
+        >>> top_k(queries, items, 2)[1]
+        tensor([[0, 1],
+                [2, 1]])
+        >>> taken = Ragged(torch.tensor([0, 2, 1]), torch.tensor([0, 1, 3]))  # the first by one, two by the other
+        >>> top_k(queries, items, 2, exclude=taken)[1]
+        tensor([[ 1,  2],
+                [ 0, -1]])
+    """
+    if queries.shape[1] != items.shape[1]:
+        raise ValueError(f"queries have {queries.shape[1]} columns, and items {items.shape[1]}")
+    if k < 1 or block < 1:
+        raise ValueError(f"k={k}, block={block}: at least 1")
+    if exclude is not None and len(exclude.lengths) != len(queries):
+        raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
+    scores = torch.full((len(queries), k), -torch.inf, dtype=queries.dtype, device=queries.device)
+    places = torch.full((len(queries), k), -1, device=queries.device)
+    width = min(len(items), max(k, block))
+    height = max(1, block // max(1, width))
+    for first in range(0, len(queries), height):
+        rows = slice(first, min(first + height, len(queries)))
+        for start in range(0, len(items), width):
+            stop = min(start + width, len(items))
+            found = queries[rows] @ items[start:stop].T  # (rows, items of the block)
+            if exclude is not None:
+                _leave_out(found, exclude, rows, start)
+            found, place = found.topk(min(k, stop - start))
+            together = torch.cat([scores[rows], found], dim=1)
+            scores[rows], chosen = together.topk(k)
+            places[rows] = torch.cat([places[rows], place + start], dim=1).gather(1, chosen)
+    places[scores == -torch.inf] = -1
+    return scores, places
+
+
+def _leave_out(scores: Tensor, exclude: Ragged, rows: slice, start: int) -> None:
+    """Make the scores of what is excluded -inf, of some queries and of items from `start` on."""
+    offsets = exclude.offsets[rows.start : rows.stop + 1]
+    items = exclude.values[int(offsets[0]) : int(offsets[-1])] - start
+    owner = torch.arange(len(scores), device=scores.device).repeat_interleave(offsets.diff())
+    here = (items >= 0) & (items < scores.shape[1])
+    scores[owner[here], items[here]] = -torch.inf

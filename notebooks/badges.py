@@ -1,0 +1,52 @@
+"""Badges below a notebook's title, which open it in Colab and in Kaggle. Without a public repository there are none.
+
+python notebooks/badges.py    puts those of pyproject.toml's repository into all notebooks, or takes them out
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import nox.project
+
+NOTEBOOKS = Path(__file__).resolve().parent
+#: By place: its picture, and what comes before OWNER/NAME/blob/... in the address that opens a file of GitHub there.
+PLACES = {
+    "Colab": (
+        "https://colab.research.google.com/assets/colab-badge.svg",
+        "https://colab.research.google.com/github/",
+    ),
+    "Kaggle": (
+        "https://kaggle.com/static/images/open-in-kaggle.svg",
+        "https://kaggle.com/kernels/welcome?src=https://github.com/",
+    ),
+}
+BADGES = re.compile(r"(^\[!\[Open in .*\n)+\n?", re.MULTILINE)
+
+
+def repository() -> str:
+    """`OWNER/NAME` on GitHub, from the URL `Repository` in pyproject.toml; empty where it has none."""
+    project = nox.project.load_toml(NOTEBOOKS.parent / "pyproject.toml")["project"]
+    address: str = project.get("urls", {}).get("Repository", "")
+    return address.removeprefix("https://github.com/").strip("/")
+
+
+def with_badges(text: str, name: str, repository: str) -> str:
+    """A notebook's first text, with badges below the title if there is a repository, and without others."""
+    title, _, rest = BADGES.sub("", text).partition("\n\n")
+    file = f"{repository}/blob/main/notebooks/{name}.ipynb"
+    badges = "\n".join(f"[![Open in {place}]({picture})]({opens}{file})" for place, (picture, opens) in PLACES.items())
+    return "\n\n".join([title, badges, rest] if repository else [title, rest])
+
+
+def main() -> None:
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        node = nbformat.read(path, as_version=4)
+        node.cells[0].source = with_badges(node.cells[0].source, path.stem, repository())
+        nbformat.write(node, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,576 @@
+"""`nbdist.context`: what `multiprocess` and `multiprocessing` make of processes from the warm server."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import concurrent.futures.process
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import Cell, Kernel, living, open_fds, poll
+
+import nbdist
+from nbdist import CaptureError, NbdistError, WorkerDied
+from nbdist.kernel.processes import hearing
+
+PACKAGES = ["multiprocess", "multiprocessing"]
+
+
+@pytest.fixture(params=PACKAGES)
+def ctx(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A context, of whose processes and semaphores nothing is left after the test."""
+    yield nbdist.context(request.param)
+    assert poll(lambda: not hearing.processes()), hearing.processes()
+    gc.collect()
+    assert poll(lambda: not _semaphores()), _semaphores()
+
+
+@pytest.fixture(autouse=True)
+def nothing_waits_for_the_garbage_collector() -> Iterator[None]:
+    """Such as the workers of a loader that an exception's frames refer to."""
+    yield
+    gc.collect()
+
+
+def _semaphores() -> list[str]:
+    """Those of this process: their names do not say whose they are, but who has them mapped."""
+    with open("/proc/self/maps") as file:
+        return [line.split()[-1] for line in file if "/dev/shm/sem.mp-" in line]
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+def test_unknown_package() -> None:
+    with pytest.raises(ValueError, match="'multiprocess' or 'multiprocessing'"):
+        nbdist.context("billiard")
+
+
+def test_without_multiprocess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NbdistError, match=r'pip install "nbdist\[multiprocess\]"'):
+        nbdist.context()
+
+
+def test_by_name(ctx: Any) -> None:
+    package = sys.modules[type(ctx).__mro__[1].__module__.partition(".")[0]]
+    assert package.get_context("nbdist") is ctx
+    assert ctx.get_start_method() == "nbdist"
+
+
+def test_process(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    process = ctx.Process(target=lambda word: print("hello", word), args=("there",))
+    process.start()
+    assert process.is_alive() or process.exitcode == 0
+    process.join()
+    assert process.exitcode == 0 and "hello there" in capfd.readouterr().out
+    assert process not in ctx.active_children()
+    process.close()
+
+
+@pytest.mark.parametrize(
+    "end, exitcode",
+    [(lambda: os._exit(3), 3), (lambda: sys.exit(4), 4), (lambda: os.kill(os.getpid(), signal.SIGKILL), -9)],
+)
+def test_exit_code(end: Callable[[], Any], exitcode: int) -> None:
+    process = nbdist.context("multiprocessing").Process(target=end)
+    process.start()
+    process.join(10)
+    assert process.exitcode == exitcode
+
+
+def test_terminate(ctx: Any) -> None:
+    process = ctx.Process(target=time.sleep, args=(60,))
+    process.start()
+    assert process.join(0.1) is None and process.exitcode is None
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_subclass_of_the_notebook(ctx: Any) -> None:
+    class Mine(ctx.Process):  # type: ignore[misc,name-defined]
+        def __init__(self, queue: Any) -> None:
+            super().__init__()
+            self.queue = queue
+
+        def run(self) -> None:
+            self.queue.put(Point(5))
+
+    queue = ctx.Queue()
+    process = Mine(queue)
+    process.start()
+    assert type(queue.get(timeout=10)) is Point
+    process.join()
+
+
+def test_synchronisation(ctx: Any) -> None:
+    parts = {
+        **{"lock": ctx.Lock(), "semaphore": ctx.Semaphore(2), "condition": ctx.Condition(), "barrier": ctx.Barrier(2)},
+        **{"event": ctx.Event(), "value": ctx.Value("i", 1), "array": ctx.Array("d", 2), "simple": ctx.SimpleQueue()},
+    }
+    ours, theirs = ctx.Pipe()
+
+    def work(parts: dict[str, Any], pipe: Any) -> None:
+        with parts["lock"], parts["semaphore"], parts["condition"]:
+            parts["value"].value += 1
+            parts["array"][1] = 2.5
+        parts["simple"].put(lambda: Point(7))
+        pipe.send({"point": Point(8), "received": pipe.recv().x})
+        parts["barrier"].wait(10)
+        parts["event"].wait(10)
+
+    process = ctx.Process(target=work, args=(parts, theirs))
+    process.start()
+    ours.send(Point(6))
+    answer = ours.recv()
+    assert type(answer["point"]) is Point and answer["received"] == 6
+    assert parts["simple"].get()().x == 7
+    parts["barrier"].wait(10)
+    parts["event"].set()
+    process.join(10)
+    assert (process.exitcode, parts["value"].value, list(parts["array"])) == (0, 2, [0.0, 2.5])
+
+
+def test_manager_and_shared_memory(ctx: Any) -> None:
+    from multiprocessing import shared_memory
+
+    def fill(shared: Any, name: str) -> None:
+        shared["points"] = [Point(1)]
+        memory = shared_memory.SharedMemory(name, **({"track": False} if sys.version_info >= (3, 13) else {}))
+        memory.buf[0] = 9
+        memory.close()
+
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    try:
+        with ctx.Manager() as manager:
+            shared = manager.dict()
+            process = ctx.Process(target=fill, args=(shared, memory.name))
+            process.start()
+            process.join(10)
+            assert process.exitcode == 0 and type(shared["points"][0]) is Point and memory.buf[0] == 9
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_processes_of_processes(ctx: Any) -> None:
+    def outer(queue: Any) -> None:
+        process = ctx.Process(target=queue.put, args=(ctx.get_start_method(),))
+        process.start()
+        process.join()
+        with ctx.Pool(1) as pool:
+            queue.put(pool.map(len, ["abc"]))
+
+    queue = ctx.Queue()
+    process = ctx.Process(target=outer, args=(queue,))
+    process.start()
+    assert [queue.get(timeout=10), queue.get(timeout=10)] == ["fork", [3]]
+    process.join()
+
+
+def test_queues_in_processes_of_processes(ctx: Any) -> None:
+    def outer(queue: Any) -> None:
+        queue.put("outer")  # its thread runs when the process is forked
+        process = ctx.Process(target=queue.put, args=("inner",))
+        process.start()
+        process.join()
+
+    queue = ctx.Queue()
+    process = ctx.Process(target=outer, args=(queue,))
+    process.start()
+    assert {queue.get(timeout=10), queue.get(timeout=10)} == {"outer", "inner"}
+    process.join()
+
+
+def test_parent(ctx: Any) -> None:
+    with ctx.Pool(1) as pool:
+        assert pool.apply(lambda: ctx.parent_process().pid) == os.getpid()
+        assert pool.apply(lambda: ctx.parent_process().is_alive())
+
+
+def test_what_cannot_travel_is_named(ctx: Any) -> None:
+    rows = (row for row in range(3))
+    with pytest.raises(CaptureError, match="rows"):
+        ctx.Process(target=lambda: list(rows)).start()
+    with ctx.Pool(1) as pool:
+        with pytest.raises(CaptureError, match="rows"):
+            pool.map(lambda i: list(rows), range(2))
+        with pytest.raises(CaptureError, match="generator"):
+            pool.map(len, [rows])
+        with pytest.raises(Exception, match="generator"):
+            pool.apply(lambda: (row for row in range(3)))
+        assert pool.map(abs, [-1]) == [1]
+
+
+def test_reducers_that_the_user_has_registered_with_dill() -> None:
+    dill = pytest.importorskip("dill")
+    ctx = nbdist.context("multiprocess")
+
+    class Handle:
+        def __init__(self, number: int) -> None:
+            self.number, self.lock = number, iter([])  # the iterator says that it did not travel as it is
+
+    @dill.register(Handle)
+    def save_handle(pickler: Any, handle: Any) -> None:
+        pickler.save_reduce(Handle, (handle.number + 100,), obj=handle)
+
+    try:
+        with ctx.Pool(1) as pool:
+            assert pool.apply(lambda handle: handle.number, (Handle(1),)) == 101
+            assert pool.apply(lambda: Handle(2)).number == 102
+    finally:
+        del dill.Pickler.dispatch[Handle]
+
+
+# -------------------------------------------------------------------------------------------------------------- pools
+
+
+def test_pool(ctx: Any) -> None:
+    scale = 10
+
+    def scaled(point: Point) -> Point:
+        return Point(scale * point.x)
+
+    points = [Point(i) for i in range(7)]
+    with ctx.Pool(2) as pool:
+        for values in (
+            pool.map(scaled, points),
+            list(pool.imap(scaled, points)),
+            list(pool.imap(scaled, points, chunksize=3)),
+            sorted(pool.imap_unordered(scaled, points), key=lambda point: point.x),
+            pool.starmap(scaled, [(point,) for point in points]),
+            pool.map_async(scaled, points).get(10),
+            [pool.apply(scaled, (point,)) for point in points],
+        ):
+            assert [(type(value), value.x) for value in values] == [(Point, 10 * i) for i in range(7)]
+        scale = 20
+        assert pool.map(scaled, points)[1].x == 20, "what has changed is seen by the next call"
+        seen: list[Any] = []
+        pool.apply_async(scaled, (Point(2),), callback=seen.append).wait(10)
+        assert seen[0].x == 40
+
+
+def test_pool_of_short_lives(ctx: Any) -> None:
+    with ctx.Pool(2, maxtasksperchild=2) as pool:
+        pids = pool.map(lambda i: os.getpid(), range(20), chunksize=1)
+    assert len(set(pids)) >= 5
+
+
+def test_initializer(ctx: Any) -> None:
+    def begin(value: int) -> None:
+        global _begun
+        _begun = value
+
+    with ctx.Pool(2, begin, (7,)) as pool:
+        assert pool.map(lambda i: _begun + i, range(3)) == [7, 8, 9]
+
+
+_begun = 0
+
+
+def test_exception_of_a_task(ctx: Any) -> None:
+    class Mine(Exception):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__(f"{a} and {b}")
+            self.a = a
+
+    def fail(i: int) -> None:
+        raise Mine(i, 2)
+
+    with ctx.Pool(2) as pool:
+        with pytest.raises(Mine, match="3 and 2") as caught:
+            pool.map(fail, [3])
+        assert caught.value.a == 3 and "raise Mine(i, 2)" in str(caught.value.__cause__)
+        assert pool.map(abs, [-1]) == [1]
+
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crashed": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "_exit(0)": lambda: os._exit(0),
+    "sys.exit(0)": lambda: sys.exit(0),
+}
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "map": lambda pool, fn: pool.map(fn, range(8)),
+    "imap": lambda pool, fn: list(pool.imap(fn, range(8))),
+    "imap in chunks": lambda pool, fn: list(pool.imap(fn, range(8), chunksize=2)),
+    "imap_unordered": lambda pool, fn: list(pool.imap_unordered(fn, range(8))),
+    "map_async": lambda pool, fn: pool.map_async(fn, range(8), chunksize=1).get(),
+    "apply": lambda pool, fn: [pool.apply(fn, (i,)) for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("how, call", [*(("killed", call) for call in CALLS), *((how, "map") for how in ENDS)])
+def test_lost_worker(ctx: Any, how: str, call: str) -> None:
+    def work(i: int) -> int:
+        if i == 3:
+            end()
+        return i
+
+    end = ENDS[how]
+    fds = open_fds()
+    with ctx.Pool(2) as pool:
+        begin = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"NbdistPoolWorker-\d+ \(pid \d+\)") as caught:
+            CALLS[call](pool, work)
+        assert time.monotonic() - begin < 5
+        assert caught.value.status == {"killed": -9, "crashed": -11}.get(how, 0)
+        with pytest.raises(WorkerDied):
+            pool.map(abs, range(3))
+    with ctx.Pool(2) as pool:
+        assert pool.map(abs, range(3)) == [0, 1, 2]
+    del pool, caught
+    gc.collect()
+    assert poll(lambda: open_fds() <= fds + 3), "but for the library's tracker, and the interrupts' pipe"
+
+
+PHASES = ["idle, holding the lock", "in a task", "while a result is sent", "in the initializer"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_worker_killed_in_each_phase(ctx: Any, phase: str) -> None:
+    def work(i: int) -> Any:
+        if phase == "in a task":
+            time.sleep(60)
+        return b"x" * 50_000_000 if phase == "while a result is sent" else i
+
+    def begin() -> None:
+        if phase == "in the initializer":
+            time.sleep(60)
+
+    with ctx.Pool(2, begin) as pool:
+        workers = [psutil.Process(worker.pid) for worker in pool._pool]
+        if phase == "while a result is sent":
+            pool._outqueue._wlock.acquire()  # so that they are at it, and stay there
+        result = pool.map_async(work, range(4), chunksize=1)
+        if phase == "idle, holding the lock":
+            assert result.get(10) == [0, 1, 2, 3]
+        time.sleep(0.3)
+        for worker in workers[: 1 if phase != "idle, holding the lock" else 2]:
+            worker.kill()
+        start = time.monotonic()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            if phase == "idle, holding the lock":
+                pool.map(work, range(4))
+            else:
+                result.get(20)
+        assert time.monotonic() - start < 5
+        assert poll(lambda: not living(workers), 5)
+
+
+def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    def begin() -> None:
+        raise ValueError("no model")
+
+    with ctx.Pool(2, begin) as pool, pytest.raises(WorkerDied, match="exit code 1") as caught:
+        pool.map(abs, range(3))
+    assert "ValueError: no model" in str(caught.value)
+
+
+def test_big_data_are_shared(ctx: Any) -> None:
+    table = np.ones(30_000_000)  # 240 MB
+
+    def memory(i: int) -> tuple[float, int]:
+        total = float(table.sum())
+        time.sleep(0.5)  # so that each worker gets one
+        return total, psutil.Process().memory_full_info().uss
+
+    with ctx.Pool(3) as pool:
+        found = pool.map(memory, range(3), chunksize=1)
+    assert all(total == len(table) for total, _ in found)
+    assert max(uss for _, uss in found) < 200e6, "no worker has a copy of its own"
+
+
+def test_random_numbers(ctx: Any) -> None:
+    def draw(i: int) -> tuple[float, float]:
+        time.sleep(0.2)  # so that each worker gets one
+        return random.random(), float(np.random.rand())
+
+    state = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    with ctx.Pool(2) as pool:
+        first, second = pool.map(draw, range(2), chunksize=1)
+    assert first[0] != second[0] and first[1] != second[1]
+    assert state[:2] == (random.getstate(), np.random.get_state()[2]), "the notebook's own is as it was"
+    assert torch.equal(state[2], torch.get_rng_state())
+
+
+# ------------------------------------------------------------------------------------------- those who take a context
+
+
+def test_executor() -> None:
+    scale = 3
+    with concurrent.futures.ProcessPoolExecutor(2, mp_context=nbdist.context("multiprocessing")) as executor:
+        points = list(executor.map(lambda point: Point(scale * point.x), [Point(1), Point(2)]))
+        assert [(type(point), point.x) for point in points] == [(Point, 3), (Point, 6)]
+        with pytest.raises(concurrent.futures.process.BrokenProcessPool):
+            executor.submit(os._exit, 1).result(10)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, at: int = -1, end: Callable[[], Any] = list) -> None:
+        self.at, self.end = at, end
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == self.at:
+            self.end()
+        return torch.full((100,), float(i))
+
+
+def loader(rows: Rows, **options: Any) -> torch.utils.data.DataLoader[Any]:
+    context = nbdist.context("multiprocessing")
+    return torch.utils.data.DataLoader(rows, batch_size=10, num_workers=2, multiprocessing_context=context, **options)
+
+
+def test_data_loader() -> None:
+    batches = list(loader(Rows()))
+    assert torch.cat(batches)[:, 0].tolist() == list(range(400))
+
+
+def test_data_loader_whose_workers_stay() -> None:
+    batches = loader(Rows(), persistent_workers=True)
+    assert [len(list(batches)) for _ in range(2)] == [40, 40]
+    del batches
+    gc.collect()
+
+
+def test_data_loader_loses_a_worker() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader(Rows(200, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+    assert time.monotonic() - begin < 4.5, "torch itself looks after five seconds"
+
+
+def test_data_loader_raises() -> None:
+    batches: Any = iter(loader(Rows(200, lambda: 1 / 0)))
+    with pytest.raises(ZeroDivisionError, match="in __getitem__"):
+        list(batches)
+    batches._shutdown_workers()  # the garbage collector would take torch ten seconds for this, with any start method
+
+
+# ---------------------------------------------------------------------------------------------------------- a notebook
+
+POOL = """
+import nbdist, os, signal, sys, time
+ctx = nbdist.context("multiprocess")
+factor = 3
+class Point:
+    def __init__(self, x):
+        self.x = x
+"""
+
+
+def test_in_a_notebook(cell: Cell) -> None:
+    cell(POOL)
+    result = cell("""
+        def work(p):
+            print("at", p.x)
+            return Point(p.x * factor)
+        with ctx.Pool(2) as pool:
+            points = pool.map(work, [Point(i) for i in range(4)])
+        print([type(p) is Point and p.x for p in points])
+    """)
+    assert result.text.index("at 3") < result.text.index("[0, 3, 6, 9]")
+
+
+def test_output_goes_to_the_cell_that_calls(notebook: Kernel) -> None:
+    notebook.ok(POOL + "pool = ctx.Pool(1)")
+    assert "first" in notebook.ok("pool.map(print, ['first'])").text
+    assert "second" in notebook.ok("pool.map(print, ['second'])").text
+    assert "third" in notebook.ok("p = ctx.Process(target=print, args=('third',)); p.start(); p.join()").text
+    notebook.ok("from IPython.display import HTML, display\ndef show(x):\n    display(HTML('<b>x</b>'))")
+    result = notebook.ok("pool.map(show, [1]);")
+    assert [output["data"]["text/html"] for output in result.outputs if "data" in output] == ["<b>x</b>"]
+    notebook.ok("pool.terminate()")
+
+
+STOPPED = {
+    "a pool": "with ctx.Pool(2) as pool: pool.map(slow, range(4))",
+    "a process": "p = ctx.Process(target=slow, args=(1,)); p.start(); p.join()",
+    "a queue": "q = ctx.Queue(); p = ctx.Process(target=slow, args=(1,)); p.start(); q.get()",
+    # With two tasks: to its workers an interrupt is a result like others, after which they take the next task.
+    "an executor": """
+        from concurrent.futures import ProcessPoolExecutor
+        with ProcessPoolExecutor(2, mp_context=nbdist.context("multiprocessing")) as executor:
+            list(executor.map(slow, range(2)))
+    """,
+    "parallel_map": "nbdist.parallel_map(slow, range(4), 2)",
+}
+
+
+@pytest.mark.parametrize("what", STOPPED)
+def test_the_stop_button(notebook: Kernel, what: str) -> None:
+    notebook.ok(POOL + "def slow(i):\n    print('begun', flush=True)\n    time.sleep(60)")
+    message = notebook.start(dedent(STOPPED[what]))
+    notebook.finish(message, until=lambda result: "begun" in result.text)
+    notebook.interrupt()
+    result = notebook.finish(message, timeout=20)
+    assert result.error == "KeyboardInterrupt", result
+    done = "import nbdist.kernel.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
+    assert poll(lambda: notebook.run(done).error is None, 5)
+    assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
+
+
+def test_the_stop_button_leaves_idle_pools_alone(notebook: Kernel) -> None:
+    notebook.ok(POOL + "pool = ctx.Pool(2); pool.map(abs, range(4))")
+    message = notebook.start("print('begun'); time.sleep(60)")
+    notebook.finish(message, until=lambda result: "begun" in result.text)
+    notebook.interrupt()
+    assert notebook.finish(message).error == "KeyboardInterrupt"
+    assert "[1, 2]" in notebook.ok("print(pool.map(abs, [-1, -2])); pool.terminate()").text
+
+
+def test_an_interrupt_of_a_fork_is_its_own(ctx: Any) -> None:
+    process = ctx.Process(target=time.sleep, args=(60,))
+    process.start()
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGINT, lambda signum, frame: os._exit(0))
+        signal.raise_signal(signal.SIGINT)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    process.join(0.5)
+    assert process.exitcode is None
+    process.kill()
+    process.join()
+
+
+def test_processes_end_with_the_kernel(kernel: Kernel) -> None:
+    kernel.ok(POOL + "pool = ctx.Pool(2)\np = ctx.Process(target=time.sleep, args=(600,)); p.start()")
+    pids = [psutil.Process(int(pid)) for pid in kernel.ok("print(p.pid, *[w.pid for w in pool._pool])").text.split()]
+    assert len(living(pids)) == 3
+    psutil.Process(kernel.pid).kill()
+    assert poll(lambda: not living(pids), 5)
+
+
+def test_after_threads_in_the_kernel(cell: Cell) -> None:
+    cell(POOL)
+    cell("import torch; torch.set_num_threads(2); a = torch.ones(1000, 1000); a @ a")
+    text = cell("with ctx.Pool(2) as pool: print(pool.map(lambda i: float((a @ a)[0, 0]) + i, range(2)))").text
+    assert "[1000.0, 1001.0]" in text
+
+
+def test_script_ends_with_its_processes(tmp_path: Any) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, nbdist\nctx = nbdist.context('multiprocessing')\n"
+        "def work(): time.sleep(0.5); print('worked')\nctx.Process(target=work).start()\nprint('end of script')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[:2] == ["end of script", "worked"] and not done.stderr, done

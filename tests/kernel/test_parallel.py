@@ -1,0 +1,246 @@
+"""`parallel_map`: values in order, data shared, the first failure with its item, the stop button, nothing left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import Cell, Kernel, open_fds, poll, ranks_of
+
+import nbdist
+from nbdist import CaptureError, WorkerDied, parallel_map
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 1000])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_values_in_order(workers: int, chunk: int | None) -> None:
+    scale = 10
+
+    def scaled(point: Point) -> Point:
+        return Point(scale * point.x)
+
+    values = parallel_map(scaled, (Point(i) for i in range(23)), workers, chunk=chunk, progress=False)
+    assert [(type(value), value.x) for value in values] == [(Point, 10 * i) for i in range(23)]
+
+
+def test_no_items_and_no_workers() -> None:
+    assert parallel_map(abs, []) == []
+    assert parallel_map(lambda x: os.getpid(), [1, 2], workers=0) == [os.getpid()] * 2
+
+
+def test_other_processes_do_it() -> None:
+    def work(i: int) -> int:
+        time.sleep(0.1)
+        return os.getpid()
+
+    pids = set(parallel_map(work, range(6), 3, progress=False))
+    assert len(pids) == 3 and os.getpid() not in pids
+
+
+def test_arguments_that_make_no_sense() -> None:
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (TypeError, "not callable", lambda: parallel_map(3, [])),  # type: ignore[arg-type]
+        (TypeError, "not iterable", lambda: parallel_map(abs, 3)),  # type: ignore[arg-type]
+        (ValueError, "workers=-1", lambda: parallel_map(abs, [1], -1)),
+        (TypeError, "workers must be a whole number", lambda: parallel_map(abs, [1], 1.5)),  # type: ignore[arg-type]
+        (ValueError, "chunk=0", lambda: parallel_map(abs, [1], chunk=0)),
+        (NameError, "no such variable", lambda: parallel_map(abs, [1], need="nowhere")),
+        (ValueError, "import statements only", lambda: parallel_map(abs, [1], imports="x = 1")),
+        (CaptureError, r"items\[1\]", lambda: parallel_map(abs, [1, (row for row in range(3))], 1, progress=False)),
+        (CaptureError, "function returned", lambda: parallel_map(lambda i: (row for row in "ab"), [1], progress=False)),
+    ]
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_imports_and_need() -> None:
+    def work(x: int) -> Any:
+        return eval("fractions.Fraction(x, divisor)", {**globals(), "x": x, **vars(__import__("__main__"))})
+
+    values = parallel_map(work, [1, 2], 2, imports="import fractions", need={"divisor": 4}, progress=False)
+    assert [str(value) for value in values] == ["1/4", "1/2"]
+
+
+def test_first_exception() -> None:
+    class Mine(Exception):
+        pass
+
+    def work(i: int) -> int:
+        if i == 13:
+            raise Mine(f"no {i}")
+        return i
+
+    begin = time.monotonic()
+    with pytest.raises(Mine, match="no 13") as caught:
+        parallel_map(work, range(1000), 2, progress=False)
+    assert time.monotonic() - begin < 5
+    cause = str(caught.value.__cause__)
+    assert "on worker" in cause and "at item 13 (13)" in cause and 'raise Mine(f"no {i}")' in cause
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize(
+    "end, status",
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), -9), (lambda: os._exit(0), 0)],
+    ids=["killed", "_exit(0)"],
+)
+def test_lost_worker(end: Callable[[], Any], status: int, chunk: int) -> None:
+    def work(i: int) -> int:
+        if i == 13:
+            print("last words")
+            end()
+        return i
+
+    begin = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"worker \d \(pid \d+\).*at item 13 \(13\)") as caught:
+        parallel_map(work, range(40), 2, chunk=chunk, progress=False)
+    assert time.monotonic() - begin < 5
+    assert caught.value.status == status and "last words" in str(caught.value)
+    assert parallel_map(abs, [-1], progress=False) == [1]
+
+
+def test_sys_exit_is_an_exception() -> None:
+    with pytest.raises(SystemExit):
+        parallel_map(lambda i: exit(3), [1], 1, progress=False)
+
+
+def test_what_is_big_is_shared() -> None:
+    table = np.ones(30_000_000)  # 240 MB
+
+    def memory(i: int) -> tuple[float, int]:
+        total = float(table.sum())
+        time.sleep(0.3)
+        return total, psutil.Process().memory_full_info().uss
+
+    found = parallel_map(memory, range(3), 3, progress=False)
+    assert all(total == len(table) for total, _ in found)
+    assert max(uss for _, uss in found) < 200e6
+
+
+def test_big_items_and_values() -> None:
+    items = [np.full(1_000_000, float(i)) for i in range(6)]
+    values = parallel_map(lambda array: array * 2, items, 2, progress=False)
+    assert all((value == 2 * item).all() for value, item in zip(values, items, strict=True))
+    values[0][0] = 7  # it is the notebook's own
+
+
+def test_random_numbers() -> None:
+    def draw(i: int) -> tuple[float, float]:
+        time.sleep(0.1)
+        return random.random(), float(np.random.rand())
+
+    def both() -> list[Any]:
+        random.seed(1)
+        np.random.seed(1)
+        return parallel_map(draw, range(2), 2, chunk=1, progress=False)
+
+    first = both()
+    assert first[0] != first[1]
+    assert sorted(first) == sorted(both())
+
+
+def test_nothing_is_left() -> None:
+    parallel_map(abs, range(10), 2, progress=False)
+    before = open_fds()
+    for _ in range(5):
+        parallel_map(lambda i: np.ones(500_000), range(4), 2, progress=False)
+    assert poll(lambda: not ranks_of()) and poll(lambda: open_fds() <= before)
+
+
+# ---------------------------------------------------------------------------------------------------------- a notebook
+
+
+def test_in_a_notebook(cell: Cell) -> None:
+    cell("from nbdist import parallel_map\nscale = 3")
+    result = cell("""
+        def work(i):
+            print("item", i)
+            return i * scale
+        print(parallel_map(work, range(6), 2))
+    """)
+    lines = result.text.splitlines()
+    assert sum(line.startswith("item ") for line in lines) == 6 and "[0, 3, 6, 9, 12, 15]" in lines[-1]
+    assert "0/6" in result.text, "the bar, as text where there are no widgets"
+
+
+def test_traceback_in_the_cell(notebook: Kernel) -> None:
+    notebook.ok("from nbdist import parallel_map")
+    result = notebook.run("def work(i):\n    return 1 / (i - 3)\nparallel_map(work, range(6), 2, progress=False)")
+    assert result.error == "ZeroDivisionError"
+    text = result.plain_traceback
+    assert "raised ZeroDivisionError, at item 3 (3)" in text and "return 1 / (i - 3)" in text
+    assert "nbdist/kernel" not in text
+
+
+def test_stopped_workers_clean_up(notebook: Kernel) -> None:
+    notebook.ok("from nbdist import parallel_map\nimport time")
+    message = notebook.start("""
+def work(i):
+    try:
+        print("begun")
+        time.sleep(60)
+    finally:
+        print("cleaned up")
+parallel_map(work, range(10), 2, progress=False)
+""")
+    notebook.finish(message, until=lambda result: "begun" in result.text)
+    notebook.interrupt()
+    result = notebook.finish(message, timeout=20)
+    assert result.error == "KeyboardInterrupt" and "cleaned up" in result.text
+
+
+def test_fastcore_parallel(cell: Cell) -> None:
+    pytest.importorskip("fastcore.parallel")
+    text = cell("""
+        import nbdist
+        from fastcore.parallel import parallel
+        nbdist.context("multiprocessing")
+        scale = 5
+        print(parallel(lambda x: x * scale, range(4), n_workers=2, method="nbdist"))
+    """).text
+    assert "[0, 5, 10, 15]" in text
+
+
+# ----------------------------------------------------------------------------------------------------------- a cluster
+
+
+@pytest.mark.slow
+def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    scale, table = 10, np.arange(1_000_000)
+
+    def scaled(i: int) -> tuple[int, str]:
+        print("item", i)
+        return scale * int(table[i]), os.environ.get("RAY_JOB_ID", "") and "ray"
+
+    def failing(i: int) -> None:
+        raise KeyError(f"no {i}")
+
+    nbdist.use("ray")
+    try:
+        with pytest.raises(ValueError, match="say how many"):
+            parallel_map(scaled, range(8), progress=False)
+        values = parallel_map(scaled, range(8), 2, progress=False)
+        assert [value for value, _ in values] == [10 * i for i in range(8)]
+        assert sorted(capfd.readouterr().out.split("item ")[1:]) == [f"{i}\n" for i in range(8)]
+        with pytest.raises(KeyError, match="no 0") as caught:
+            parallel_map(failing, range(2), 1, chunk=1, progress=False)
+        assert "at item 0" in str(caught.value.__cause__)
+        with pytest.raises(WorkerDied, match="exit code 3"):
+            parallel_map(os._exit, [3], 1, progress=False)
+        nbdist.context("multiprocessing")
+        assert "run on this machine, not on the cluster" in capfd.readouterr().err
+    finally:
+        nbdist.use("local")

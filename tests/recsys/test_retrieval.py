@@ -1,0 +1,263 @@
+"""Exact search is exact whatever the blocks; two towers find what was planted; an index is what was put into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from nbdist import Session, in_ddp, warm
+from nbdist.recsys.etl import Categorify, Workflow
+from nbdist.recsys.loader import MemoryLoader, Ragged
+from nbdist.recsys.models import Tower, TwoTower, draw_rows, softmax_logits
+from nbdist.recsys.retrieval import ItemIndex, top_k
+from nbdist.recsys.sharding import shard
+from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.triton import export_ensemble
+
+# --- search ---
+
+
+@given(st.integers(0, 9), st.integers(1, 30), st.integers(1, 35), st.integers(1, 80), st.integers(0, 99), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_exact_in_blocks_of_any_size(queries: int, items: int, k: int, block: int, seed: int, left_out: bool) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    q, v = torch.randn(queries, 3, generator=draw), torch.randn(items, 3, generator=draw)
+    lengths = torch.randint(0, items + 1, (queries,), generator=draw)
+    lists = [torch.randperm(items, generator=draw)[:length] for length in lengths]
+    exclude = Ragged(
+        torch.cat([torch.empty(0, dtype=torch.int64), *lists]), torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    )
+    scores, places = top_k(q, v, k, exclude=exclude if left_out else None, block=block)
+    assert scores.shape == places.shape == (queries, k)
+    for row in range(queries):
+        allowed = [i for i in range(items) if not left_out or i not in lists[row].tolist()]
+        expected = sorted(allowed, key=lambda i: -float(q[row] @ v[i]))[:k]
+        assert places[row].tolist() == expected + [-1] * (k - len(expected))
+        torch.testing.assert_close(scores[row, : len(expected)], v[expected] @ q[row])
+        assert (scores[row, len(expected) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"k": 0}, "k=0, block=.*: at least 1"),
+        ({"items": torch.ones(4, 3)}, "queries have 2 columns, and items 3"),
+        ({"exclude": Ragged(torch.tensor([1]), torch.tensor([0, 1]))}, "exclude has 1 lists for 2 queries"),
+    ],
+)
+def test_searches_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        top_k(**{"queries": torch.ones(2, 2), "items": torch.ones(4, 2), "k": 1, **options})
+
+
+# --- the index ---
+
+
+@pytest.fixture
+def index() -> ItemIndex:
+    draw = torch.Generator().manual_seed(0)
+    return ItemIndex(pl.Series([f"movie {i}" for i in range(200)]), torch.randn(200, 8, generator=draw))
+
+
+def test_an_index_is_searched_by_raw_ids(index: ItemIndex) -> None:
+    queries = torch.randn(5, 8)
+    best = (queries @ index.vectors.T).argsort(1, descending=True)
+    found = index.search(queries, 4)
+    assert found["items"].to_list() == [[f"movie {i}" for i in row[:4].tolist()] for row in best]
+    exclude = [found["items"][0].to_list(), ["nowhere"], [], None, found["items"][4].to_list()[:1] * 2]
+    again = index.search(queries, 4, exclude=exclude)["items"].to_list()
+    assert again[0] == [f"movie {i}" for i in best[0, 4:8].tolist()]
+    assert again[1:4] == found["items"].to_list()[1:4] and again[4] == [f"movie {i}" for i in best[4, 1:5].tolist()]
+    short = index.search(queries[:2], 300, exclude=[index.ids[:199].to_list(), index.ids.to_list()])
+    assert short["items"].to_list() == [["movie 199"], []] and short["scores"].list.len().to_list() == [1, 0]
+
+
+def test_faiss_finds_the_same(index: ItemIndex) -> None:
+    queries = torch.randn(20, 8)
+    exact = index.search(queries, 10)["items"].to_list()
+    _, places = index.to_faiss("Flat").search(queries.numpy(), 10)
+    assert [index.ids.gather(row).to_list() for row in places] == exact
+    _, places = index.to_faiss("HNSW32").search(queries.numpy(), 10)  # not exact
+    near = [len({*index.ids.gather(row).to_list()} & {*there}) for row, there in zip(places, exact, strict=True)]
+    assert sum(near) > 150
+
+
+def test_an_index_is_kept(index: ItemIndex, tmp_path: Path) -> None:
+    index.save(tmp_path / "index")
+    loaded = ItemIndex.load(tmp_path / "index")
+    assert loaded.ids.equals(index.ids) and torch.equal(loaded.vectors, index.vectors)
+    assert pl.read_parquet(tmp_path / "index" / "items.parquet").columns == ["id", "vector"]
+    with pytest.raises(FileExistsError):
+        index.save(tmp_path / "index")
+    numbers = ItemIndex(pl.Series([5, 3], dtype=pl.Int32), torch.eye(2))
+    numbers.save(tmp_path / "index", overwrite=True)
+    assert ItemIndex.load(tmp_path / "index").search(torch.tensor([[0.0, 1.0]]), 1)["items"].to_list() == [[3]]
+    with pytest.raises(FileNotFoundError):
+        ItemIndex.load(tmp_path / "nowhere")
+    (tmp_path / "index" / "items.parquet").write_text("no Parquet")
+    with pytest.raises(ValueError, match="not a saved index"):
+        ItemIndex.load(tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [([1, 2, 3], "3 ids, and vectors of shape"), ([1, None], "null"), ([1, 1], "twice")]
+)
+def test_what_is_no_index(ids: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ItemIndex(pl.Series(ids), torch.eye(2))
+
+
+# --- the loss ---
+
+
+@pytest.mark.parametrize("negatives", [0, 64])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool) -> None:
+    """Everybody takes items by the same shares: then the right score of an item is the logarithm of its share."""
+    draw = torch.Generator().manual_seed(0)
+    shares = torch.arange(1, 61).float() ** -0.7
+    shares /= shares.sum()
+    score = torch.zeros(60, 1, requires_grad=True)
+    optimizer = torch.optim.Adam([score], lr=0.1)
+    for _ in range(200):
+        ids = torch.multinomial(shares, 128, replacement=True, generator=draw)
+        drawn = draw_rows({"item": torch.arange(60)}, negatives, draw)["item"]
+        every = torch.cat([ids, drawn])
+        logits, own = softmax_logits(torch.ones(128, 1), score[every], every, shares if corrected else None)
+        optimizer.zero_grad()
+        cross_entropy(logits, own).backward()
+        optimizer.step()
+    slope = np.polyfit(shares.log().numpy(), score.detach()[:, 0].numpy(), 1)[0]
+    if corrected:
+        assert slope == pytest.approx(1, abs=0.15)
+    elif not negatives:
+        assert slope < 0.3, "what is popular is pushed down for being popular"
+    else:
+        assert slope < 0.85
+
+
+def test_the_own_item_is_no_negative() -> None:
+    ids = torch.tensor([7, 8, 7, 7])  # the last is a negative
+    logits, own = softmax_logits(torch.ones(3, 1), torch.ones(4, 1), ids)
+    assert torch.isinf(logits).nonzero().tolist() == [[0, 2], [0, 3], [2, 0], [2, 3]] and own.tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="3 ids for 4 items"):
+        softmax_logits(torch.ones(3, 1), torch.ones(4, 1), ids[:3])
+
+
+# --- two towers ---
+
+
+def test_towers_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="a tower needs a column"):
+        Tower({})
+    with pytest.raises(ValueError, match="'movie' is in both towers"):
+        TwoTower({"user": 2, "movie": 3}, {"movie": 3})
+
+
+GROUPS, USERS, MOVIES = 4, 80, 40
+
+
+def planted() -> pl.DataFrame:
+    """Users of each group take movies of that group alone, half of them: the other half is to be found."""
+    draw = np.random.default_rng(0)
+    rows = [
+        (f"user {user}", f"movie {movie}", [f"genre {movie % GROUPS}"])
+        for user in range(USERS)
+        for movie in draw.permutation(np.arange(user % GROUPS, MOVIES, GROUPS))[:5].tolist()
+    ]
+    return pl.DataFrame(rows, schema=["user", "movie", "genres"], orient="row")
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Workflow:
+    return Workflow(Categorify("user", "movie", "genres")).fit(planted(), progress=False)
+
+
+def build(workflow: Workflow, layers: list[int]) -> TwoTower:
+    sizes = {name: vocabulary.size for name, vocabulary in workflow.vocabularies.items()}
+    query, item = {"user": sizes["user"]}, {name: sizes[name] for name in ("movie", "genres")}
+    return TwoTower(query, item, embedding_dim=16, layers=layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "layers"), [("row_wise", []), ("table_wise", [32, 8]), ("replicated", [8])])
+def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[int]) -> None:
+    rows, taken = workflow.lazy(planted()).collect(), planted()
+    movies = taken.select("movie", "genres").unique("movie", maintain_order=True)
+    catalogue = workflow.lazy(movies, ["movie", "genres"]).collect()
+    shares = workflow.vocabularies["movie"].shares()
+
+    def train() -> Any:
+        torch.manual_seed(1)
+        model: Any = build(workflow, layers)
+        if how == "replicated":
+            model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.03))
+        else:
+            dense = (lambda parameters: torch.optim.Adam(parameters, lr=0.03)) if layers else None
+            options = {"optimizer": "adagrad", "lr": 0.3, "dense_optimizer": dense}
+            model = shard(model, {"*": how}, batch_size=50, **options)
+        (table,) = MemoryLoader(catalogue, len(catalogue), rank=0, world_size=1)
+
+        def predict(module: Any, batch: Any) -> Any:
+            negatives = draw_rows(table, 16)
+            ids = torch.cat([batch["movie"], negatives["movie"]])
+            return softmax_logits(*module(batch, negatives), ids, shares)
+
+        loader = MemoryLoader(rows, 50, shuffle=True, seed=1)
+        fit(model, predict, loader, epochs=10, loss=cross_entropy, show=False)
+        return model.gather()
+
+    warm("import torchrec.distributed")
+    with Session(2, timeout=100) as session:
+        model = session.run(train)
+    index = ItemIndex.of(model.item.eval(), catalogue, movies["movie"], batch_size=7)
+    users = taken.group_by("user", maintain_order=True).agg("movie")
+    (batch,) = MemoryLoader(workflow.lazy(users, ["user"]).collect(), len(users))
+    with torch.no_grad():
+        found = index.search(model.query(batch), 5, exclude=users["movie"])
+    right = 0
+    for user, seen, items in zip(users["user"], users["movie"], found["items"], strict=True):
+        group = {f"movie {movie}" for movie in range(int(user.split()[1]) % GROUPS, MOVIES, GROUPS)}
+        assert not set(items) & set(seen)
+        right += len(set(items) & group)
+    assert right > 0.97 * 5 * USERS, "by chance it were one of seven"
+
+
+@pytest.mark.slow  # exports to ONNX
+def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = build(workflow, [8])
+
+    def vector(model: TwoTower, batch: Any) -> torch.Tensor:
+        return model.query(batch)
+
+    ensemble = export_ensemble(
+        workflow, model, tmp_path / "repository", "query", columns=["user"], call=vector, output="vector", fill=False
+    )
+    assert ensemble.inputs == {"user": "string"}
+    session = onnxruntime.InferenceSession(tmp_path / "repository" / "query_model" / "1" / "model.onnx")
+    codes = torch.tensor([2, 5, 0])
+    (answers,) = session.run(["vector"], {"user": codes[:, None].numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(answers, model.query({"user": codes}).numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_in_ranks_the_loss_has_the_rows_of_the_rank_alone() -> None:
+    """As documented; and uneven batches hinder nobody."""
+
+    def shapes() -> list[Any]:
+        model = TwoTower({"user": 9}, {"movie": 9}, embedding_dim=4)
+        rows = {"user": torch.arange(7), "movie": torch.arange(7)}
+        loader = MemoryLoader(rows, 3)
+        return [softmax_logits(*model(batch), batch["movie"])[0].shape for batch in loader]
+
+    assert in_ddp(2, shapes) == [(3, 3), (1, 1)]

@@ -1,0 +1,210 @@
+"""Histories are in the order of time and of nothing later; SASRec learns from them what their last item cannot tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import polars as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from nbdist import Session, warm
+from nbdist.recsys.datasets import synthetic_sequences
+from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences, with_history
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, Ragged
+from nbdist.recsys.metrics import ranking_metrics
+from nbdist.recsys.models import SASRec, draw_rows, padded
+from nbdist.recsys.retrieval import top_k
+from nbdist.recsys.sharding import shard
+from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.triton import export_ensemble
+
+# --- histories ---
+
+rows = st.lists(
+    st.tuples(st.one_of(st.none(), st.integers(0, 3)), st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 5)),
+    max_size=40,
+)
+
+
+@given(rows, st.integers(1, 6), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_histories_as_a_naive_reference_has_them(rows: list[Any], length: int, texts: bool) -> None:
+    frame = pl.DataFrame(rows, schema={"user": pl.Int64, "movie": pl.Int64, "timestamp": pl.Int64}, orient="row")
+    if texts:
+        frame = frame.with_columns(pl.col("movie").cast(pl.String))
+    taken: dict[Any, list[Any]] = {}
+    before: dict[int, list[Any]] = {}
+    movies = frame["movie"].to_list()
+    for row in sorted(range(len(rows)), key=lambda row: rows[row][2]):
+        mine = taken.setdefault(rows[row][0], [])
+        before[row] = mine[-length:]
+        mine.append(movies[row])
+    found = with_history(frame, "movie", length=length)
+    assert found.drop("history").equals(frame)
+    assert found["history"].to_list() == [before[row] for row in range(len(rows))]
+    expected = {user: mine[-length:] for user, mine in taken.items()}
+    whole = sequences(frame, "movie", length=length)
+    assert dict(whole.iter_rows()) == expected
+    assert whole["user"].to_list() == list(dict.fromkeys(row[0] for row in rows))
+    assert sequences(frame.lazy(), "movie", length=length).collect().equals(whole)
+    assert dict(sequences(frame, "movie").iter_rows()) == taken
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda frame: sequences(frame), "no columns are named"),
+        (lambda frame: sequences(frame, "movie", length=0), "length=0: at least 1"),
+        (lambda frame: with_history(frame, "film"), "no column 'film'"),
+        (lambda frame: with_history(frame, "movie", name="user"), "a column 'user' already"),
+    ],
+)
+def test_what_makes_no_sense(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(pl.DataFrame({"user": [1], "movie": [1], "timestamp": [1]}))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=8), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_padded_rows(lists: list[list[int]], length: int) -> None:
+    offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+    codes, there = padded(Ragged(torch.tensor([v for one in lists for v in one], dtype=torch.int64), offsets), length)
+    last = [one[-length:] for one in lists]
+    assert codes.tolist() == [one + [0] * (length - len(one)) for one in last]
+    assert there.sum(1).tolist() == [len(one) for one in last]
+    # As a server has them: filled up to the longest with -1.
+    longest = max(map(len, lists))
+    filled = torch.tensor([v for one in lists for v in one + [-1] * (longest - len(one))], dtype=torch.int64)
+    again, same = padded(Ragged(filled, torch.arange(len(lists) + 1) * longest), length)
+    assert torch.equal(again, codes) and torch.equal(same, there)
+
+
+# --- the planted rule ---
+
+
+def test_the_last_two_items_tell_the_next() -> None:
+    lists = sequences(synthetic_sequences(300, 30, 12), "movie")["movie"].to_list()
+    after_one: dict[Any, set[int]] = {}
+    after_two: dict[Any, set[int]] = {}
+    for one in lists:
+        for a, b, c in zip(one, one[1:], one[2:], strict=False):
+            after_one.setdefault(b, set()).add(c)
+            after_two.setdefault((a, b), set()).add(c)
+    assert sum(len(known) == 1 for known in after_two.values()) > 0.95 * len(after_two)
+    assert sum(len(known) == 2 for known in after_one.values()) > 0.9 * len(after_one), "one item alone does not"
+
+
+ITEMS, LENGTH = 20, 8
+
+
+@pytest.fixture(scope="module")
+def split() -> Any:
+    return leave_one_out(synthetic_sequences(400, ITEMS, LENGTH))
+
+
+@pytest.fixture(scope="module")
+def workflow(split: Any) -> Workflow:
+    rows = (
+        sequences(split.train, "movie").rename({"movie": "history"}).with_columns(movie=pl.col("history").list.last())
+    )
+    return Workflow(Categorify(("movie", "history"))).fit(rows, progress=False)
+
+
+def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
+    return workflow.lazy(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["row_wise", "replicated"])
+def test_what_was_planted_is_learnt(split: Any, workflow: Workflow, tmp_path: Path, how: str) -> None:
+    """Who knew the last item alone would be right half of the time; the rule is known to the model that is."""
+    size = workflow.vocabularies["movie"].size
+    histories(workflow, split.train).write_parquet(tmp_path / "train.parquet")
+    catalogue = {"movie": torch.arange(2, size)}
+
+    def predict(model: Any, batch: Any) -> Any:
+        return model(batch, draw_rows(catalogue, 40)["movie"])
+
+    def train() -> Any:
+        torch.manual_seed(0)
+        model: Any = SASRec(size, length=LENGTH, embedding_dim=32, blocks=2, dropout=0.0)
+        adam = lambda parameters: torch.optim.Adam(parameters, lr=0.01)  # noqa: E731
+        if how == "replicated":
+            model = replicate(model, adam)
+        else:
+            model = shard(model, {"history": how}, batch_size=16, optimizer="adagrad", lr=0.1, dense_optimizer=adam)
+        rows = ParquetLoader(tmp_path / "train.parquet", 16, shuffle=True, seed=0)
+        fit(model, predict, rows, epochs=20, loss=cross_entropy, show=False)
+        return model.gather()
+
+    warm("import torchrec.distributed")
+    with Session(2, timeout=100) as session:
+        model = session.run(train).eval()
+    held = sequences(split.train, "movie")["user"].to_frame().join(split.valid, on="user", maintain_order="left")
+    codes = workflow.vocabularies["movie"].mapping()
+    (batch,) = MemoryLoader(histories(workflow, split.train), len(held))
+    with torch.no_grad():
+        _, places = top_k(model.query(batch), model.item(catalogue["movie"]), 1)
+    wanted = torch.tensor([codes[movie] for movie in held["movie"]])
+    found = ranking_metrics(places + 2, Ragged(wanted, torch.arange(len(wanted) + 1)))
+    assert found["hit rate@1"] > 0.85, found
+
+
+def test_nothing_later_is_seen() -> None:
+    torch.manual_seed(0)
+    model = SASRec(30, length=6, embedding_dim=8, blocks=2).eval()
+    lists = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]
+
+    def ragged(lists: list[list[int]]) -> dict[str, Any]:
+        offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+        return {"history": Ragged(torch.tensor([v for one in lists for v in one], dtype=torch.int64), offsets)}
+
+    negatives = torch.tensor([3, 7, 20])
+    with torch.no_grad():
+        query = model.query(ragged(lists))
+        assert not query[3].any(), "an empty history has no vector"
+        for row, one in enumerate(lists[:3]):
+            torch.testing.assert_close(query[row : row + 1], model.query(ragged([one[-6:]])), msg="whatever the batch")
+        logits, first = model(ragged(lists), negatives)
+        assert not first.any() and len(logits) == 2 + 4 + 6, "a place for each item that has one before it"
+        # The last place of each is what is asked about the history without its last item.
+        ends = torch.tensor([1, 5, 11])
+        states = model.query(ragged([one[-7:-1] for one in lists[:3]]))
+        following = torch.tensor([one[-1] for one in lists[:3]])
+        torch.testing.assert_close(logits[ends, 0], (states * model.item(following)).sum(1))
+        others = states @ model.item(negatives).T
+        others[following[:, None] == negatives] = -torch.inf
+        torch.testing.assert_close(logits[ends, 1:], others)
+        # Another item changes what comes at its place and later, and nothing before it.
+        changed, _ = model(ragged([[5, 6, 7], [5, 6, 7, 21, 9], lists[2]]), negatives)
+        same = (changed == logits).all(1)
+        assert same.tolist() == [True] * 4 + [False] * 2 + [True] * 6
+    with pytest.raises(ValueError, match="a column of lists is needed"):
+        model.query({"history": torch.tensor([1])})
+
+
+@pytest.mark.slow  # exports to ONNX
+def test_a_history_is_served(workflow: Workflow, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = SASRec(workflow.vocabularies["movie"].size, length=4, embedding_dim=8, blocks=1)
+
+    def vector(model: SASRec, batch: Any) -> torch.Tensor:
+        return model.query(batch)
+
+    export_ensemble(
+        workflow, model, tmp_path / "served", "next", columns=["history"], call=vector, output="vector", fill=False
+    )
+    session = onnxruntime.InferenceSession(tmp_path / "served" / "next_model" / "1" / "model.onnx")
+    asked = np.array([[5, 6, -1, -1, -1, -1], [2, 3, 4, 5, 6, 7], [9, -1, -1, -1, -1, -1]])
+    (answers,) = session.run(["vector"], {"history": asked})
+    lists = [row[row >= 0] for row in asked]
+    batch = {"history": Ragged(torch.from_numpy(np.concatenate(lists)), torch.tensor([0, 2, 8, 9]))}
+    with torch.no_grad():
+        np.testing.assert_allclose(answers, model.eval().query(batch).numpy(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,79 @@
+"""With this folder on PYTHONPATH, nbdist runs as on a system that has nothing of Linux's own, in every process.
+
+What is taken away is what macOS lacks, too. Its own ways (`lo0`, `renamex_np`) are not there either. Other packages
+keep /proc and the name of the platform: psutil is made for this one.
+"""
+
+from __future__ import annotations
+
+import select
+
+for name in ("epoll", "EPOLLIN", "EPOLLOUT", "EPOLLERR", "EPOLLHUP"):
+    delattr(select, name)  # before `selectors` is imported, which looks for it
+
+import fcntl  # noqa: E402
+import importlib.abc  # noqa: E402
+import importlib.machinery  # noqa: E402
+import os  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from types import ModuleType  # noqa: E402
+
+ABSENT: dict[ModuleType, str] = {
+    os: "memfd_create MFD_CLOEXEC pidfd_open sched_getaffinity sched_setaffinity eventfd pipe2 splice copy_file_range "
+    "posix_fallocate posix_fadvise",
+    signal: "pidfd_send_signal SIGRTMIN SIGRTMAX sigtimedwait sigwaitinfo",
+    socket: "SO_PEERCRED SO_PASSCRED SOCK_CLOEXEC SOCK_NONBLOCK MSG_CMSG_CLOEXEC AF_NETLINK",
+    fcntl: "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS",
+}
+#: In nbdist's sources: what they ask for, and what they get.
+REPLACED = {b"sys.platform": b'"other"', b'"/proc/': b'"/no-proc/', b"process_vm_readv": b"process_vm_absent"}
+
+for module, names in ABSENT.items():
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def get_data(self, path: str) -> bytes:
+        if not path.endswith(".py"):
+            raise OSError("no bytecode: it is of the source as it stands")
+        data = super().get_data(path)
+        for old, new in REPLACED.items():
+            data = data.replace(old, new)
+        return data
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != "nbdist":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if (
+            spec is not None
+            and spec.origin is not None
+            and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
+        ):
+            spec.loader = Loader(name, spec.origin)
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+# As small as macOS's: what is sent at once has to go in parts.
+pair = socket.socketpair
+
+
+def socketpair(*args: int) -> tuple[socket.socket, socket.socket]:
+    ends = pair(*args)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    return ends
+
+
+socket.socketpair = socketpair  # type: ignore[assignment]
