@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capture.explain import explain
+    from .capture.scattering import scatter
     from .engines import use
     from .engines.ray.options import RayOptions
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
@@ -30,6 +31,7 @@ __all__ = [
     "load_ipython_extension",
     "parallel_map",
     "post_mortem",
+    "scatter",
     "unload_ipython_extension",
     "use",
     "warm",
@@ -49,6 +51,7 @@ _HOMES = {
     "in_ddp": "kernel.launch",
     "parallel_map": "kernel.parallel",
     "post_mortem": "kernel.launch",
+    "scatter": "capture.scattering",
     "use": "engines",
     "warm": "kernel.launch",
 }

@@ -13,16 +13,21 @@ An exception raised by the user's function in a rank is none of these: it arrive
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import re
 import signal
 import traceback
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from .notebook import cell_numbers
+from .notebook import cell_numbers, forget_shown_traceback
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 #: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics (which
 #: before 8.0 goes through functions that the package `decorator` makes).
 _BETWEEN = re.compile(
@@ -141,28 +146,79 @@ class RemoteTraceback(Exception):
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
     `others` (a line for each other rank that failed by itself), `who` (what the rank is called), `where` (what it was
-    working on, if that is known).
+    working on, if that is known), `hints` (what may help), `inside` (how to look at its frames).
     """
 
     def __init__(self, rank: int, pid: int | None, text: str, rendered: Sequence[str] = ()) -> None:
         self.rank, self.pid, self.text, self.rendered = rank, pid, text, list(rendered)
         self.others: list[str] = []
+        self.hints: list[str] = []
+        self.inside = ""
         self.who, self.where = f"rank {rank}", ""
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:
         head = f"on {self.who} (pid {self.pid}){self.where}"
-        return "\n".join([f"{head}\n\n{self.text.rstrip()}", *self.others])
+        return "\n".join([f"{head}\n\n{self.text.rstrip()}", *self.others, *self.hints])
+
+
+def entry(fn: F) -> F:
+    """Decorates what users call: in a traceback, this one frame stands for all of nbdist's, and is itself one that
+    IPython and pytest do not show."""
+
+    @functools.wraps(fn)
+    def nbdist(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as exc:
+            if not _is_meant(exc):
+                raise
+            let_notebook_render(exc)
+            raise exc.with_traceback(None)  # noqa: B904 (up to 3.10 `raise` alone has the old traceback)
+
+    return nbdist  # type: ignore[return-value]
+
+
+def _is_meant(exc: BaseException) -> bool:
+    """Whether an exception says all by itself: it is a rank's, an interrupt, or one that nbdist raises on purpose.
+
+    Any other may be a defect of nbdist, or come out of the user's own code, such as a `__reduce__`: its frames stay.
+    """
+    if isinstance(exc, (NbdistError, KeyboardInterrupt)) or isinstance(exc.__cause__, RemoteTraceback):
+        return True
+    innermost = traceback.extract_tb(exc.__traceback__)[-1:]
+    return any(f.filename.startswith(_PACKAGE) and (f.line or "").startswith("raise ") for f in innermost)
+
+
+def let_notebook_render(exc: BaseException) -> None:
+    """Have the notebook show `exc` as `render` does, and so without nbdist's frames."""
+    with contextlib.suppress(AttributeError):  # a class with slots
+        exc._render_traceback_ = functools.partial(render, exc)  # type: ignore[attr-defined]
 
 
 def render(exc: BaseException) -> list[str]:
     """What the notebook shows of an exception from a rank: where the call was, then the rank's own traceback."""
+    _let_debug_begin_in_users_code(exc.__traceback__)
     site = _call_site(exc.__traceback__)
     remote = exc.__cause__
     if not isinstance(remote, RemoteTraceback):
         return [*site, "".join(traceback.format_exception_only(type(exc), exc)).rstrip()]
-    title = f"{remote.who} (pid {remote.pid}) raised {type(exc).__name__}{remote.where}"
-    return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others]
+    inside = f" ({remote.inside})" if remote.inside else ""
+    title = f"{remote.who} (pid {remote.pid}) raised {type(exc).__name__}{remote.where}{inside}"
+    return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others, *remote.hints]
+
+
+def _let_debug_begin_in_users_code(tb: types.TracebackType | None) -> None:
+    """Cut nbdist's frames off the end of a traceback, which `%debug` will look at."""
+    last_of_user = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            last_of_user = tb
+        tb = tb.tb_next
+    if last_of_user is not None:
+        last_of_user.tb_next = None
+    forget_shown_traceback()
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:
@@ -174,6 +230,13 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
     number = numbers.get(frame.filename)
     place = f"File {frame.filename}:{frame.lineno}" if number is None else f"Cell In[{number}], line {frame.lineno}"
     return [f"{place}\n----> {frame.lineno} {frame.line}\n"]
+
+
+def summary(exc: BaseException) -> str:
+    """An exception in a line: the rank that raised it, its type, the first line of its text."""
+    remote = exc.__cause__
+    who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
+    return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"
 
 
 def describe_status(status: int | None) -> str:

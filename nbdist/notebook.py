@@ -7,6 +7,7 @@ notebook.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import linecache
@@ -29,6 +30,21 @@ def kernel_shell() -> Any:
     found = shell()
     # What the shell of a rank has for a kernel has no session.
     return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
+
+
+def forget_shown_traceback() -> None:
+    """Let `%debug` look at the exception that is being shown, and not at one that IPython itself has shown before."""
+    shown_by = getattr(shell(), "InteractiveTB", None)
+    if shown_by is not None:
+        shown_by.tb = None
+
+
+def is_watched(message: Mapping[str, Any] | None) -> bool:
+    """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
+
+    Programs that run notebooks, such as nbclient for nbconvert and papermill, can have nothing typed, and say so.
+    """
+    return bool(message) and bool(message.get("content", {}).get("allow_stdin", True))  # type: ignore[union-attr]
 
 
 def hidden_names() -> dict[str, Any]:
@@ -65,9 +81,76 @@ def label_cells(numbers: Mapping[str, int]) -> None:
         compiler._filename_map.update(numbers)
 
 
+def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[str]]) -> Callable[[], None]:
+    """In a kernel: for lines that begin with `word`, complete by `complete` and by nothing else; the way to undo it.
+
+    IPython before 8.6 adds what it finds itself.
+
+    Args:
+        shell: The kernel's.
+        word: Such as "%ddp".
+        complete: Given the line up to the cursor, and the part of it that is to be completed.
+    """
+
+    def matches(line: str, token: str) -> list[str]:
+        return [text for text in complete(line, token) if text.startswith(token)]
+
+    module: Any = importlib.import_module("IPython.core.completer")
+    if not hasattr(module, "context_matcher"):
+
+        def hook(shell: Any, event: Any) -> list[str]:
+            return matches(event.line, event.symbol)
+
+        shell.set_hook("complete_command", hook, str_key=word)
+        return lambda: None
+
+    @module.context_matcher(priority=1000, identifier=f"nbdist {word}")  # type: ignore[untyped-decorator]
+    def matcher(context: Any) -> Any:
+        line = context.text_until_cursor
+        ours = line.split(None, 1)[:1] == [word] and line != word
+        found = matches(line, context.token) if ours else []
+        return {"completions": [module.SimpleCompletion(text) for text in found], "suppress": ours}
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
+def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
+    """In a kernel: offer what `complete` finds beside what IPython (8.6 on) does; the way to undo it.
+
+    Args:
+        shell: The kernel's.
+        complete: Given the cell's text, the line with the cursor, and the cursor's place in the line.
+    """
+    module: Any = importlib.import_module("IPython.core.completer")
+    if not hasattr(module, "context_matcher"):
+        return lambda: None
+
+    @module.context_matcher(priority=10, identifier="nbdist")  # type: ignore[untyped-decorator]
+    def matcher(context: Any) -> Any:
+        found = complete(context.full_text, context.line_with_cursor, context.cursor_position)
+        return {"completions": [module.SimpleCompletion(text) for text in found], "suppress": False}
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
+def show_figures() -> None:
+    """In a kernel that has not plotted yet: let it show figures that were made elsewhere as it shows its own."""
+    backend = "matplotlib_inline.backend_inline"
+    if "matplotlib.figure" in sys.modules and backend not in sys.modules and kernel_shell() is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(backend)  # which registers them, if it is the backend
+
+
 def register_comm(comm: Any) -> None:
     """In a kernel: have what a front end says to the widget of `comm.comm_id` handed to `comm`."""
     kernel_shell().kernel.comm_manager.register_comm(comm)
+
+
+def own_comm(comm_id: str) -> Any:
+    """In a kernel: the line of one of its own widgets to its views; None if there is none of that id."""
+    return kernel_shell().kernel.comm_manager.comms.get(comm_id)
 
 
 def forget_comms(ids: list[str]) -> None:

@@ -169,9 +169,9 @@ class Kernel:
     def pid(self) -> int:
         return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
 
-    def start(self, code: str) -> str:
-        """Start a cell; returns its message id."""
-        return str(self.client.execute(code, store_history=True, allow_stdin=False))
+    def start(self, code: str, watched: bool = False) -> str:
+        """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
+        return str(self.client.execute(code, store_history=True, allow_stdin=watched))
 
     def finish(self, message_id: str, timeout: float = 60.0, until: Callable[[Result], bool] | None = None) -> Result:
         """Gather what a cell sends until it is done, or until `until(result)`."""
@@ -216,6 +216,27 @@ class Kernel:
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+
+
+def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
+    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed, the error included."""
+    left, prompts, text = list(lines), [], []
+
+    def answer(message: dict[str, Any]) -> None:
+        prompts.append(message["content"]["prompt"])
+        assert left, f"asked for more than was typed: {prompts}; printed: {''.join(text)}"
+        kernel.client.input(left.pop(0))
+
+    def output(message: dict[str, Any]) -> None:
+        if message["msg_type"] == "stream":
+            text.append(message["content"]["text"])
+        elif message["msg_type"] == "error":
+            text.append("\n".join(message["content"]["traceback"]))
+
+    kernel.client.allow_stdin = True
+    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
+    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 
 @pytest.fixture

@@ -36,6 +36,11 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     check_example(name, obj, {name: obj, "in_ddp": in_ddp})
 
 
+def test_example_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_example("in_ddp.options", in_ddp.options, {"in_ddp": in_ddp})
+
+
 def test_example_of_the_magics(kernel: Kernel) -> None:
     """Each prompt begins a cell of a notebook."""
     cells = doctest.DocTestParser().get_examples(inspect.getdoc(DdpMagics.ddp) or "")

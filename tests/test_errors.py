@@ -243,6 +243,23 @@ def test_the_first_failure_and_the_others() -> None:
     assert cause.others == ["also failed: rank 0: OSError: while leaving"]
 
 
+def test_the_others_are_in_the_order_of_the_ranks() -> None:
+    def f() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        dist.barrier()
+        time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))  # the last one first
+        if dist.get_rank() == 2:
+            os._exit(3)
+        raise LookupError(str(dist.get_rank()))
+
+    with pytest.raises((LookupError, RankDied)) as caught:
+        in_ddp(5, f)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    numbers = [int(line.split()[3].rstrip(":")) for line in cause.others]
+    assert numbers == sorted(numbers) and len(numbers) == 4
+
+
 def test_rank_died_carries_the_last_50_lines() -> None:
     def f() -> None:
         if dist.get_rank() == 1:

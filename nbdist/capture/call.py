@@ -21,12 +21,13 @@ from ..wire.parcel import Parcel, pack
 from . import reading
 from .depth import deeply
 from .diagnosis import explain_failure
-from .imports import names_given
+from .imports import modules_named, names_given
 from .modules import own_sources
 from .names import namespace_key
 from .need import main_namespace
 from .pickler import Pickler
 from .settings import sender
+from .side_effects import imported_beside
 from .steps import Call as CallStep
 from .steps import Named, is_constant
 
@@ -59,6 +60,7 @@ def capture_call(
     makes a pickler of another kind. Raises `CaptureError` for what cannot be pickled.
     """
     pickler = pickle_call(fn, args, kwargs, imports, need, make_pickler)
+    beside = imported_beside([*pickler.modules, *modules_named(imports)])
     sources = _sources(pickler.originals)
     numbers = cell_numbers()
     header = Header(
@@ -67,11 +69,12 @@ def capture_call(
         cells={name: numbers[name] for name in sources if name in numbers},
         need=frozenset(need),
         settings=sender.take() if settings else {},
-        places=_places(pickler.modules),
+        imported_beside=tuple(beside),
+        places=_places([*pickler.modules, *beside]),
         own_sources=own_sources(),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
-    modules = pickler.modules | sender.modules() if settings else pickler.modules
+    modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
 
 

@@ -13,6 +13,7 @@ from .depth import deeply
 from .imports import names_given, parse_imports
 from .need import Names, resolve_need
 from .pickler import Pickler
+from .scattering import all_of
 
 #: Bytes from which on a name that the function never reads is worth a warning.
 LARGE = 1 << 20
@@ -83,6 +84,7 @@ def explain(
     """
     block = parse_imports(imports)
     names = resolve_need(need, fn)
+    args, kwargs = all_of(args, kwargs)
     pickler = pickle_call(fn, args, kwargs, block, names)
     used = {name for _, name in pickler.used}
     items = [Item(name, "import", 0) for name in sorted(names_given(block) & used)]

@@ -67,20 +67,26 @@ class Patches:
 
 
 def _search() -> Iterator[Patch]:
-    main, seen, classes = main_namespace(), {object}, [object]
+    main = main_namespace()
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType) and module.__name__ not in _NO_LIBRARIES:
             for name, value in list(vars(module).items()):
                 if type(value) is types.FunctionType and value.__globals__ is main:
                     yield module, name, value
-    while classes:
-        for cls in type.__subclasses__(classes.pop()):
-            if cls in seen:
-                continue
-            seen.add(cls)
-            classes.append(cls)
-            if cls.__module__ != "__main__":
-                yield from ((cls, name, value) for name, value in list(vars(cls).items()) if _is_own(value, main))
+    for cls in classes():
+        if cls.__module__ != "__main__":
+            yield from ((cls, name, value) for name, value in list(vars(cls).items()) if _is_own(value, main))
+
+
+def classes() -> Iterator[type]:
+    """All classes of this process, but for `object`."""
+    seen, found = {object}, [object]
+    while found:
+        for cls in type.__subclasses__(found.pop()):
+            if cls not in seen:
+                seen.add(cls)
+                found.append(cls)
+                yield cls
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:

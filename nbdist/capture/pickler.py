@@ -140,7 +140,12 @@ class Pickler(cloudpickle.Pickler):
             return classes.reduce_variable(obj)
         if type(obj) in reducers.BY_TYPE:
             return reducers.BY_TYPE[type(obj)](obj)
-        reduction = reduce_data(obj, self._files) or reducers.reduce_fastai(obj) or reducers.reduce_own(obj)
+        reduction = (
+            reduce_data(obj, self._files)
+            or reducers.reduce_fastai(obj)
+            or reducers.reduce_own(obj)
+            or reducers.reduce_widget(obj)
+        )
         if reduction is not None:
             return reduction
         torch = sys.modules.get("torch")

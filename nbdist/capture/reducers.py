@@ -1,4 +1,4 @@
-"""Values that need their own way to be pickled: exceptions, streams, locks and caches, some of fastai's objects."""
+"""Values that need their own way to be pickled: exceptions, streams, locks, widgets, some of fastai's objects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+from ..notebook import kernel_shell
 
 Reduction = tuple[Any, ...]
 
@@ -118,3 +120,23 @@ def reduce_fastai(obj: Any) -> tuple[Any, ...] | None:
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
     vars(obj).update(attributes)
+
+
+# --------------------------------------------------------------------------------------------------- ipywidgets
+
+
+def reduce_widget(obj: Any) -> Reduction | None:
+    """How widgets are pickled: by what they show. None for any other object.
+
+    One of the notebook's is the same widget in a rank: what that changes is seen in its views. One of a rank's is a new
+    one of the notebook's, which hears what is done to it there.
+    """
+    module = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None or not isinstance(obj, module.Widget):
+        return None
+    shown = {name: getattr(obj, name) for name in obj.keys if not name.startswith("_")}
+    return _make_widget, (type(obj), obj.model_id if kernel_shell() is not None else None, shown)
+
+
+def _make_widget(cls: Any, model_id: str | None, shown: dict[str, Any]) -> Any:
+    return cls(**shown) if model_id is None else cls(model_id=model_id, **shown)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from typing import Any
 
 from ..capture.imports import parse_imports
 from ..capture.need import resolve_need
 
-_OUTPUTS = ("rank0", "all", "none")
+_OUTPUTS = ("rank0", "all", "tabs", "none")
 
 
 def check_platform() -> None:
@@ -31,8 +33,27 @@ def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
     """The import block as one string, and the needed names with their values; raises for what makes no sense."""
     if not callable(fn):
         raise TypeError(f"the function to run is not callable: {fn!r}")
+    _check_returns(fn)
     block = parse_imports(imports)
     return block, resolve_need(need, fn)
+
+
+def _check_returns(fn: Any) -> None:
+    """Raise `TypeError` for a function whose call returns at once, with something that belongs to the rank."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", type(fn).__name__)
+    for code in (fn, type(fn).__call__):
+        if inspect.iscoroutinefunction(code):
+            raise TypeError(
+                f"{name} is a coroutine function: calling it runs nothing, and a coroutine cannot leave its rank. Give "
+                f"a function that runs it to its end: lambda: asyncio.run({name}(...))"
+            )
+        if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+            raise TypeError(
+                f"{name} is a generator function, for it has a yield: calling it runs nothing, and a generator cannot "
+                f"leave its rank. Give a function that goes through it, such as lambda: list({name}(...))"
+            )
 
 
 def check_output(output: Any) -> str:

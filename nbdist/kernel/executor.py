@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..capture.call import Call
 from ..engines.contract import Engine
-from ..errors import NbdistError, RankDied
+from ..errors import NbdistError, RankDied, RemoteTraceback
 from .cell import Cell
-from .debugger import Prompt
+from .debugger import Keyboard
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .output import Log
+from .stopping import describe_exit, early_stop
 from .waiting import Waiting
 
 
@@ -27,6 +28,8 @@ class Request:
     everyone: bool
     """Whether all ranks are to answer with their values, or only the first of the targets."""
     output: str
+    lines: int | None
+    """How many lines of output the cell shows before it shows the last ones only; None: all."""
     what: str
 
 
@@ -93,26 +96,28 @@ class Executor:
         try:
             group = self._ready(cell)
             first = request.targets[0]
-            group.relay.begin(cell, request.output, first)
+            group.relay.begin(cell, request.output, first, request.lines)
             if self._lost:
                 cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
                 self._lost = ""
             group.underway = True
             group.join()
             group.raised.clear()
-            for rank in request.targets:
+            for place, rank in enumerate(request.targets):
                 answers = request.everyone or rank == first
                 seeds = self.layout.seeds(rank, request.seeds)
-                message = "call", call.header, seeds, answers, self._keep_frames, restarts
+                message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
                 group.send(rank, *message, parcel=call.parcel)
             waiting = Waiting(
                 group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
             )
-        except BaseException:  # they may have got half of it
+        except BaseException as exc:  # they may have got half of it
             if self.group is not None:
                 self._lost = "the last call was broken off while it was sent to the ranks"
                 self._dead = self.group.dead
             self.end(grace=0.0)
+            if isinstance(exc, KeyboardInterrupt):
+                raise early_stop() from None
             raise
         values = self._wait_for(group, waiting)
         return values if request.everyone else values[:1]
@@ -122,7 +127,12 @@ class Executor:
             values = waiting.wait()
             group.underway = False
             return values
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
+                looks = "post_mortem() looks" if self._keep_frames else "hold_on_error=True, then post_mortem() looks"
+                exc.__cause__.inside = f"{looks} inside"
+            if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
+                group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
                 stuck = sorted(waiting.pending)
                 who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
@@ -163,13 +173,14 @@ class Executor:
             group, self.group = self.group, None
             group.end(grace)
 
-    def debug(self, rank: int, prompt: Prompt, cell: Cell) -> None:
+    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
         """Let a rank's debugger look at the frames that it keeps, until its user leaves."""
         group = self.group
         assert group is not None
         group.relay.begin(cell, "rank0", rank)
+        group.join()  # so that the user can ask it for its rank, and the like
         group.send(rank, "debug")
-        self._wait_for(group, Waiting(group, [rank], "post_mortem", prompt=prompt))
+        self._wait_for(group, Waiting(group, [rank], "post_mortem", keyboard=Keyboard(group, commands)))
 
     def restart(self, cell: Cell) -> None:
         """End the ranks and start fresh ones, also after a rank has died."""

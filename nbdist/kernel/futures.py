@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import functools
 import os
 import queue
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
+from ..errors import entry
 from ..wire.parcel import Parcel
 from ..wire.processes import forget_in_children
 
@@ -118,6 +120,15 @@ class CallFuture(concurrent.futures.Future[T]):
         self._ask_to_stop()
         return not self.done()
 
+    @entry
+    def result(self, timeout: float | None = None) -> T:
+        """What the call has returned, when it has, or within so many seconds. Raises what `Session.run` would."""
+        return super().result(timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """What `result` returns, for `await`. To cancel what awaits it is to cancel the call."""
+        return asyncio.wrap_future(self).__await__()
+
     def cancelled(self) -> bool:
         """Whether the call was stopped by `cancel`, before it started or while it ran."""
         if super().cancelled():
@@ -136,9 +147,9 @@ def in_background(call: Callable[[Stop], T], parcel: Parcel, lock: FairLock, nam
         if not future.set_running_or_notify_cancel():
             return
         try:
-            settle.append(functools.partial(future.set_result, call(stop)))
-        except KeyboardInterrupt:
-            stopped = concurrent.futures.CancelledError("the call was stopped by cancel()")
+            settle.append(functools.partial(future.set_result, entry(call)(stop)))
+        except KeyboardInterrupt as exc:
+            stopped = concurrent.futures.CancelledError("\n".join(["the call was stopped by cancel()", *exc.args]))
             settle.append(functools.partial(future.set_exception, stopped))
         except BaseException as exc:
             settle.append(functools.partial(future.set_exception, exc))

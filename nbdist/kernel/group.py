@@ -75,6 +75,8 @@ class Group:
     def note(self, rank: int, state: str, what: str = "") -> None:
         """Keep in mind what a rank is doing from now on."""
         self.doing[rank] = Doing(state, what, time.time())
+        if state in ("raised", "dead"):
+            self.relay.failed(rank)
 
     def join(self) -> None:
         """Let the ranks enter a process group, unless they are in a good one."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from .. import engines
 from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
+from ..capture.scattering import for_each_rank, own
 from ..devices import choose_devices
 from ..engines.local import LocalEngine
-from ..errors import NbdistError
+from ..engines.ray.options import RayOptions
+from ..errors import NbdistError, entry
 from ..integrations import fastai
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
 from .arguments import check_call, check_count, check_platform
+from .flood import LINES
 from .session import Session
 
 T = TypeVar("T")
@@ -26,6 +30,72 @@ T = TypeVar("T")
 _held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """`in_ddp` with its options chosen: all further arguments are the function's."""
+
+    imports: str | Iterable[str]
+    need: Names
+    session: Mapping[str, Any]
+
+    @entry
+    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run `fn(*args, **kwargs)` on `ngpus` ranks, as `in_ddp` does."""
+        return _launch(ngpus, fn, args, kwargs, self.imports, self.need, self.session)
+
+
+def options(
+    *,
+    imports: str | Iterable[str] = "",
+    need: Names = "",
+    backend: str | Mapping[str, Any] | None = None,
+    devices: str | Sequence[str] | None = None,
+    threads: int | str | None = None,
+    timeout: float | None = None,
+    output: str = "rank0",
+    lines: int | None = LINES,
+    env: Mapping[str, str] | None = None,
+    seed: int | None = None,
+    seed_ranks: bool = False,
+    settings: bool = True,
+    engine: str | RayOptions | None = None,
+    hold_on_error: bool = False,
+    restarts: int = 0,
+) -> Launcher:
+    """`in_ddp` for one call with all that a `Session` can be told: `in_ddp.options(...)(ngpus, fn, ...)`.
+
+    All arguments after `fn` are the function's own then, also those that are called `imports`, `need` or `restarts`.
+
+    Args:
+        imports, need: As for `in_ddp`.
+        backend, devices, threads, timeout, output, lines, env, seed, seed_ranks, settings, engine, hold_on_error,
+            restarts: As for `Session`. With no ranks (`ngpus=0`) they are not used: the function runs in this process
+            as it is.
+
+    Examples:
+        >>> import torch
+        >>> in_ddp.options(devices="cpu", threads=1, timeout=60)(2, torch.get_num_threads)
+        1
+    """
+    session = {name: value for name, value in locals().items() if name not in ("imports", "need")}
+    return Launcher(imports, need, session)
+
+
+class _InDdp(Protocol):
+    """What `in_ddp` is: a function that has `options`."""
+
+    options: Callable[..., Launcher]
+
+    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+
+def _with_options(fn: Any) -> _InDdp:
+    fn.options = options
+    return fn  # type: ignore[no-any-return]
+
+
+@_with_options
+@entry
 def in_ddp(
     ngpus: int,
     fn: Callable[..., T],
@@ -44,10 +114,13 @@ def in_ddp(
     without any), torchrun's environment variables set, and all ranks seeded alike from the notebook's own random
     state. Functions, classes and variables of the notebook that `fn` uses travel with it.
 
+    `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for the one call, and leaves all arguments to
+    `fn`, those called `imports`, `need`, `hold_on_error`, `restarts` and `settings`, too.
+
     Args:
         ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run: of the notebook, of a script, or of a package.
-        *args: Its positional arguments.
+        *args: Its positional arguments. `scatter([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
@@ -78,15 +151,28 @@ def in_ddp(
         >>> in_ddp(2, total, 1.5)
         3.0
     """
+    session = {"hold_on_error": hold_on_error, "restarts": restarts, "settings": settings}
+    return _launch(ngpus, fn, args, kwargs, imports, need, session)
+
+
+def _launch(
+    ngpus: int,
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    imports: str | Iterable[str],
+    need: Names,
+    options: Mapping[str, Any],
+) -> T:
     check_platform()
     check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
         return _in_kernel(fn, args, kwargs, imports, need)
     _close_held()
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(ngpus, hold_on_error=hold_on_error, restarts=restarts, settings=settings))
+        session = stack.enter_context(Session(ngpus, **options))
         try:
-            return session.run(fn, *args, imports=imports, need=need, **kwargs)
+            return session.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
         except BaseException:
             if session.held_ranks():
                 _held_sessions.append(session)
@@ -94,6 +180,7 @@ def in_ddp(
             raise
 
 
+@entry
 def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
     """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
 
@@ -133,6 +220,7 @@ def _close_held() -> None:
         _held_sessions.pop().close()
 
 
+@entry
 def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 
@@ -157,6 +245,8 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
 
 def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need: Any) -> T:
     block, names = check_call(fn, imports, need)
+    args, kwargs = for_each_rank(args, kwargs, 1)
+    args, kwargs = [own(value, 0) for value in args], {name: own(value, 0) for name, value in kwargs.items()}
     main = main_namespace()
     run_imports(block, main)
     main.update(names)

@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
+import ast
 import shlex
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable
+from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-from ..notebook import cell_numbers
+from ..errors import entry
+from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
 from ..rank import cells
+from .command_line import WHOLE, Parser, cell_parser, line_parser
 from .launch import warm
 from .session import Session
 
-_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "none"], "help": "whose output the cell shows"}
+#: Cells that begin so are the notebook's own, also under `%autoddp`.
+_OWN = ("%%", "%ddp", "%autoddp", "%load_ext", "%unload_ext", "%reload_ext")
 
 
 def load(shell: Any) -> None:
     """What `%load_ext nbdist` does: warm the fork server, and give the notebook its magics."""
     warm()
+    unload(shell)  # loaded again, it has one session, and checks each cell once
     magics = DdpMagics(shell)
     shell.register_magics(magics)
-    for name in ("%ddp", "%%ddp"):
-        shell.set_hook("complete_command", magics.complete, str_key=name)
+    shell.input_transformers_post.append(magics.check_syntax)
+    shell.input_transformers_cleanup.append(magics.send_cell)
+    magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
+    magics.undo.append(complete_also(shell, magics.complete_cell))
 
 
 def unload(shell: Any) -> None:
     """What `%unload_ext nbdist` does: end the session of the magics."""
     magics = shell.magics_manager.registry.get("DdpMagics")
-    if magics is not None:
+    if magics is not None and magics.undo:
         magics.stop(Namespace())
-
-
-def numbers(text: str) -> list[int]:
-    """Ranks as people write them: `0,2-3`."""
-    found: list[int] = []
-    try:
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            found += range(int(first), int(last if dash else first) + 1)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
-    if not found:
-        raise ArgumentTypeError(f"{text!r} names no rank")
-    return found
-
-
-class _Parser(ArgumentParser):
-    """Says how it is used when it is used wrongly."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+        shell.input_transformers_post.remove(magics.check_syntax)
+        shell.input_transformers_cleanup.remove(magics.send_cell)
+        while magics.undo:
+            magics.undo.pop()()
 
 
 @magics_class
@@ -62,14 +52,19 @@ class DdpMagics(Magics):
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)
         self.session: Session | None = None
-        self._line, self._commands = self._line_parser()
-        self._cell = self._cell_parser()
+        self._history: list[str] = []
+        self._auto = False
+        self.undo: list[Callable[[], None]] = []
+        """What takes back what `load` has done to the shell."""
+        self._line, self._commands = line_parser(self)
+        self._cell = cell_parser()
 
     @line_cell_magic
+    @entry
     def ddp(self, line: str, cell: str | None = None) -> Any:
         """Ranks that stay between cells.
 
-        %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|none]
+        %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|tabs|none]
                      [--seed S] [--hold-on-error]     start N ranks; gives the nbdist.Session
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is
@@ -77,10 +72,13 @@ class DdpMagics(Magics):
         %ddp push NAME ...                            send variables of the notebook to all ranks
         %ddp pull NAME ...                            bring variables of rank 0 into the notebook
         %ddp post-mortem [RANK]                       pdb in a rank that raised (start --hold-on-error)
+        %ddp who                                      the variables that live in rank 0
+        %ddp history                                  the cells that the ranks have run
+        %ddp use NAME                                 run cells on the ranks of a Session of the notebook
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
 
-        %%ddp [--ranks 0,2-3] [--output rank0|all|none] [--need "NAMES"] [--imports "STATEMENTS"]
+        %%ddp [--ranks 0,2-3] [--output rank0|all|tabs|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
         code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
 
         Examples:
@@ -102,7 +100,28 @@ class DdpMagics(Magics):
         arguments = self._parse(self._line if cell is None else self._cell, line)
         return arguments.action(arguments) if cell is None else self.run_cell(arguments, cell)
 
-    def _parse(self, parser: _Parser, line: str) -> Namespace:
+    @line_magic
+    @entry
+    def autoddp(self, line: str) -> None:
+        """`%autoddp`: from now on every cell runs on the ranks, as if `%%ddp` stood above it; `%autoddp off` ends that.
+
+        A cell that begins with `%%local` runs in the notebook; so do those that begin with another `%%magic` or `%ddp`.
+        """
+        if line.strip() not in ("", "on", "off"):
+            raise UsageError("%autoddp, or %autoddp off")
+        self._running()
+        self._auto = line.strip() != "off"
+
+    def send_cell(self, lines: list[str]) -> list[str]:
+        """Put `%%ddp` above a cell under `%autoddp`, and take `%%local` off it. A transformer of IPython's."""
+        first = next((line for line in lines if line.strip()), "")
+        if first.startswith("%%local"):
+            return ["\n" if line is first else line for line in lines]
+        if not self._auto or not first or first.startswith(_OWN):
+            return lines
+        return [f"%%ddp {WHOLE}\n", *lines]
+
+    def _parse(self, parser: Parser, line: str) -> Namespace:
         try:
             return parser.parse_args(shlex.split(line))
         except ValueError as exc:  # of shlex: a quotation that does not end
@@ -144,77 +163,83 @@ class DdpMagics(Magics):
     def post_mortem(self, arguments: Namespace) -> None:
         self._running().post_mortem(arguments.rank)
 
+    def who(self, arguments: Namespace) -> None:
+        names = self._running().run(cells.who)
+        width = max(map(len, names), default=0)
+        print("\n".join(f"{name:{width}}  {kind}" for name, kind in sorted(names.items())) or "nothing yet")
+
+    def history(self, arguments: Namespace) -> None:
+        print("\n".join(self._history))
+
+    def use(self, arguments: Namespace) -> None:
+        session = self.shell.user_ns.get(arguments.name)  # type: ignore[union-attr]
+        if not isinstance(session, Session):
+            raise UsageError(f"{arguments.name} is no nbdist.Session of this notebook")
+        if self.session not in (None, session):
+            raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
+        self.session = session
+
     def restart(self, arguments: Namespace) -> None:
         self._running().restart()
 
     def stop(self, arguments: Namespace) -> None:
-        session, self.session = self.session, None
+        session, self.session, self._auto = self.session, None, False
         if session is not None:
             session.close()
 
+    def check_syntax(self, lines: list[str]) -> list[str]:
+        """Let a `%%ddp` cell that is no Python fail as any such cell does: before it runs, without a traceback.
+
+        A transformer of IPython's, which must raise `SyntaxError` for that.
+        """
+        if lines and lines[0].startswith("get_ipython().run_cell_magic('ddp', "):
+            call: Any = ast.parse("".join(lines)).body[0]
+            _, line, body = (argument.value for argument in call.value.args)
+            auto, self._auto = self._auto, False  # the body is no cell
+            try:
+                text = cells.as_counted(self.shell.transform_cell(body), line == WHOLE)  # type: ignore[union-attr]
+            finally:
+                self._auto = auto
+            number = self.shell.execution_count  # type: ignore[union-attr]
+            label_cells({cells.file_of(number): number})
+            compile(text, cells.file_of(number), "exec", cells.FLAGS, dont_inherit=True)
+        return lines
+
     def run_cell(self, arguments: Namespace, cell: str) -> None:
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
+        who = "" if arguments.ranks is None else f" --ranks {','.join(map(str, arguments.ranks))}"
+        self._history.append(f"# In[{number}]{who}\n{cell.rstrip()}\n")
         self._running().call(
             cells.run,
-            (cell, number),
+            (cell, number, arguments.whole, arguments.pdb),
             imports=arguments.imports,
             need=arguments.need,
             ranks=arguments.ranks,
             output=arguments.output,
         )
 
-    def complete(self, shell: Any, event: Any) -> list[str]:
-        """What may come next on the line, for the Tab key."""
-        words = event.line[: len(event.line) - len(event.symbol)].split()
+    def complete_cell(self, text: str, line: str, cursor: int) -> list[str]:
+        """What rank 0 offers inside a `%%ddp` cell, while the ranks have nothing else to do."""
+        if not text.startswith("%%ddp") or line.startswith("%%ddp"):
+            return []
+        if self.session is None or not self.session.idle():
+            return []
+        found: list[str] = self.session.call(cells.complete, (line, cursor), ranks=[0], output="none")[0]
+        return found
+
+    def complete(self, line: str, token: str) -> list[str]:
+        """What may come next on the line, for the Tab key; `token` is what there is of it."""
+        words = line[: len(line) - len(token)].split()
         parser = self._cell if words[0] == "%%ddp" else self._line
         if parser is self._line:
             if len(words) == 1:
                 return list(self._commands)
             parser = self._commands.get(words[1], parser)
-        options = [option for action in parser._actions for option in action.option_strings]
+        shown = [action for action in parser._actions if action.help != SUPPRESS]
+        options = [option for action in shown for option in action.option_strings]
+        if words[1:2] == ["use"]:
+            return [name for name, value in self.shell.user_ns.items() if isinstance(value, Session)]  # type: ignore[union-attr]
         if words[1:2] == ["push"]:
-            return [name for name in shell.user_ns if not name.startswith("_")]
+            return [name for name in self.shell.user_ns if not name.startswith("_")]  # type: ignore[union-attr]
         before = parser._option_string_actions.get(words[-1])
         return [str(choice) for choice in before.choices] if before is not None and before.choices else options
-
-    def _line_parser(self) -> tuple[_Parser, dict[str, _Parser]]:
-        parser = _Parser("%ddp", add_help=False)
-        commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-        def command(name: str, action: Any) -> _Parser:
-            added: _Parser = commands.add_parser(name, add_help=False)
-            added.set_defaults(action=action)
-            return added
-
-        start = command("start", self.start)
-        start.add_argument("n", type=int, help="how many ranks")
-        start.add_argument("--devices", type=_devices, help="cpu, cuda, or one for each rank: cuda:0,cuda:2")
-        start.add_argument("--backend", help="of the process group: gloo, nccl")
-        start.add_argument("--threads", type=_threads, help="for each rank, or bind")
-        start.add_argument("--timeout", type=float, help="seconds that a cell may take")
-        start.add_argument("--output", default="rank0", **_OUTPUT)
-        start.add_argument("--seed", type=int)
-        start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
-        for name in ("status", "stacks", "restart", "stop"):
-            command(name, getattr(self, name))
-        command("logs", self.logs).add_argument("rank", type=int)
-        command("push", self.push).add_argument("names", nargs="+")
-        command("pull", self.pull).add_argument("names", nargs="+")
-        command("post-mortem", self.post_mortem).add_argument("rank", type=int, nargs="?")
-        return parser, commands.choices
-
-    def _cell_parser(self) -> _Parser:
-        parser = _Parser("%%ddp", add_help=False)
-        parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
-        parser.add_argument("--output", **_OUTPUT)
-        parser.add_argument("--need", default="", help="notebook variables to send first")
-        parser.add_argument("--imports", default="", help="import statements to run first")
-        return parser
-
-
-def _devices(text: str) -> str | Sequence[str]:
-    return text if text in ("cpu", "cuda") else text.split(",")
-
-
-def _threads(text: str) -> int | str:
-    return text if text == "bind" else int(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle
 from collections.abc import Sequence
@@ -10,7 +9,9 @@ from typing import Any
 
 from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
-from ..errors import NbdistError, RemoteTraceback, render
+from ..capture.side_effects import missing_import
+from ..errors import NbdistError, RemoteTraceback, let_notebook_render
+from ..notebook import show_figures
 from ..wire.parcel import Parcel
 
 
@@ -18,7 +19,7 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
     pickled, buffers = parcel.open()
     try:
-        return read(
+        value = read(
             pickled,
             buffers,
             originals=originals,
@@ -27,6 +28,8 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
         )
     except Unreadable as exc:
         raise explain_unreadable(exc, "the notebook") from exc.__cause__
+    show_figures()
+    return value
 
 
 def rebuild(
@@ -48,9 +51,10 @@ def rebuild(
         originals: What was sent by number.
     """
     error = _exception(parcel, spare, originals)
-    error.__cause__ = RemoteTraceback(rank, pid, text, rendered)
-    with contextlib.suppress(AttributeError):  # a class with slots; then IPython shows its cause and our frames
-        error._render_traceback_ = functools.partial(render, error)  # type: ignore[attr-defined]
+    error.__cause__ = remote = RemoteTraceback(rank, pid, text, rendered)
+    if isinstance(error, AttributeError) and (hint := missing_import(error)):
+        remote.hints.append(hint)
+    let_notebook_render(error)
     return error
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from ..wire.channel import readable
 from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
 from .cell import Cell
+from .columns import Columns
+from .flood import LINES, Excerpt
 
 #: Characters of output kept of each rank; older text is dropped first.
 KEPT = 1 << 20
@@ -46,14 +48,17 @@ class Relay:
         ]  # by rank: descriptors, and what makes sense of what comes there
         self._partial: dict[tuple[int, int], str] = {}
 
-    def begin(self, cell: Cell, show: str, first: int) -> None:
+    def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
         """From now on, output goes to `cell`.
 
         `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
-        before it), "lines" (the same without the rank) or "none".
+        before it), "lines" (the same without the rank), "tabs" (each rank in a column of its own; in a terminal like
+        "all") or "none". `lines` are shown at most, and then the last ones; None: all.
         """
-        self.cell, self._show, self._first = cell, show, first
-        self._label = "[rank {}] " if show == "all" else ""
+        self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
+        self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
+        self._label = "[rank {}] " if self._show == "all" else ""
+        self._excerpt = Excerpt(cell, lines)
 
     def read(self, rank: int, which: int) -> bool:
         """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
@@ -82,32 +87,47 @@ class Relay:
             name, content = what
             if name == "display":
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            if self._columns is not None:
+                self._columns.message(rank, name, content)
+                return
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
-                self.cell.text(f"[rank {rank}]\n", STDOUT)
+                self._excerpt.text(f"[rank {rank}]\n", STDOUT)
             if self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first):
+                if not content.get("update"):
+                    self._excerpt.interrupt()
                 self.cell.message(name, content)
             return
         self.logs[rank].write(what)
-        if self._show == "rank0" and rank == self._first:
-            self.cell.text(what, kind)
+        if self._columns is not None:
+            self._columns.text(rank, what)
+        elif self._show == "rank0" and rank == self._first:
+            self._excerpt.text(what, kind)
         elif self._show in ("all", "lines"):
             *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
             self._partial[rank, kind] = rest
             if lines:
-                self.cell.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
+                self._excerpt.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
+
+    def failed(self, rank: int) -> None:
+        """A rank has raised, or died."""
+        if self._columns is not None:
+            self._columns.failed(rank)
 
     def _end_line(self, rank: int) -> None:
         """Show what a rank has written of a line that it has not finished."""
         for kind in (STDOUT, STDERR):
             rest = self._partial.pop((rank, kind), "")
             if rest:
-                self.cell.text(f"{self._label.format(rank)}{rest}\n", kind)
+                self._excerpt.text(f"{self._label.format(rank)}{rest}\n", kind)
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""
         for rank in range(len(self.logs)):
             self._end_line(rank)
+        self._excerpt.show()
+        if self._columns is not None:
+            self._columns.show()
 
 
 def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:

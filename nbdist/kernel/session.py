@@ -16,15 +16,16 @@ from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
+from ..capture.scattering import for_each_rank
 from ..engines.ray.options import RayOptions
-from ..errors import NbdistError
+from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
 from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
-from .debugger import Prompt
 from .executor import Executor, Request
+from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
 from .status import Snapshot, Status, look
 
@@ -51,7 +52,10 @@ class Session:
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
-        output: Whose output the cell shows: "rank0", "all" or "none". `logs` has the rest.
+        output: Whose output the cell shows: "rank0", "all" (each line with its rank), "tabs" (a column for each rank,
+            the failed one first) or "none". `logs` has the rest.
+        lines: How many lines of a call's output a cell shows. Of more it shows the last hundred and how many there
+            were, and has all in a file. None: all, which a page may take minutes for.
         env: Environment variables for the ranks, beside those of the notebook. Where libraries read one while they are
             imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
             ranks, which takes some seconds once.
@@ -93,6 +97,7 @@ class Session:
         threads: int | str | None = None,
         timeout: float | None = None,
         output: str = "rank0",
+        lines: int | None = LINES,
         env: Mapping[str, str] | None = None,
         seed: int | None = None,
         seed_ranks: bool = False,
@@ -108,7 +113,9 @@ class Session:
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
-        self._output = check_output(output)
+        if lines is not None:
+            check_count(lines, least=0, name="lines")
+        self._output, self._lines = check_output(output), lines
         self.nranks = nranks
         self._engine = engines.resolve(engine, env)
         chosen = self._engine.devices(nranks, devices)
@@ -128,6 +135,7 @@ class Session:
         """In a child of this process: another thread may have held this."""
         self._capturing = threading.Lock()
 
+    @entry
     def run(
         self,
         fn: Callable[..., T],
@@ -135,15 +143,19 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> T:
         """Run `fn(*args, **kwargs)` on every rank and return rank 0's value.
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
+            *args, **kwargs: Its arguments. `scatter([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
+            ranks: Who runs `fn`, and the lowest of them gives the value. None: all. A collective of all ranks that only
+                some call waits for the others.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
@@ -152,8 +164,9 @@ class Session:
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
         """
-        return self.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
+        return self.call(fn, args, kwargs, imports, need, ranks=ranks)[0]  # type: ignore[no-any-return]
 
+    @entry
     def run_all(
         self,
         fn: Callable[..., T],
@@ -161,11 +174,13 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> list[T]:
-        """Like `run`, but returns the values of all ranks, in the order of the ranks."""
-        return self.call(fn, args, kwargs, imports, need, everyone=True)
+        """Like `run`, but returns the values of all ranks, or of those in `ranks`, in their order."""
+        return self.call(fn, args, kwargs, imports, need, ranks=ranks, everyone=True)
 
+    @entry
     def submit(
         self,
         fn: Callable[..., T],
@@ -173,9 +188,11 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> futures.CallFuture[T]:
-        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value.
+        """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value, which
+        can also be awaited.
 
         The function, its arguments and the names it needs are taken as they are now. Output goes to the cell that
         called this, live, whatever the notebook does meanwhile. `cancel()` stops the call as an interrupt does.
@@ -183,13 +200,14 @@ class Session:
         Raises:
             ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
         """
-        request = self._capture(fn, args, kwargs, imports, need)
+        request = self._capture(fn, args, kwargs, imports, need, ranks)
         cell = Cell(background=True)
         call = functools.partial(self._carry_out_first, request, cell)
         future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._lock, request.what)
         self._background.add(future)
         return future
 
+    @entry
     def call(
         self,
         fn: Callable[..., Any],
@@ -228,6 +246,7 @@ class Session:
         """
         return Status(self._look)
 
+    @entry
     def explain(
         self,
         fn: Callable[..., Any],
@@ -245,6 +264,7 @@ class Session:
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
 
+    @entry
     def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
         """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
 
@@ -267,12 +287,17 @@ class Session:
         rank = held[0] if rank is None else rank
         if rank not in held:
             raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
-        self._executor.debug(rank, Prompt(rank, commands), Cell())
+        self._executor.debug(rank, commands, Cell())
 
     def held_ranks(self) -> list[int]:
         """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
         return self._executor.raised()
 
+    def idle(self) -> bool:
+        """Whether the ranks run, and have nothing to do."""
+        return self._executor.state() == "running" and not self._lock.busy()
+
+    @entry
     def restart(self) -> None:
         """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""
         self._executor.check_open()
@@ -301,7 +326,12 @@ class Session:
         return f"<nbdist.Session: {self.nranks} ranks on {devices}, {layout.backend}, {self._executor.state()}>"
 
     def _look(self) -> Snapshot:
-        return look(self._executor.state(), self._executor.layout.devices, self._executor.group, self._lock.busy())
+        state, group, busy = self._executor.state(), self._executor.group, self._lock.busy()
+        if state == "not started" and busy:
+            state = "starting"
+        elif state == "running" and not busy:
+            state = "idle"
+        return look(state, self._executor.layout.devices, group, busy)
 
     def _check_rank(self, rank: Any) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int):
@@ -326,20 +356,30 @@ class Session:
     ) -> Request:
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
-        targets = list(range(self.nranks) if ranks is None else ranks)
+        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
         for rank in targets:
             self._check_rank(rank)
         if not targets:
             raise ValueError("ranks= names no rank")
         output = self._output if output is None else check_output(output)
+        args, kwargs = for_each_rank(args, kwargs, len(targets))
         with self._capturing:
             call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
-        return Request(call, seeds, sorted(set(targets)), everyone, output, getattr(fn, "__name__", type(fn).__name__))
+        what = getattr(fn, "__name__", type(fn).__name__)
+        return Request(call, seeds, targets, everyone, output, self._lines, what)
 
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
-        return self._executor.carry_out(request, cell, stop)[0]
+        try:
+            return self._executor.carry_out(request, cell, stop)[0]
+        except KeyboardInterrupt:  # it was cancelled
+            raise
+        except BaseException as exc:
+            cell.notice(
+                f"{request.what} failed in the background: {summary(exc)}. result() raises it, with its traceback"
+            )
+            raise
 
 
 def draw_seeds() -> tuple[int, int, int]:

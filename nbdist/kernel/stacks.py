@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..engines.contract import Ranks
 from ..notebook import cell_numbers
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$', re.M)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 #: What a rank does for itself; the frames of what it was asked to do are above these.
 _OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
+#: Lies above them for a moment.
+_INTERRUPT = os.path.join(_PACKAGE, "rank", "interrupts.py")
+#: Where it asks for what is typed.
+_KEYBOARD = os.path.join(_PACKAGE, "rank", "keyboard.py")
 _LIBRARIES = (
     _PACKAGE + os.sep,
     "<frozen",
@@ -55,6 +59,7 @@ def main_thread(dump: str) -> list[Frame]:
     """The frames of the main thread in what `faulthandler` wrote, innermost first, down to the rank's own loop."""
     for thread in re.split(r"^(?=Current thread|Thread)", dump, flags=re.M):
         frames = [Frame(**match.groupdict()) for match in _FRAME.finditer(thread)]
+        frames = [frame for frame in frames if frame.file != _INTERRUPT]
         own = [i for i, frame in enumerate(frames) if frame.file in _OWN]
         if own:
             return frames[: own[0] + 1]
@@ -72,12 +77,25 @@ def describe(frames: list[Frame] | None) -> str:
         return "waits for a call"
     if own.name in ("join", "_join"):
         return "is joining the process group"
-    users = [i for i, frame in enumerate(inner) if not frame.file.startswith(_LIBRARIES)]
-    if not users:
+    if any(frame.file == _KEYBOARD for frame in inner):
+        return "waits for what is typed"
+    user = of_user(inner)
+    if user is None:
         return f"is in {inner[0].name if inner else 'the function'}"
-    place = inner[users[0]].place(cell_numbers())
-    called = [frame.name for frame in reversed(inner[: users[0]]) if frame.name not in _WRAPPERS]
-    return f"waits in {called[0]} at {place}" if called else f"is in {inner[users[0]].name} at {place}"
+    place = user.place(cell_numbers())
+    called = [frame.name for frame in reversed(inner[: inner.index(user)]) if frame.name not in _WRAPPERS]
+    return f"waits in {called[0]} at {place}" if called else f"is in {user.name} at {place}"
+
+
+def of_user(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame that is in no library."""
+    return next((frame for frame in frames if not frame.file.startswith(_LIBRARIES)), None)
+
+
+def raised_at(text: str) -> Frame | None:
+    """Where in the user's code the exception was raised whose traceback, as Python prints it, this is."""
+    text = text[max(text.rfind("Traceback (most recent call last)"), 0) :]
+    return of_user(reversed([Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(text)]))
 
 
 def report(stacks: Mapping[int, list[Frame] | None]) -> str:

@@ -60,11 +60,14 @@ class Status:
                 snapshot = self._look()
                 busy = snapshot.busy
                 show(snapshot, update=True)
+            cell.close()
 
         snapshot = self._look()
         show(snapshot, update=False)
         if snapshot.busy:
             threading.Thread(target=follow, name="nbdist: status", daemon=True).start()
+        else:
+            cell.close()
 
 
 def look(state: str, devices: Sequence[str], group: Group | None, busy: bool) -> Snapshot:

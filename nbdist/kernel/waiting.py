@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from ..wire import rank_memory
 from ..wire.connections import Address, between
 from ..wire.parcel import Parcel
 from . import stacks
+from .debugger import Keyboard
 from .futures import Stop
 from .group import Group
 from .outcomes import load, rebuild
+from .stopping import unanswered_stop
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
 GRACE_AFTER_FAILURE = 0.8
@@ -68,7 +70,7 @@ class Waiting:
         timeout: float | None = None,
         originals: Sequence[Any] = (),
         stop: Stop | None = None,
-        prompt: Callable[[], str] | None = None,
+        keyboard: Keyboard | None = None,
     ) -> None:
         """
         Args:
@@ -78,10 +80,12 @@ class Waiting:
             timeout: Seconds that they may take.
             originals: What was sent by number, as `capture.Call.originals` has it.
             stop: Lets another thread interrupt the call.
-            prompt: Gives the line that a rank's debugger asks for.
+            keyboard: Gives the lines that ranks ask for. None: what the user types.
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
-        self._timeout, self._originals, self._stop, self._prompt = timeout, originals, stop, prompt
+        self._timeout, self._originals, self._stop = timeout, originals, stop
+        refusal = "" if stop is None else "a call in the background has no cell that could ask"
+        self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self.pending = set(targets)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
@@ -108,7 +112,7 @@ class Waiting:
                         self._step(listener)
                     except KeyboardInterrupt:
                         if interrupted:  # a second one: no more patience
-                            raise
+                            break
                         interrupted = True
                         self._ask_to_leave(GRACE_AFTER_INTERRUPT)
             self.pending |= self._unfit
@@ -132,8 +136,9 @@ class Waiting:
         """The exception to raise: the root cause, with the other ranks' failures listed under it."""
         if interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
-            return errors[0] if errors else KeyboardInterrupt()
+            return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
+        others.sort(key=lambda failure: -1 if failure.rank is None else failure.rank)
         if first.rank in self._group.raised:
             self._group.raised.sort(key=lambda rank: rank != first.rank)
         if isinstance(first.error.__cause__, RemoteTraceback):
@@ -164,7 +169,8 @@ class Waiting:
     def _step(self, listener: Listener) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
-            listener.select(left)
+            listener.select(self._keyboard.soon(left))
+            self._ask_user()
         elif self._leaving and self._cause_may_follow():
             self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
         elif self._leaving:  # they had their chance
@@ -173,6 +179,16 @@ class Waiting:
             where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
 
+    def _ask_user(self) -> None:
+        """Let the user type what a rank waits for, if one does. The time that he takes is not the call's."""
+        if self._keyboard.ready():
+            begin = time.monotonic()
+            try:
+                self._keyboard.put(self.pending)
+            finally:
+                if self._deadline is not None:
+                    self._deadline += time.monotonic() - begin
+
     def _cause_may_follow(self) -> bool:
         """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
         lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
@@ -180,6 +196,7 @@ class Waiting:
 
     def _ask_to_leave(self, grace: float) -> None:
         self._leaving = True
+        self._keyboard.close()
         self._group.leave()
         for rank in list(self.pending):
             if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
@@ -217,8 +234,8 @@ class Waiting:
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
             return
-        if message[0] == "prompt" and self._prompt is not None:
-            self._group.send(rank, "line", "quit" if self._leaving else self._prompt())
+        if message[0] == "prompt":
+            self._keyboard.ask(rank, *message[1:])
             return
         if message[0] == "buffers":
             self._copy(rank, message[1])

@@ -11,10 +11,11 @@ from .. import notebook
 from ..capture import imports
 from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
+from ..capture.scattering import own
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from . import shell, spawning
-from .modules import Reloader, SourceFinder
+from .modules import Reloader, SourceFinder, import_beside
 from .settings import Settings
 from .world import seed_everything
 
@@ -36,14 +37,19 @@ class Caller:
         sys.meta_path.insert(0, self._reloader)
         spawning.install()
 
-    def run(self, header: Header, seeds: Sequence[int] | None, restarts: Mapping[str, str], parcel: Parcel) -> Any:
-        """What the function returns."""
+    def run(
+        self, header: Header, seeds: Sequence[int] | None, place: int, restarts: Mapping[str, str], parcel: Parcel
+    ) -> Any:
+        """What the function returns. `place` is that of this rank among those that run it, from 0."""
         os.environ.update(restarts)
         if seeds is not None:
             seed_everything(seeds)
         fn, args, kwargs = self.take(header, parcel, f"rank {os.environ['RANK']}")
+        positional = [own(value, place) for value in args]
+        named = {name: own(value, place) for name, value in kwargs.items()}
+        del args, kwargs
         try:
-            return fn(*args, **kwargs)
+            return fn(*positional, **named)
         finally:
             shell.after_call()
 
@@ -63,6 +69,7 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
+        import_beside(header.imported_beside)  # before the settings, some of which modules change
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()

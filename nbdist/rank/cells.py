@@ -5,13 +5,34 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from .. import notebook
 from ..capture.imports import keep_source
+from ..errors import text_of
 from . import shell
+from .debugger import Debugger
+
+#: Of this rank.
+debugger: Debugger | None = None
+#: What a cell may have beside what a module may.
+FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+def file_of(number: int) -> str:
+    """The name that tracebacks know a cell by."""
+    return f"<ddp cell {number}>"
+
+
+def as_counted(text: str, whole: bool) -> str:
+    """The text of a cell with its lines where the notebook counts them.
+
+    The first one is `%%ddp`, but for a `whole` cell that was sent to the ranks without that.
+    """
+    return text if whole else "\n" + text
 
 
 def nothing() -> None:
@@ -26,22 +47,50 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
     return {name: vars(shell.main)[name] for name in names}
 
 
-def run(cell: str, number: int) -> None:
+def who() -> dict[str, str]:
+    """The variables that cells and calls have left in the rank, with their types."""
+    found = {name: value for name, value in vars(shell.main).items() if not name.startswith("_")}
+    hidden = notebook.hidden_names()
+    return {name: type(value).__name__ for name, value in found.items() if hidden.get(name, found) is not value}
+
+
+def complete(line: str, cursor: int) -> list[str]:
+    """What may stand at the cursor in a line, of the rank's variables and what they have."""
+    return shell.complete(line, cursor)
+
+
+def run(cell: str, number: int, whole: bool, pdb: bool) -> None:
     """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
 
-    `number` is that of the cell, for tracebacks.
+    Args:
+        cell, number: The text, and the cell's number, for tracebacks.
+        whole: Whether that is all of the cell.
+        pdb: Whether the debugger opens where it raises.
     """
-    file = f"<ddp cell {number}>"
-    text = "\n" + shell.transform(cell)  # the first line is `%%ddp`
+    try:
+        _run(cell, number, whole)
+    except Exception as exc:
+        tb = exc.__traceback__ if pdb else None
+        while tb is not None and tb.tb_frame.f_code.co_filename != file_of(number):
+            tb = tb.tb_next
+        if tb is not None and debugger is not None:
+            print(f"{type(exc).__name__}: {text_of(exc)}", file=sys.stderr)
+            debugger.post_mortem(tb)
+        raise
+
+
+def _run(cell: str, number: int, whole: bool) -> None:
+    file = file_of(number)
+    text = as_counted(shell.transform(cell), whole)
     keep_source(file, text)
     notebook.label_cells({file: number})
     body = ast.parse(text, file).body
     last = body[-1] if body else None
     if isinstance(last, ast.Expr):
         body.pop()
-    _evaluate(compile(ast.Module(body, []), file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    _evaluate(compile(ast.Module(body, []), file, "exec", FLAGS))
     if isinstance(last, ast.Expr):
-        value = _evaluate(compile(ast.Expression(last.value), file, "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+        value = _evaluate(compile(ast.Expression(last.value), file, "eval", FLAGS))
         if not text.rstrip().endswith(";"):
             shell.show(value)
 

@@ -1,33 +1,105 @@
-"""pdb in a rank, its commands asked of the kernel."""
+"""pdb in a rank, its commands asked of the kernel: at a breakpoint, and after an exception."""
 
 from __future__ import annotations
 
+import code
+import contextlib
 import io
+import os
 import pdb
 import sys
 import types
 from typing import Any
 
-from ..wire.channel import Channel
+from .keyboard import Keyboard
+
+_OWN = os.path.dirname(__file__) + os.sep
 
 
-class _Keyboard(io.TextIOBase):
-    """Asks the kernel for a line."""
+class Debugger:
+    """What `breakpoint()` opens in a rank, and `post_mortem` in the kernel."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, keyboard: Keyboard) -> None:
+        self._keyboard = keyboard
 
-    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        sys.stdout.flush()
-        self._channel.send(("prompt",))
-        message, _, _ = self._channel.receive()
-        return f"{message[1]}\n"
+    def install(self) -> None:
+        """Be what `breakpoint()` opens. It costs nothing before."""
+        sys.breakpointhook = self._breakpoint
+
+    def _breakpoint(self, *args: Any, **kwargs: Any) -> None:
+        if os.environ.get("PYTHONBREAKPOINT") != "0":
+            _RankPdb(self._keyboard).set_trace(sys._getframe(1))
+
+    def post_mortem(self, tb: types.TracebackType) -> None:
+        """Let the user look at the frames of a traceback, until `quit`."""
+        shell = _RankPdb(self._keyboard)
+        shell.reset()
+        shell.interaction(None, tb)
 
 
-def interact(channel: Channel, tb: types.TracebackType) -> None:
-    """Let the user look at the frames of a traceback, until `quit`."""
-    keyboard: Any = _Keyboard(channel)
-    shell = pdb.Pdb(stdin=keyboard, stdout=sys.stdout, nosigint=True)
-    shell.prompt = ""  # the kernel has one
-    shell.reset()
-    shell.interaction(None, tb)
+class _RankPdb(pdb.Pdb):
+    """pdb that shows what it has to say with its next prompt, whether the rank's output is shown or not."""
+
+    def __init__(self, keyboard: Keyboard) -> None:
+        self._keyboard, self._shown = keyboard, io.StringIO()
+        lines: Any = _Lines(self)
+        super().__init__(stdin=lines, stdout=self._shown, nosigint=True, skip=["nbdist.rank.*"])
+        self.prompt = ""  # the kernel has one
+
+    def line(self, prompt: str = "") -> str:
+        """What the user types."""
+        shown = self._shown.getvalue()
+        self._shown.seek(0)
+        self._shown.truncate()
+        return self._keyboard.ask(prompt, shown, debugger=True)
+
+    def _cmdloop(self) -> None:
+        self.cmdloop()  # pdb itself goes on after an interrupt, which is the notebook's stop button here
+
+    def dispatch_return(self, frame: types.FrameType, arg: Any) -> Any:
+        trace = super().dispatch_return(frame, arg)
+        caller = frame.f_back
+        if caller is not None and caller.f_code.co_filename.startswith(_OWN):  # the function is over
+            self.set_continue()
+            sys.settrace(None)
+        return trace
+
+    def get_stack(self, f: Any, t: Any) -> tuple[list[tuple[types.FrameType, int]], int]:
+        """Without the frames below the function, which are nbdist's."""
+        stack, index = super().get_stack(f, t)
+        own = [i for i, (frame, _) in enumerate(stack) if frame.f_code.co_filename.startswith(_OWN)]
+        first = own[-1] + 1 if own and own[-1] < index else 0
+        return stack[first:], index - first
+
+    def do_interact(self, arg: str) -> None:
+        """interact
+
+        A Python prompt with the variables of the frame. `exit()` or the end of the input leads back.
+        """
+        assert self.curframe is not None
+        names = {**self.curframe.f_globals, **self.curframe.f_locals, "exit": sys.exit, "quit": sys.exit}
+        hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # torch's puts the rank before each line
+        try:
+            with contextlib.redirect_stdout(self._shown), contextlib.redirect_stderr(self._shown):
+                banner = "*interactive: exit() leads back*"
+                code.interact(banner, readfunc=self._interactive_line, local=names, exitmsg="")
+        except SystemExit:
+            pass
+        finally:
+            sys.excepthook = hook
+
+    def _interactive_line(self, prompt: str) -> str:
+        return self.line("... " if prompt == getattr(sys, "ps2", "") else ">>> ")
+
+
+class _Lines:
+    """Standard input of a debugger."""
+
+    def __init__(self, shell: _RankPdb) -> None:
+        self._shell = shell
+
+    def readline(self) -> str:
+        try:
+            return f"{self._shell.line()}\n"
+        except EOFError:
+            return "quit\n"

@@ -12,10 +12,12 @@ from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
-from . import debugger, process, shell, streams
+from . import cells, process, shell, streams
 from .call import Caller
+from .debugger import Debugger
 from .interrupts import Interrupts
 from .items import Mapper
+from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .world import Membership, enter_setting, seed_everything
 
@@ -27,6 +29,8 @@ class Rank:
         self._channel = channel
         self._interrupts = Interrupts()
         self._membership = Membership()
+        self._keyboard = Keyboard(channel, self._membership)
+        self._debugger = Debugger(self._keyboard)
         self._caller = Caller()
         self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
         self._mapper = Mapper(self._caller)
@@ -46,6 +50,9 @@ class Rank:
         forget_in_children(self)
         self._interrupts.install()
         shell.enter()
+        self._keyboard.install()
+        self._debugger.install()
+        cells.debugger = self._debugger
         self._caller.install()
         handlers: dict[str, Callable[..., Answer | None]] = {
             "join": self._join,
@@ -61,12 +68,15 @@ class Rank:
                 return 0
             if request == "close":
                 return 0
+            if request == "line":  # an interrupt came before the answer to a question
+                continue
             if request == "descriptors":
                 self._descriptors += fds
                 continue
             if request == "process":
                 setting, start, header = arguments
                 assert parcel is not None
+                self._keyboard.refusal = "a process has no cell that could ask"
                 return process.run(self._channel, self._caller, setting, start, header, parcel, self._descriptors)
             if request == "leave":
                 self._membership.leave(*arguments)
@@ -109,22 +119,24 @@ class Rank:
         seeds: Sequence[int] | None,
         answers: bool,
         keep_frames: bool,
+        place: int,
         restarts: Mapping[str, str],
         parcel: Parcel,
         _fds: list[int],
     ) -> Answer:
         self._keep_frames, self._frames = keep_frames, None
-        value = self._caller.run(header, seeds, restarts, parcel)
+        value = self._caller.run(header, seeds, place, restarts, parcel)
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
         return self._outcomes.value(value, grouped, answers)
 
     def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
         assert self._frames is not None
-        debugger.interact(self._channel, self._frames)
+        self._debugger.post_mortem(self._frames)
         return ("done", True), None
 
     def _items(self, first: int, parcel: Parcel, _fds: list[int]) -> Answer:
+        self._keyboard.refusal = "a worker of a pool has no cell that could ask"
         seconds, values = self._mapper.run(first, parcel)
         return self._outcomes.items(seconds, values)
 

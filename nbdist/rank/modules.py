@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 
 from ..capture.modules import checksum, own_file
@@ -79,6 +80,20 @@ class Reloader(importlib.abc.MetaPathFinder):
         now = time.time()
         reload(sys.modules[name])
         self._imported[name] = now
+
+
+def import_beside(names: Sequence[str]) -> None:
+    """Import what nobody has asked for in so many words, such as fastai's patches: a warning says where that fails."""
+    for name in names:
+        if name not in sys.modules:
+            try:
+                importlib.import_module(name)
+            except Exception as exc:
+                warnings.warn(
+                    f"{name}, which the notebook has imported, cannot be imported in this rank "
+                    f"({type(exc).__name__}: {exc})",
+                    stacklevel=2,
+                )
 
 
 def _changed_since(file: str, moment: float) -> bool:

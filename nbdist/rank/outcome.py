@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import io
 import os
@@ -16,7 +17,7 @@ from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
 from ..capture.pickler import Pickler
 from ..capture.steps import Named
-from ..errors import stand_ins
+from ..errors import NbdistError, stand_ins
 from ..wire import rank_memory
 from ..wire.cache import KEPT
 from ..wire.channel import Channel
@@ -34,7 +35,8 @@ _ANY = (Exception, SystemExit)
 
 _VALUES = "the list of what the function returned for the items"
 
-_OWN = os.path.dirname(__file__) + os.sep
+#: Whose frames are no user's: a debugger may be open when an interrupt comes.
+_OWN = (os.path.dirname(__file__) + os.sep, bdb.__file__)
 
 
 class Outcomes:
@@ -142,7 +144,9 @@ def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
     """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN) and tb.tb_next is not None:
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN):
+        if tb.tb_next is None and not isinstance(exc, NbdistError):  # it may be a defect of ours
+            break
         tb = tb.tb_next
     frame = tb
     while frame is not None and frame.tb_next is not None:

@@ -79,6 +79,16 @@ def transform(cell: str) -> str:
     return cell if _shell is None else str(_shell.transform_cell(cell))
 
 
+def complete(line: str, cursor: int) -> list[str]:
+    """What may stand at the cursor, of what is in `main`."""
+    if _shell is None:
+        return []
+    with _shell.builtin_trap:
+        # Not by Jedi, which looks into sources: variables are at hand.
+        _shell.Completer.use_jedi = False
+        return [str(match) for match in _shell.Completer.complete(line_buffer=line, cursor_pos=cursor)[1]]
+
+
 def show(value: Any) -> None:
     """Display a value as a notebook displays that of a cell's last expression."""
     if value is not None:

@@ -1,4 +1,4 @@
-"""A rank's standard streams: output goes to the kernel in frames, and there is no keyboard."""
+"""A rank's standard output and standard error, which go to the kernel in frames."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
-from ..errors import NbdistError
 from ..wire.frames import STDERR, STDOUT, FrameWriter
 
 #: Where output and displays go. Made before the fork: it holds nothing of a rank.
@@ -31,8 +30,6 @@ def attach() -> None:
             stream.reconfigure(write_through=False, line_buffering=True)
 
     os.register_at_fork(after_in_child=after_fork)
-    sys.stdin = sys.__stdin__ = _NoKeyboard()  # type: ignore[misc,assignment]
-    sys.breakpointhook = _no_debugger
 
 
 def flush() -> None:
@@ -58,28 +55,3 @@ class _FrameStream(io.RawIOBase):
         written = bytes(data)
         writer.write(self._kind, written)
         return len(written)
-
-
-class _NoKeyboard(io.TextIOBase):
-    """Standard input of a rank: there is nobody to answer."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        raise NbdistError(
-            "a rank has no keyboard: input() and debuggers cannot be used in it. "
-            "in_ddp(0, ...) runs the function in the notebook itself, where they can."
-        )
-
-    read = readline
-
-    def fileno(self) -> int:
-        return 0
-
-
-def _no_debugger(*args: Any, **kwargs: Any) -> NoReturn:
-    raise NbdistError(
-        "breakpoint() in a rank: there is no keyboard here. in_ddp(0, ...) runs the function in the notebook itself, "
-        "where breakpoints and %debug work."
-    )

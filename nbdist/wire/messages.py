@@ -55,6 +55,13 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class PerRank:
+    """An argument that is another for each rank of a call: the values in the order of the ranks."""
+
+    values: Sequence[Any]
+
+
+@dataclass(frozen=True)
 class Header:
     """What a rank has to know before it can open the parcel of a call."""
 
@@ -67,6 +74,8 @@ class Header:
     """Names that the caller listed: they go before the same names from the import block."""
     settings: Mapping[str, bytes] = field(default_factory=dict)
     """Pickles of what is set in the notebook, by name."""
+    imported_beside: Sequence[str] = ()
+    """Modules that the notebook has imported of the packages that the call uses."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""
     own_sources: Mapping[str, int] = field(default_factory=dict)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of
+from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of, typed
 from hypothesis import given
 from hypothesis import strategies as st
+from IPython.core import completer
 
-from nbdist.kernel.magics import numbers
+from nbdist.kernel.command_line import numbers
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +109,7 @@ def test_interrupt(notebook: Kernel) -> None:
 def test_status_stacks_logs(notebook: Kernel) -> None:
     notebook.ok("%%ddp\nimport torch.distributed as dist\nprint('line of', dist.get_rank())")
     status = notebook.ok("%ddp status")
-    assert status.text.count("idle") == 3 and "line of 2" in status.text
+    assert status.text.count("cpu     idle") == 3 and "line of 2" in status.text
     assert any("<table>" in o.get("data", {}).get("text/html", "") for o in status.outputs)
     assert notebook.ok("%ddp stacks").text.count("waits for a call") == 3
     assert "line of 1\n" in notebook.ok("%ddp logs 1").text
@@ -135,6 +136,65 @@ def test_arguments_that_make_no_sense(notebook: Kernel, line: str, shows: str) -
     assert shows in result.text + result.message + result.traceback, result
 
 
+def test_who_and_history(notebook: Kernel) -> None:
+    notebook.ok("%%ddp --ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
+    who = notebook.ok("%ddp who").text.splitlines()
+    assert [line.split() for line in who if "lives_there" in line or "of_rank" in line] == [
+        ["lives_there", "dict"],
+        ["of_rank", "function"],
+    ]
+    assert not [line for line in who if line.split()[0] in ("exit", "quit", "get_ipython", "open")], who
+    history = notebook.ok("%ddp history").text
+    assert history.rstrip().endswith("--ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
+
+
+@pytest.mark.skipif(not hasattr(completer, "context_matcher"), reason="IPython before 8.6 cannot be given a matcher")
+def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
+    notebook.ok("%%ddp\nonly_in_ranks = {'a': 1}.keys()")
+    for text, offered in (
+        ("%%ddp\nonly_in", "only_in_ranks"),
+        ("%%ddp --ranks 1\nprint(only_in", "only_in_ranks"),
+        ("%%ddp\nonly_in_ranks.isdis", "isdisjoint"),
+    ):
+        reply = notebook.client.complete(text, len(text), reply=True, timeout=30)["content"]
+        assert any(match.endswith(offered) for match in reply["matches"]), reply
+    reply = notebook.client.complete("only_in", 7, reply=True, timeout=30)["content"]
+    assert not reply["matches"], "the notebook itself has no such variable"
+
+
+def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist")
+    assert "no ranks yet" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
+    kernel.ok("%ddp start 2 --devices cpu")
+    kernel.ok("here = 1\n%autoddp")
+    assert kernel.run("here").error == "NameError"
+    assert kernel.ok("import torch.distributed as dist\nthere = dist.get_rank()\nthere").text == "0\n"
+    assert kernel.ok("\n%%local\nprint('there' in globals(), here)").text == "False 1\n"
+    failing = kernel.run("x = 1\ny = 2\n1 / 0")
+    assert f"Cell In[{failing.number}], line 3" in failing.plain_traceback or not NUMBERS_CELLS
+    assert "----> 3 1 / 0" in failing.plain_traceback
+    syntax = kernel.run("x = 1\ny = = 2")
+    assert syntax.error == "SyntaxError" and "line 2" in syntax.plain_traceback
+    assert kernel.ok("%ddp pull there\n").text == ""
+    kernel.ok("%autoddp off")
+    assert kernel.ok("print(here, there)").text == "1 0\n"
+    kernel.ok("%autoddp\n%ddp stop")
+    assert kernel.ok("print(here)").text == "1\n", "without ranks, cells are the notebook's again"
+    assert kernel.ok("%%local\nhere").text == "1\n"
+
+
+def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
+    kernel.ok("%load_ext nbdist\nfrom nbdist import Session\nmine = Session(1)")
+    kernel.ok("mine.run(exec, 'import __main__; __main__.x = 5')")
+    assert "no nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
+    kernel.ok("%ddp use mine\n%ddp use mine")
+    assert kernel.ok("%%ddp\nx + 1").text == "6\n"
+    result = kernel.run("other = Session(1)\n%ddp use other")
+    assert "run already" in result.text + result.message + result.traceback
+    kernel.ok("%ddp stop")
+    assert kernel.run("mine.run(int)").error == "NbdistError"
+
+
 def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
     result = notebook.run("%%ddp --ranks 0,7\n1")
     assert result.error == "ValueError" and "no rank 7" in result.message
@@ -143,7 +203,9 @@ def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
+        ("%ddp ", {"start", "status", "push", "post-mortem"}),
         ("%ddp st", {"start", "status", "stacks", "stop"}),
+        ("%ddp start 2 --", {"--output", "--devices"}),
         ("%ddp start 2 --o", {"--output"}),
         ("%ddp start 2 --output r", {"rank0"}),
         ("%ddp push rat", {"ratings_of_mine"}),
@@ -155,6 +217,9 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
     notebook.ok("ratings_of_mine = 1")
     reply = notebook.client.complete(line, len(line), reply=True, timeout=30)["content"]
     assert offered <= set(reply["matches"]), reply
+    if hasattr(completer, "context_matcher"):
+        assert len(reply["matches"]) < 20, "nothing else than what may come there"
+        assert all(match.startswith(line[reply["cursor_start"] :]) for match in reply["matches"])
 
 
 def test_help(notebook: Kernel) -> None:
@@ -178,24 +243,6 @@ def test_restart_and_stop(kernel: Kernel) -> None:
     kernel.ok("%ddp start 1")
     kernel.ok("%unload_ext nbdist")
     assert poll(lambda: not ranks_of(kernel.pid)) and kernel.run("%ddp status").text
-
-
-def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
-    """Run a cell and type `lines` where it asks for input; its prompts, and what it printed."""
-    left, prompts, text = list(lines), [], []
-
-    def answer(message: dict) -> None:
-        prompts.append(message["content"]["prompt"])
-        kernel.client.input(left.pop(0))
-
-    def output(message: dict) -> None:
-        if message["msg_type"] == "stream":
-            text.append(message["content"]["text"])
-
-    kernel.client.allow_stdin = True
-    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
-    assert not left, f"not asked for: {left}; printed: {''.join(text)}"
-    return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 
 def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
@@ -232,7 +279,7 @@ def train():
     return 7
 future = session.submit(train)
 """
-    cell = kernel.start(code)
+    cell = kernel.start(code, watched=True)
     other = kernel.start("print('here', session.status())\ntime.sleep(1)\nprint(future.result())")
     mine, others, kinds = "", "", []
     deadline = time.monotonic() + 30
@@ -252,7 +299,7 @@ future = session.submit(train)
 
 def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
     kernel.ok("import time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
-    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()")
+    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()", watched=True)
     seen: list[str] = []  # first the call may still be on its way to the rank
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and not ("<td>running" in "".join(seen) and "<td>idle" in seen[-1]):

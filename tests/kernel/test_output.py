@@ -364,6 +364,7 @@ in_ddp(2, f)
     view = "application/vnd.jupyter.widget-view+json"
     result = notebook.finish(cell, until=lambda result: "'value': 9.0" in str(result.outputs))
     (shown,) = [o["data"] for o in result.outputs if o["kind"] == "display_data"]
+    (shown_at,) = [o["transient"] for o in result.outputs if o["kind"] == "display_data"]
     opened = {o["comm_id"]: o for o in result.outputs if o["kind"] == "comm_open"}
     box = opened[shown[view]["model_id"]]
     assert box["target_name"] == "jupyter.widget" and box["envelope"]["version"].startswith("2.")
@@ -377,7 +378,12 @@ in_ddp(2, f)
     result = notebook.finish(cell)
     updates = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] in opened]
     assert updates[-1] == {"bar_style": "success"} and {"value": 20.0} in updates
-    assert result.error is None and "display_data" not in kinds(result) and not result.text
+    assert result.error is None and "display_data" not in kinds(result)
+    # At the end its last state takes its place: a page that is loaded again would find no model.
+    last = result.outputs[-1]
+    assert last["kind"] == "update_display_data" and last["transient"] == shown_at
+    assert set(last["data"]) == {"text/plain", "text/html"}
+    assert "20/20" in last["data"]["text/html"] and "width: 100%" in last["data"]["text/html"]
     assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
 
 
@@ -504,7 +510,7 @@ def test_much_output_at_once(notebook: Kernel) -> None:
             print("out", dist.get_rank(), i)
             print("err", dist.get_rank(), i, file=sys.stderr)
         """,
-        'with Session(2, output="all") as session:\n    session.run(f)',
+        'with Session(2, output="all", lines=None) as session:\n    session.run(f)',
     )
     assert time.monotonic() - begin < 30
     for stream, word in (("stdout", "out"), ("stderr", "err")):
@@ -514,6 +520,53 @@ def test_much_output_at_once(notebook: Kernel) -> None:
             own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
             assert own == [f"{word} {rank} {i}" for i in range(20_000)]
         assert len(lines) == 40_000
+
+
+def test_a_flood_is_shown_in_part(notebook: Kernel) -> None:
+    body = """
+    for i in range(30_000):
+        print("line", i)
+    from IPython.display import HTML, display
+    display(HTML("between"))
+    for i in range(5):
+        print("after", i)
+    """
+    result = run(notebook, body)
+    head = streams(result)
+    assert head == "".join(f"line {i}\n" for i in range(2000))
+    shown: dict[str, str] = {}
+    for one in result.outputs:
+        if "data" in one:
+            shown[one.get("transient", {}).get("display_id", "")] = one["data"].get("text/plain", "")
+    tail, between, after = shown.values()
+    title, *lines = tail.splitlines()
+    assert lines == [f"line {i}" for i in range(29_900, 30_000)] and "HTML" in between
+    assert title.startswith("... 30,000 lines, of which these are the last 100; all: ")
+    assert after.splitlines()[-5:] == [f"after {i}" for i in range(5)] and after.startswith("... 30,005 lines")
+    file = Path(title.partition("all: ")[2])
+    assert file.read_text().splitlines() == [*(f"line {i}" for i in range(30_000)), *(f"after {i}" for i in range(5))]
+    assert len(result.outputs) < 40, "a page is not drawn anew with each line"
+
+
+def test_how_much_is_shown_can_be_chosen(notebook: Kernel) -> None:
+    call = "in_ddp.options(lines=3, output='all')(1, f)"
+    result = run(notebook, "for i in range(5): print(i)", call)
+    assert streams(result) == "[rank 0] 0\n[rank 0] 1\n[rank 0] 2\n"
+    assert result.outputs[-1]["data"]["text/plain"].endswith("[rank 0] 3\n[rank 0] 4")
+    wide = run(notebook, "print('x' * 5_000_000)")
+    assert len(streams(wide)) <= 1_000_000 and len(wide.outputs[-1]["data"]["text/plain"]) < 2000
+    assert notebook.run("in_ddp.options(lines=-1)(1, f)").message.startswith("lines=-1: at least 0")
+
+
+def test_the_file_of_a_flood_is_gone_with_the_kernel(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, env={"TMPDIR": str(tmp_path)})
+    try:
+        kernel.ok("from nbdist import in_ddp\nin_ddp.options(lines=1)(1, lambda: print('1\\n2'))")
+        assert len(list(tmp_path.glob("nbdist-output-*"))) == 1
+    finally:
+        kernel.client.stop_channels()
+        kernel.manager.shutdown_kernel(now=False)
+    assert not list(tmp_path.glob("nbdist-output-*"))
 
 
 def test_the_notebook_stays_responsive(notebook: Kernel) -> None:
@@ -554,6 +607,7 @@ def test_threads_print(notebook: Kernel) -> None:
         for thread in threads: thread.start()
         for thread in threads: thread.join()
         """,
+        "in_ddp.options(lines=None)(2, f)",
     )
     lines = result.text.splitlines()
     for n in range(4):
@@ -663,3 +717,19 @@ def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
         assert process.stdout.readline() == "now\n"
         (tmp_path / "seen").touch()
         assert poll(lambda: process.poll() == 0)
+
+
+def test_a_figure_that_is_returned_is_drawn(kernel: Kernel) -> None:
+    """Also by a kernel that has not plotted before."""
+    code = """
+    from nbdist import in_ddp
+    def draw():
+        from matplotlib.figure import Figure
+        figure = Figure(figsize=(1, 1))
+        figure.subplots().plot([1, 2])
+        return figure
+    figure = in_ddp(2, draw)
+    figure
+    """
+    (shown,) = kernel.ok(textwrap.dedent(code)).outputs
+    assert shown["data"]["image/png"].startswith("iVBOR")

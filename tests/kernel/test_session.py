@@ -171,7 +171,7 @@ def test_status(session: Session) -> None:
 def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
     with Session(2) as session:
         seen = session._lock.in_turn(session._look)
-        assert seen.busy and "not started" in seen.title
+        assert seen.busy and "starting" in seen.title
 
 
 # ------------------------------------------------------------------------------------------------------- post mortem

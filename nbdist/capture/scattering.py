@@ -1,0 +1,72 @@
+"""`scatter`: an argument that is another for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from ..wire.messages import PerRank
+
+
+class Scattered:
+    """A list whose items go to one rank each: see `scatter`."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = list(values)
+
+    def __repr__(self) -> str:
+        return f"scatter({self.values!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("scatter(...) has to be an argument of the function itself, not a part of one or a variable")
+
+
+def scatter(values: Iterable[Any]) -> Any:
+    """An argument that is another for each rank: the first item for the first rank, and so on.
+
+    Args:
+        values: As many as there are ranks that run the function. All of them travel to each of these, which opens its
+            own: big arrays are shared, and not copied.
+
+    Raises:
+        ValueError: By the call, where there are more or fewer items than ranks.
+
+    Examples:
+        >>> in_ddp(2, max, scatter([3, 5]), 4)
+        4
+        >>> from nbdist import Session
+        >>> with Session(2) as session:
+        ...     session.run_all(max, scatter([3, 5]), 4)
+        [4, 5]
+    """
+    return Scattered(values)
+
+
+def for_each_rank(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments for `count` ranks, what is scattered as `PerRank`. Raises `ValueError` for more or fewer items."""
+
+    def given(name: str, value: Any) -> Any:
+        if not isinstance(value, Scattered):
+            return value
+        if len(value.values) != count:
+            raise ValueError(f"{name} scatters {len(value.values)} items over {count} ranks: one for each")
+        return PerRank(value.values)
+
+    positional = tuple(given(f"argument {number}", value) for number, value in enumerate(args, 1))
+    return positional, {name: given(f"argument {name}", value) for name, value in kwargs.items()}
+
+
+def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the whole lists in the place of what is scattered."""
+
+    def whole(value: Any) -> Any:
+        return value.values if isinstance(value, Scattered) else value
+
+    return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+
+def own(value: Any, place: int) -> Any:
+    """What an argument is for the rank at this place among those that run the function."""
+    return value.values[place] if isinstance(value, PerRank) else value

@@ -1,0 +1,98 @@
+"""Modules that are imported for what they do to others: `fastai.distributed` gives fastai's learners a `distrib_ctx`.
+
+No name that a call uses leads to them, so the notebook's own import statements are gone through: of each package that a
+call uses, ranks import all that the notebook does. torch is left out: it is there as a whole, and what is beside it,
+such as `torch.utils.tensorboard`, takes long to import.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import types
+from collections.abc import Iterable, Iterator
+
+from ..errors import text_of
+from ..notebook import shell
+from .need import main_namespace
+from .patches import classes
+
+_NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])
+_MISSING = re.compile(r"has no attribute '(\w+)'")
+
+
+class ImportStatements:
+    """The modules that the cells that were run, or the script, name in import statements."""
+
+    def __init__(self) -> None:
+        self._read = 0  # how many cells
+        self._named: dict[str, None] = {}
+
+    def named(self) -> list[str]:
+        """In the order in which they were imported first; those that are there."""
+        cells = getattr(shell(), "user_ns", {}).get("_ih")
+        if cells is None:
+            cells = [] if self._read else [_script()]
+        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
+        for cell in new:
+            self._named.update(dict.fromkeys(_modules(cell)))
+        return [name for name in self._named if name in sys.modules]
+
+
+#: Of this process.
+statements = ImportStatements()
+
+
+def imported_beside(modules: Iterable[str]) -> list[str]:
+    """What the notebook has imported of the packages that a call uses, beside the `modules` that it uses of them."""
+    used = set(modules)
+    packages = {name.partition(".")[0] for name in used} - _NEVER
+    if not packages:
+        return []
+    return [name for name in statements.named() if name not in used and name.partition(".")[0] in packages]
+
+
+def missing_import(error: AttributeError) -> str:
+    """Which import lacks where an attribute does that a module has given to somebody else's class; else empty."""
+    missing = _MISSING.search(text_of(error))
+    if missing is None:
+        return ""
+    for cls in classes():
+        value = vars(cls).get(missing[1])
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        giver = value.__globals__.get("__name__", "") if isinstance(value, types.FunctionType) else ""
+        if giver and giver not in ("__main__", cls.__module__) and value.__module__ == giver:
+            return (
+                f"In the notebook, {giver} has given {cls.__name__} its {missing[1]!r}; the rank had not imported it: "
+                f"imports='import {giver}'"
+            )
+    return ""
+
+
+def _script() -> str:
+    file = main_namespace().get("__file__")
+    try:
+        with open(file or "", encoding="utf-8") as source:
+            return source.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _modules(cell: str) -> Iterator[str]:
+    """The modules that a cell's import statements name, but for those inside functions."""
+    if "import" not in cell:
+        return
+    try:
+        nodes: list[ast.AST] = list(ast.parse(cell).body)
+    except (SyntaxError, ValueError):
+        return
+    while nodes:
+        node = nodes.pop(0)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # it may be a module: those that are
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.expr)):
+            nodes += ast.iter_child_nodes(node)

@@ -1,0 +1,83 @@
+"""The command lines of `%ddp` and `%%ddp`."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+#: What `%autoddp` puts before a cell.
+WHOLE = "--whole-cell"
+_OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "tabs", "none"], "help": "whose output the cell shows"}
+
+
+def numbers(text: str) -> list[int]:
+    """Ranks as people write them: `0,2-3`."""
+    found: list[int] = []
+    try:
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            found += range(int(first), int(last if dash else first) + 1)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
+    if not found:
+        raise ArgumentTypeError(f"{text!r} names no rank")
+    return found
+
+
+class Parser(ArgumentParser):
+    """Says how it is used when it is used wrongly."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+
+
+def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
+    """That of `%ddp`, and those of its commands, which `magics` carries out."""
+    parser = Parser("%ddp", add_help=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, action: Any) -> Parser:
+        added: Parser = commands.add_parser(name, add_help=False)
+        added.set_defaults(action=action)
+        return added
+
+    start = command("start", magics.start)
+    start.add_argument("n", type=int, help="how many ranks")
+    start.add_argument("--devices", type=_devices, help="cpu, cuda, or one for each rank: cuda:0,cuda:2")
+    start.add_argument("--backend", help="of the process group: gloo, nccl")
+    start.add_argument("--threads", type=_threads, help="for each rank, or bind")
+    start.add_argument("--timeout", type=float, help="seconds that a cell may take")
+    start.add_argument("--output", default="rank0", **_OUTPUT)
+    start.add_argument("--seed", type=int)
+    start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
+    for name in ("status", "stacks", "who", "history", "restart", "stop"):
+        command(name, getattr(magics, name))
+    command("use", magics.use).add_argument("name")
+    command("logs", magics.logs).add_argument("rank", type=int)
+    command("push", magics.push).add_argument("names", nargs="+")
+    command("pull", magics.pull).add_argument("names", nargs="+")
+    command("post-mortem", magics.post_mortem).add_argument("rank", type=int, nargs="?")
+    return parser, commands.choices
+
+
+def cell_parser() -> Parser:
+    """That of `%%ddp`."""
+    parser = Parser("%%ddp", add_help=False)
+    parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
+    parser.add_argument("--output", **_OUTPUT)
+    parser.add_argument(WHOLE, dest="whole", action="store_true", help=SUPPRESS)  # of `%autoddp`
+    parser.add_argument("--pdb", action="store_true", help="open the debugger in a rank that raises")
+    parser.add_argument("--need", default="", help="notebook variables to send first")
+    parser.add_argument("--imports", default="", help="import statements to run first")
+    return parser
+
+
+def _devices(text: str) -> str | Sequence[str]:
+    return text if text in ("cpu", "cuda") else text.split(",")
+
+
+def _threads(text: str) -> int | str:
+    return text if text == "bind" else int(text)

@@ -1,0 +1,152 @@
+"""What can be chosen for one call: options, ranks, an argument for each rank, how it is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import boom
+from conftest import Kernel, poll
+
+import nbdist
+from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, scatter
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session(3) as session:
+        yield session
+
+
+# ----------------------------------------------------------------------------------------------------------- options
+
+
+def test_options_takes_what_a_session_takes_and_what_in_ddp_takes() -> None:
+    of_session = set(inspect.signature(Session).parameters) - {"nranks"}
+    of_in_ddp = {name for name, p in inspect.signature(in_ddp).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert set(inspect.signature(in_ddp.options).parameters) == of_session | of_in_ddp
+
+
+def test_options_hold_in_the_call() -> None:
+    def seen() -> tuple[Any, ...]:
+        return torch.get_num_threads(), os.environ["OF_THIS_CALL"], torch.initial_seed(), dist.get_world_size()
+
+    call = in_ddp.options(threads=2, env={"OF_THIS_CALL": "yes"}, seed=7, devices="cpu", backend="gloo")
+    assert call(2, seen) == (2, "yes", 7, 2)
+    with pytest.raises(RankTimeout):
+        in_ddp.options(timeout=0.5)(1, time.sleep, 60)
+
+
+def test_all_arguments_are_the_functions() -> None:
+    def takes(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    mine = {"imports": 1, "need": 2, "restarts": 3, "settings": 4, "timeout": 5, "fn": 6, "self": 7}
+    for ngpus in (0, 1):
+        assert in_ddp.options(imports="import math")(ngpus, takes, 8, **mine) == ((8,), mine)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"no_such": 1}, TypeError),
+        ({"output": "some"}, ValueError),
+        ({"timeout": 0}, ValueError),
+        ({"restarts": -1}, ValueError),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        in_ddp.options(**options)(1, int)
+
+
+def test_output_of_one_call(kernel: Kernel) -> None:
+    kernel.ok("import torch.distributed as dist\nfrom nbdist import in_ddp\ndef f(): print('I am', dist.get_rank())")
+    seen = kernel.ok("in_ddp.options(output='all')(2, f)").text
+    assert sorted(seen.splitlines()) == ["[rank 0] I am 0", "[rank 1] I am 1"]
+    assert kernel.ok("in_ddp.options(output='none')(2, f)").text == ""
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def test_some_ranks(session: Session) -> None:
+    assert session.run(dist.get_rank, ranks=[2, 1]) == 1
+    assert session.run_all(dist.get_rank, ranks=(2, 0, 2)) == [0, 2]
+    assert session.submit(dist.get_rank, ranks=[2]).result(60) == 2
+    for ranks, error in (([3], ValueError), ([], ValueError), (["0"], TypeError)):
+        with pytest.raises(error):
+            session.run(int, ranks=ranks)
+
+
+# ----------------------------------------------------------------------------------------------------------- scatter
+
+
+def test_each_rank_gets_its_own(session: Session) -> None:
+    def given(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    parts = [torch.full((50_000,), float(rank)) for rank in range(3)]
+    for rank, (args, kwargs) in enumerate(session.run_all(given, scatter(parts), 5, name=scatter("abc"))):
+        assert torch.equal(args[0], parts[rank]) and args[1:] == (5,) and kwargs == {"name": "abc"[rank]}
+    assert session.run_all(given, scatter(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
+    assert session.submit(given, scatter([1, 2, 3])).result(60) == ((1,), {})
+    assert in_ddp(0, given, scatter(["only"])) == (("only",), {})
+
+
+def test_as_many_as_ranks(session: Session) -> None:
+    for ranks, count in ((None, 3), ([1], 1)):
+        with pytest.raises(ValueError, match=rf"argument 1 scatters 2 items over {count} ranks"):
+            session.run(print, scatter([1, 2]), ranks=ranks)
+    with pytest.raises(ValueError, match="argument key scatters 0 items over 1 rank"):
+        in_ddp(0, sorted, [], key=scatter([]))
+
+
+def test_scatter_is_an_argument_itself(session: Session) -> None:
+    with pytest.raises(CaptureError, match=r"scatter.* has to be an argument of the function itself"):
+        session.run(print, [scatter([1, 2, 3])])
+    assert [item.name for item in explain(print, scatter([1, 2])).items] == ["print", "argument 1"]
+
+
+# ------------------------------------------------------------------------------------------------------------- await
+
+
+def test_a_call_in_the_background_can_be_awaited(session: Session) -> None:
+    async def both() -> list[Any]:
+        return await asyncio.gather(session.submit(max, 1, 2), session.submit(max, 3, 4))
+
+    assert asyncio.run(both()) == [2, 4]
+
+    async def fails() -> None:
+        await session.submit(boom)
+
+    with pytest.raises(ValueError, match="boom"):
+        asyncio.run(fails())
+
+
+def test_who_gives_up_awaiting_cancels_the_call(session: Session) -> None:
+    future = session.submit(time.sleep, 60)
+
+    async def give_up() -> None:
+        await asyncio.wait_for(future, 0.5)
+
+    with pytest.raises((TimeoutError, asyncio.TimeoutError)):
+        asyncio.run(give_up())
+    assert poll(future.done, 30) and future.cancelled()
+    assert session.run(max, 1, 2) == 2
+
+
+def test_await_in_a_cell(kernel: Kernel) -> None:
+    kernel.ok("from nbdist import Session\nsession = Session(2)")
+    assert kernel.ok("print(await session.submit(max, 1, 2))").text == "2\n"
+
+
+def test_scatter_is_public() -> None:
+    assert nbdist.scatter is scatter

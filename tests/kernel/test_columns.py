@@ -1,0 +1,172 @@
+"""`output="tabs"`: what each rank shows, in a column of its own."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Kernel, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nbdist import in_ddp
+from nbdist.kernel.columns import _Text
+from nbdist.kernel.widgets import Widgets
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("columns"))
+    try:
+        kernel.ok("import time, torch.distributed as dist\nfrom nbdist import in_ddp")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def run(kernel: Kernel, body: str, nranks: int = 2) -> Result:
+    code = "def f():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ")
+    return kernel.run(f"{code}\nin_ddp.options(output='tabs')({nranks}, f)")
+
+
+def last(result: Result) -> dict[str, Any]:
+    """What is seen in the end: one display, and its updates."""
+    displays = [one for one in result.outputs if "data" in one and one["kind"] != "comm_msg"]
+    assert [one["kind"] for one in displays] == ["display_data"] + ["update_display_data"] * (len(displays) - 1)
+    assert len({one["transient"]["display_id"] for one in displays}) == 1
+    assert not [one for one in result.outputs if one["kind"].startswith("comm")], "no widget of a rank is left"
+    found: dict[str, Any] = displays[-1]["data"]
+    return found
+
+
+def test_a_column_for_each_rank(notebook: Kernel) -> None:
+    body = """
+    from IPython.display import HTML, display
+    from tqdm.auto import tqdm
+    rank = dist.get_rank()
+    print(f"<rank {rank}>")
+    handle = display(HTML("<i>begin</i>"), display_id=True)
+    for i in tqdm(range(4), desc="bar"):
+        pass
+    handle.update(HTML(f"<i>end {rank}</i>"))
+    print("\\x1b[31mred\\x1b[0m")
+    """
+    result = run(notebook, body)
+    assert result.error is None
+    data = last(result)
+    for rank in range(2):
+        column = data["text/html"].split("<b>rank ")[rank + 1]
+        places = [column.index(part) for part in (f"&lt;rank {rank}&gt;", f"<i>end {rank}</i>", "width: 100%", "red")]
+        assert column.startswith(f"{rank}</b>") and places == sorted(places) and "begin" not in column
+        assert "4/4" in column and "\x1b" not in column
+    assert "<script" not in data["text/html"]
+    assert data["text/plain"].startswith("[rank 0]\n<rank 0>\n") and "\n[rank 1]\n" in data["text/plain"]
+
+
+def test_the_failing_rank_is_in_front(notebook: Kernel) -> None:
+    result = run(
+        notebook, "print('I am', dist.get_rank())\ndist.barrier()\nif dist.get_rank() == 1: 1 / 0\ndist.barrier()"
+    )
+    assert result.error == "ZeroDivisionError"
+    data = last(result)
+    assert data["text/plain"].startswith("[rank 1: failed]\nI am 1") and "#d32f2f" in data["text/html"]
+
+
+def test_plots_and_cleared_output(notebook: Kernel) -> None:
+    body = """
+    import matplotlib.pyplot as plt
+    from IPython.display import clear_output
+    print("gone")
+    clear_output()
+    plt.plot([1, 2])
+    """
+    html = last(run(notebook, body, nranks=1))["text/html"]
+    assert "data:image/png;base64,iVBOR" in html and "gone" not in html
+
+
+def test_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    in_ddp.options(output="tabs")(1, print, "seen")
+    assert capsys.readouterr().out == "[rank 0] seen\n"
+
+
+@given(st.lists(st.sampled_from(["a", "bc", "\n", "\r", "x\r\n", "\r 5%", "long" * 50])), st.integers(1, 5))
+def test_text_is_the_same_in_any_pieces(parts: list[str], size: int) -> None:
+    whole, pieces = _Text(), _Text()
+    text = "".join(parts)
+    whole.write(text)
+    for start in range(0, len(text), size):
+        pieces.write(text[start : start + size])
+    assert str(whole) == str(pieces)
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("a\nb", "a\nb"),
+        ("10%\r20%\r", "20%"),
+        ("\r10%\r20%\nend", "20%\nend"),
+        ("windows\r\nlines\r\n", "windows\nlines"),
+        ("\x1b[1mbold\x1b[0m", "bold"),
+    ],
+)
+def test_what_is_seen_of_a_text(text: str, seen: str) -> None:
+    shown = _Text()
+    shown.write(text)
+    assert str(shown) == seen
+
+
+def test_pictures_of_widgets() -> None:
+    widgets = Widgets()
+
+    def model(comm_id: str, kind: str, **state: Any) -> None:
+        widgets.hear("comm_open", comm_id, {"state": {"_model_name": kind, **state}})
+
+    model("bar", "IntProgressModel", value=1, min=0, max=4, description="<b>")
+    model("text", "HTMLModel", value="<i>25 %</i>")
+    model("slider", "IntSliderModel", value=3)
+    model("box", "HBoxModel", children=["IPY_MODEL_bar", "IPY_MODEL_text"])
+    model("mixed", "VBoxModel", children=["IPY_MODEL_bar", "IPY_MODEL_slider"])
+    picture = widgets.picture("box")
+    assert picture is not None and "width: 25%" in picture and "<i>25 %</i>" in picture and "&lt;b&gt;" in picture
+    widgets.hear("comm_msg", "bar", {"method": "update", "state": {"value": 8}})
+    assert "width: 100%" in (widgets.picture("bar") or "")
+    widgets.hear("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
+    assert "width: 100%" in (widgets.picture("bar") or "")
+    assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
+
+
+def test_a_widget_of_the_notebook_shows_what_ranks_do_to_it(notebook: Kernel) -> None:
+    code = """
+    import ipywidgets
+    bar, out = ipywidgets.IntProgress(max=3), ipywidgets.Output()
+    def work():
+        for _ in range(3):
+            bar.value += 1
+        bar.bar_style = "success"
+        return bar.max
+    print(in_ddp(2, work), bar.value, bar.bar_style, bar.comm.comm_id)
+    """
+    result = notebook.ok(textwrap.dedent(code))
+    *shown, comm_id = result.text.split()
+    assert shown == ["3", "3", "success"]
+    states = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] == comm_id]
+    assert {"value": 3} in states and {"bar_style": "success"} in states
+    opened = [o["comm_id"] for o in result.outputs if o["kind"] == "comm_open"]
+    assert opened.count(comm_id) == 1 and not [o for o in result.outputs if o["kind"] == "comm_close"]
+    assert notebook.ok("bar.value = 1\nprint(bar.value)").text == "1\n", "it is alive still"
+
+
+def test_a_widget_that_comes_back_is_the_notebooks(notebook: Kernel) -> None:
+    code = """
+    def make():
+        import ipywidgets
+        return ipywidgets.VBox([ipywidgets.IntSlider(value=3, max=9)])
+    (slider,) = in_ddp(2, make).children
+    print(slider.comm.comm_id)
+    """
+    comm_id = notebook.ok(textwrap.dedent(code)).text.strip()
+    said = {"comm_id": comm_id, "data": {"method": "update", "state": {"value": 7}, "buffer_paths": []}}
+    notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", said))
+    assert notebook.ok("print(slider.value)").text == "7\n", "it was moved in the page"

@@ -1,0 +1,213 @@
+"""What a user reads who has stopped a call, or made a mistake: what happened and where, without nbdist's insides."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NUMBERS_CELLS, Kernel, Result, poll
+
+from nbdist import Session, in_ddp
+from nbdist.kernel.stopping import ranks_named
+
+ROOT = str(Path(__file__).parent.parent.parent)
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("stopping"))
+    try:
+        kernel.ok("import sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp")
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def is_short(result: Result) -> bool:
+    """Whether a traceback shows the user's own lines alone."""
+    return len(result.plain_traceback.splitlines()) < 12 and f"{ROOT}/nbdist" not in result.plain_traceback
+
+
+def stopped(kernel: Kernel, code: str, begun: int = 2, presses: int = 1) -> Result:
+    """What a cell says that was stopped when so many files `begun*` were there."""
+    for file in kernel.cwd.glob("begun*"):
+        file.unlink()
+    cell = kernel.start(code)
+    assert poll(lambda: len(list(kernel.cwd.glob("begun*"))) == begun, 60)
+    kernel.interrupt()
+    for _ in range(presses - 1):
+        time.sleep(0.5)  # two signals at once are one
+        kernel.interrupt()
+    return kernel.finish(cell)
+
+
+# --------------------------------------------------------------------------------------------------- the stop button
+
+STUBBORN = """
+def stubborn():
+    while True:
+        try:
+            open(f"begun{dist.get_rank()}", "w").close()
+            time.sleep(300)
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) -> None:
+    code = f"{STUBBORN}\nin_ddp(2, lambda: stubborn() if dist.get_rank() else open('begun0', 'w').close())"
+    result = stopped(notebook, code)
+    assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
+    what, where, lost = result.message.splitlines()
+    assert what == "stopped; rank 1 did not leave the call and had to be killed:"
+    assert where.startswith("rank 1 is in stubborn at ") and where.endswith(("line 4", "line 5", ":4", ":5"))
+    assert f"Cell In[{result.number}]" in where or not NUMBERS_CELLS
+    assert lost == "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+
+
+def test_a_second_press_says_the_same(notebook: Kernel) -> None:
+    notebook.ok("session = Session(2)\nsession.run(int)")
+    code = """
+def holds_the_gil():
+    open(f"begun{dist.get_rank()}", "w").close()
+    sum(range(10**13))
+session.run(holds_the_gil)
+"""
+    result = stopped(notebook, code, presses=2)
+    assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
+    assert "ranks 0 and 1 did not leave the call and had to be killed" in result.message
+    assert "in holds_the_gil at" in result.message
+    assert "fresh ranks" in notebook.ok("session.run(int)").text
+    notebook.ok("session.close()")
+
+
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_a_stop_of_the_first_call_while_its_ranks_start(tmp_path: Path, seconds: float) -> None:
+    kernel = Kernel(tmp_path)
+    try:
+        kernel.ok("import nbdist.kernel.launch")
+        result = stopped(kernel, "open('begun', 'w').close()\nnbdist.in_ddp(2, __import__('time').sleep, 300)", 1)
+        assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
+        assert kernel.ok("print(nbdist.in_ddp(2, max, 2, 3))").text == "3\n"
+    finally:
+        kernel.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([2, 0], "ranks 0 and 2"), ([0, 1, 2], "ranks 0, 1 and 2"), (range(9), "9 ranks")],
+)
+def test_ranks_by_name(ranks: Any, text: str) -> None:
+    assert ranks_named(ranks) == text
+
+
+# --------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_cell_that_is_no_python(notebook: Kernel) -> None:
+    notebook.ok("%load_ext nbdist\n%reload_ext nbdist\n%ddp start 1 --devices cpu")
+    result = notebook.run("%%ddp --output all\nx = 1\ny = = 2")
+    assert result.error == "SyntaxError" and len(result.plain_traceback.splitlines()) < 7
+    assert "y = = 2" in result.plain_traceback and "line 3" in result.plain_traceback
+    if NUMBERS_CELLS:
+        assert f"Cell In[{result.number}], line 3" in result.plain_traceback
+    assert notebook.run("%%ddp\nreturn 1").error == "SyntaxError"
+    assert notebook.run("%%ddp\nx").error == "NameError", "nothing of the first cell was run"
+    assert notebook.ok("%%ddp\nimport asyncio\nawait asyncio.sleep(0, 'slept')").text == "'slept'\n"
+    assert notebook.ok("%%ddp\nfiles = !echo one\n%pwd\nfiles").text == "['one']\n"
+    notebook.ok("%unload_ext nbdist")
+
+
+async def later() -> int:
+    return 1
+
+
+def rows() -> Iterator[int]:
+    yield 1
+
+
+class Callable:
+    async def __call__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (later, "later is a coroutine function: .*lambda: asyncio.run"),
+        (functools.partial(later), "later is a coroutine function"),
+        (Callable(), "Callable is a coroutine function"),
+        (rows, "rows is a generator function.*lambda: list"),
+    ],
+)
+@pytest.mark.parametrize("ngpus", [0, 2])
+def test_functions_that_return_before_they_run(fn: Any, says: str, ngpus: int) -> None:
+    with pytest.raises(TypeError, match=says):
+        in_ddp(ngpus, fn)
+
+
+def test_what_the_message_proposes_works() -> None:
+    assert in_ddp(1, lambda: asyncio.run(later())) == 1 and in_ddp(1, lambda: list(rows())) == [1]
+    assert isinstance(in_ddp(1, Callable), Callable), "a class is called as any function"
+
+
+def test_an_exit_names_rank_and_line(notebook: Kernel) -> None:
+    code = "def leaves():\n    if dist.get_rank() == 1:\n        sys.exit(3)\n    dist.barrier()\nin_ddp(2, leaves)"
+    result = notebook.run(code)
+    place = f"Cell In[{result.number}], line 3" if NUMBERS_CELLS else ":3"
+    assert result.error == "SystemExit"
+    assert re.search(rf"rank 1 \(pid \d+\) called sys.exit\(3\) in leaves at .*{re.escape(place)}\n", result.text)
+
+
+# ------------------------------------------------------------------------------------------------ without a notebook
+
+
+def test_a_plain_traceback_has_one_frame_of_nbdist(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    code = """
+    from nbdist import Session, in_ddp
+    import traceback
+    def fails():
+        raise LookupError("boom")
+    if __name__ == "__main__":
+        session = Session(1)
+        for call in (lambda: in_ddp(1, fails), lambda: session.run(fails), lambda: session.submit(fails).result(),
+                     lambda: in_ddp(1, 5)):
+            try:
+                call()
+            except Exception as error:
+                print([frame.name for frame in traceback.extract_tb(error.__traceback__)])
+    """
+    script.write_text(textwrap.dedent(code))
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, timeout=60)
+    assert done.stdout.splitlines() == ["['<module>', '<lambda>', 'nbdist']"] * 4, done.stdout + done.stderr
+
+
+def test_a_failing_test_shows_its_own_lines(tmp_path: Path) -> None:
+    file = tmp_path / "test_theirs.py"
+    file.write_text(
+        "from nbdist import in_ddp\ndef fails():\n    raise LookupError('boom')\ndef test():\n    in_ddp(1, fails)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, cwd=tmp_path)
+    assert "LookupError: boom" in done.stdout and "raise LookupError('boom')" in done.stdout
+    assert "nbdist/errors.py" not in done.stdout and "nbdist/kernel" not in done.stdout, done.stdout
+
+
+def test_a_defect_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.kernel.session.draw_seeds", lambda: 1 / 0)
+    with Session(1) as session, pytest.raises(ZeroDivisionError) as caught:
+        session.run(int)
+    assert "_capture" in [entry.name for entry in caught.traceback]
