@@ -65,12 +65,8 @@ def options(
     """`in_ddp` for one call with all that a `Session` can be told: `in_ddp.options(...)(ngpus, fn, ...)`.
 
     All arguments after `fn` are the function's own then, also those that are called `imports`, `need` or `restarts`.
-
-    Args:
-        imports, need: As for `in_ddp`.
-        backend, devices, threads, timeout, output, lines, env, seed, seed_ranks, settings, engine, hold_on_error,
-            restarts: As for `Session`. With no ranks (`ngpus=0`) they are not used: the function runs in this process
-            as it is.
+    `imports` and `need` are as for `in_ddp`, the others as for `Session`. With no ranks (`ngpus=0`) these are not used:
+    the function runs in this process as it is.
 
     Examples:
         >>> import torch
