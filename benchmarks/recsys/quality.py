@@ -183,10 +183,11 @@ def main() -> None:
             likes = Likes.of(name)
             lines = measure(likes, session)
             text += [
-                f"## {name}: {likes.source}",
+                f"## {name}",
                 "",
-                f"Liked are ratings above 3: {len(likes.train):,} to train on; of each user the last one is to be "
-                f"found among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
+                f"{likes.source.partition(': http')[0]}. Liked are ratings above 3: "
+                f"{len(likes.train):,} to train on; of each user the last one is to be found "
+                f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
                 f"({len(likes.test):,} users); the one before it chose among settings, by NDCG@{K}. The standard error "
                 f"of a recall of 0.06 of so many users is {(0.06 * 0.94 / len(likes.test)) ** 0.5:.4f}.",
                 "",
