@@ -138,6 +138,10 @@ $(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	    --progress-bar off --no-deps -r requirements/torchrec-$$($(@D)/bin/python -c \
 	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt -r requirements/moto.txt >>$(LOG) 2>&1 \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
+	@# Each build of multiprocess is for one Python; uv takes the one for 3.10 with any later one.
+	@[ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps \
+	    --force-reinstall -c constraints.txt multiprocess >>$(LOG) 2>&1 \
+	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@[ -z "$(AFTER)" ] || case $$($(@D)/bin/python -c \
 	        'from nbdist.recsys.triton import serving; print(serving.exists_for_this_machine())') in \
 	    True) $(@D)/bin/python -m venv $(@D)/triton && { $(UV) -p $(@D)/triton/bin/python --no-deps -r requirements/triton.txt \

@@ -105,7 +105,7 @@ def test_cells_on_all_ranks(notebook: Kernel) -> None:
 
 def test_status_and_a_future(notebook: Kernel) -> None:
     notebook.ok("session = Session(2)\ndef naps():\n    time.sleep(3)\n    print('awake')\n    return 5")
-    cell = notebook.start("future = session.submit(naps)\nsession.status()")
+    cell = notebook.start("future = session.submit(naps)\nsession.status()", watched=True)
     shown = notebook.finish(cell)
     assert "2 ranks" in shown.text
     (table,) = [output for output in shown.outputs if output["kind"] == "display_data"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,9 +182,10 @@ in_ddp(2, stubborn)
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", [*PHASES, GIL_HELD, WITH_CHILDREN], ids=lambda phase: phase.name)
 def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
-    before, temporary = shared_memory_names(), tmp_path / "temporary"
-    temporary.mkdir()
-    kernel = Kernel(tmp_path, env={"TMPDIR": str(temporary)})
+    before = shared_memory_names()
+    # A short path: data loaders have sockets there, whose names may have a hundred characters.
+    temporary = tempfile.mkdtemp(prefix="killed-")
+    kernel = Kernel(tmp_path, env={"TMPDIR": temporary})
     try:
         kernel.ok(PRELUDE)
         kernel.start(phase.code)
@@ -195,6 +198,7 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         assert not [name for name in os.listdir(temporary) if "nbdist" in name]
     finally:
         kernel.close()
+        shutil.rmtree(temporary)
 
 
 @pytest.mark.slow
