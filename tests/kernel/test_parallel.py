@@ -228,7 +228,7 @@ def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str]) -> No
     def failing(i: int) -> None:
         raise KeyError(f"no {i}")
 
-    nbdist.use("ray")
+    nbdist.use(nbdist.RayOptions(address=ray_cluster.address, linger=0.0))
     try:
         with pytest.raises(ValueError, match="say how many"):
             parallel_map(scaled, range(8), progress=False)
