@@ -130,11 +130,12 @@ class FusedAdam(Optimizer):
 
     def step(self, closure: Any = None) -> None:
         """Take a step."""
-        if closure is not None or any(p.grad.is_sparse for p, *_ in self.all_params(with_grad=True)):
+        trained = self.all_params(with_grad=True)
+        if closure is not None or any(p.grad.is_sparse for p, *_ in trained):
             super().step(closure)
             return
         groups: dict[tuple[Any, ...], list[tuple[torch.Tensor, dict[str, Any]]]] = {}
-        for p, _, state, hyper in self.all_params(with_grad=True):
+        for p, _, state, hyper in trained:
             if not isinstance(state.get("step"), torch.Tensor):
                 state["step"] = torch.tensor(float(state.get("step", 0)), device=p.device)
             for name in ("grad_avg", "sqr_avg"):
