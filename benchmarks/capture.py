@@ -1,7 +1,8 @@
 """How long it takes to capture a call: `python -m benchmarks.capture [OTHER]`.
 
 With OTHER, the folder of another version of nbdist, both are measured in turns, each in processes of its own, and the
-table has both. Capture is what happens between the call and the first byte that a rank gets; the buffers of big data
+table has both. The notebook's settings (log levels, options of libraries and so on), which go with each call and are
+looked through for it, are left out of one column. Capture is what happens between the call and the first byte that a rank gets; the buffers of big data
 are found again in the session's cache, as in every call but the first.
 """
 
@@ -19,7 +20,7 @@ ROUNDS = 5
 # Runs in a process of its own, with the version to measure first on its path; no file of its own, so that what it
 # defines is in `__main__` as in a notebook.
 MEASURE = """
-import functools, json, sys, time
+import json, sys, time
 import numpy as np, pandas as pd, torch
 
 try:
@@ -29,6 +30,7 @@ except ImportError:  # the flat layout
     from nbdist.capture import capture_call
     from nbdist.transport import Shelf as Cache
 
+options = json.loads(sys.argv[1])
 SCALE = 2
 class Config:
     def __init__(self): self.lr = 0.1
@@ -45,7 +47,7 @@ for name, (fn, args) in calls.items():
     cache = Cache()
     def once():
         begin = time.perf_counter()
-        capture_call(fn, args, {}, "", {}, cache).parcel.close()
+        capture_call(fn, args, {}, "", {}, cache, **options).parcel.close()
         return time.perf_counter() - begin
     once()
     count = 200 if name == "small call" else 15
@@ -54,10 +56,11 @@ print(json.dumps(times))
 """
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """Seconds for each call: the lower quartile of its repetitions."""
+def measure(folder: Path, options: dict[str, bool]) -> dict[str, float]:
+    """Seconds for each call with these arguments of `capture_call`: the lower quartile of its repetitions."""
     env = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, "-c", MEASURE], env=env, cwd=folder, capture_output=True, text=True)
+    command = [sys.executable, "-c", MEASURE, json.dumps(options)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -65,11 +68,16 @@ def measure(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     here = Path(__file__).parent.parent
-    versions = {"before": Path(sys.argv[1]).resolve(), "now": here} if len(sys.argv) > 1 else {"now": here}
+    versions: dict[str, tuple[Path, dict[str, bool]]] = {
+        "now, without settings": (here, {"settings": False}),
+        "now": (here, {}),
+    }
+    if len(sys.argv) > 1:
+        versions = {"before": (Path(sys.argv[1]).resolve(), {}), **versions}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
     for _ in range(ROUNDS):
-        for name, folder in versions.items():
-            rounds[name].append(measure(folder))
+        for name, (folder, options) in versions.items():
+            rounds[name].append(measure(folder, options))
     best = {name: {call: min(times[call] for times in found) for call in found[0]} for name, found in rounds.items()}
     lines = [
         "# Capture of a call",

@@ -113,6 +113,8 @@ class Pickler(cloudpickle.Pickler):
             return reading.original, (number,)
         if type(obj) is self._array:  # there may be very many
             return reduce_data(obj, self._files) or NotImplemented
+        if type(obj) is types.CodeType:
+            return NotImplemented  # cloudpickle's, by its type
         if isinstance(obj, types.FunctionType):
             if obj in _READERS:
                 return NotImplemented

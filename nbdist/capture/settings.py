@@ -94,25 +94,25 @@ def _logging(module: Any) -> Any:
         (name, logger)
         for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
         if isinstance(logger, logging.Logger)
-        and (
-            logger.level
-            or logger.disabled
-            or not logger.propagate
-            or any(type(handler) is not nothing for handler in logger.handlers)
-        )
+        and (logger.handlers or logger.level or logger.disabled or not logger.propagate)
     ]
     loggers = {}
     for name, logger in touched:
-        handlers = [spec for handler in logger.handlers if (spec := describe_handler(handler)) is not None]
-        changed = handlers or logger.level or logger.disabled or not logger.propagate
-        if changed and name.partition(".")[0] not in _KERNEL_LOGGERS:
-            loggers[name] = logger.level, logger.disabled, logger.propagate, handlers
+        handlers = [
+            spec
+            for handler in logger.handlers
+            if type(handler) is not nothing and (spec := describe_handler(handler)) is not None
+        ]
+        settings = logger.level, logger.disabled, logger.propagate, handlers
+        if settings != (0, False, True, []) and name.partition(".")[0] not in _KERNEL_LOGGERS:
+            loggers[name] = settings
     return logging.root.manager.disable, loggers
 
 
 def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
     """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
-    if type(handler) is logging.NullHandler or hasattr(handler, "_is_torch_handler"):  # there are dozens of these
+    formatter = handler.formatter
+    if type(formatter).__module__ == "torch._logging._internal":  # there are dozens of these
         return None
     if isinstance(handler, logging.FileHandler):
         target: Any = handler.baseFilename, handler.encoding
@@ -122,7 +122,6 @@ def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
         target = names.get(id(stream)) or ("stdout" if getattr(stream, "name", "") == "stdout" else "stderr")
     else:
         return None
-    formatter = handler.formatter
     if formatter is not None and type(formatter) is logging.Formatter:
         return target, handler.level, (formatter._fmt, formatter.datefmt, type(formatter._style)), handler.filters
     return target, handler.level, formatter, handler.filters
