@@ -2,8 +2,8 @@
 
 With OTHER, the folder of another version of nbdist, both are measured in turns, each in processes of its own, and the
 table has both. The notebook's settings (log levels, options of libraries and so on), which go with each call and are
-looked through for it, are left out of one column. Capture is what happens between the call and the first byte that a rank gets; the buffers of big data
-are found again in the session's cache, as in every call but the first.
+looked through for it, are left out of one column. Capture is what happens between the call and the first byte that a
+rank gets; the buffers of big data are found again in the session's cache, as in every call but the first.
 """
 
 from __future__ import annotations
