@@ -1,17 +1,18 @@
 """Where the ranks of a process group find each other: a store that only they can reach. Both ends are here.
 
-On one Linux machine the store is a file without a name. A `TCPStore` would ask the DNS for the name of 127.0.0.1 at
-each connection (`getnameinfo` in torch's socket.cpp), which takes seconds where the DNS is slow or away. Elsewhere a
-file cannot be opened by its descriptor, and other machines have no file: there the store is a `TCPStore` at a socket
-that listens beforehand.
+On one Linux machine the store is a file without a name. Elsewhere a file cannot be opened by its descriptor, and other
+machines have no file: there the store is a `TCPStore` at a socket that listens beforehand.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
@@ -86,11 +87,41 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
     if not address.store_port:
         return dist.FileStore(f"/proc/self/fd/{fds[0]}", world_size)
     listen_fd = os.dup(fds[-1]) if rank == 0 else None  # the store closes it
-    return dist.TCPStore(
-        address.host,
-        address.store_port,
-        world_size,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
+    with _no_name_server():
+        return dist.TCPStore(
+            address.host,
+            address.store_port,
+            world_size,
+            is_master=rank == 0,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+            use_libuv=True,  # the other server asks for the name of each rank that connects
+        )
+
+
+@contextlib.contextmanager
+def _no_name_server() -> Iterator[None]:
+    """Let this process find the names of hosts in /etc/hosts alone.
+
+    A `TCPStore` asks for the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), for its own
+    log only. Where the name server is slow, away, or drops some of many questions at once, each rank would wait for it
+    for seconds. GNU's C library alone can be told otherwise.
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None) if _LINUX else None
+    if configure is None:
+        yield
+        return
+    configure(b"hosts", b"files")
+    try:
+        yield
+    finally:
+        configure(b"hosts", _host_services().encode())
+
+
+def _host_services() -> str:
+    """Where this machine looks for hosts, in the words of nsswitch.conf."""
+    with contextlib.suppress(OSError), open("/etc/nsswitch.conf", errors="replace") as file:
+        found = re.search(r"^\s*hosts:([^#\n]*)", file.read(), re.M)
+        if found and found[1].strip():
+            return found[1].strip()
+    return "files dns"
