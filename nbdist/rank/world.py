@@ -16,6 +16,11 @@ from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import threads
 
+#: Tells gloo (torch 2.8 or newer) to connect ranks when they first speak to each other.
+LATE = "TORCH_GLOO_LAZY_INIT"
+#: Ranks from which on that is so unless the user says otherwise: connecting each with every other takes seconds then.
+MANY = 128
+
 
 def enter_setting(setting: Setting) -> None:
     """Take over what holds in the kernel: environment, folder, module path, arguments."""
@@ -51,6 +56,8 @@ def environ(world: World) -> dict[str, str]:
     if slot.interface:
         for name in INTERFACE_VARIABLES:
             variables[name] = os.environ.get(name, slot.interface)
+    if world.world_size >= MANY:
+        variables[LATE] = os.environ.get(LATE, "1")
     if world.device == "cpu":
         # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
         # that they see.
@@ -81,6 +88,10 @@ def join(world: World, fds: Sequence[int]) -> Any:
     store = open_store(world.rank, world.world_size, world.rendezvous, fds)
     group_store = dist.PrefixStore("nbdist", store)
     dist.init_process_group(world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options)
+    if os.environ.get(LATE, "0") != "0" and "gloo" in dist.get_backend():
+        # Connects each rank with those one, two, four and so on away, which is who most collectives speak to. A rank
+        # that waits for one with which it was never connected would not notice that this one fails.
+        dist.barrier()
     return store
 
 

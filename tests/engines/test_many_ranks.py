@@ -12,10 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 from calls import boom, on, sums
 from conftest import poll
 
 from nbdist import Session
+from nbdist.rank.world import environ
+from nbdist.wire.connections import sockets
+from nbdist.wire.messages import Slot, World
+from nbdist.wire.rendezvous import RendezvousAddress
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +35,39 @@ def test_a_failure_leaves_the_same_ranks_however_many_there_are() -> None:
             with pytest.raises(ValueError, match="boom"):
                 session.run(on, 1, boom, sums)
             assert session.run(sums) == float(MANY) and session.run_all(os.getpid) == pids
+
+
+def connected() -> int:
+    """With how many processes this one has connections."""
+    return len({one.raddr for one in sockets(psutil.Process()) if one.status == psutil.CONN_ESTABLISHED})
+
+
+def test_ranks_that_connect_late_have_few_connections_and_fail_as_others_do() -> None:
+    def from_now_on() -> None:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+        dist.destroy_process_group()  # the next call makes a new one
+
+    with Session(32) as session:
+        assert min(session.run_all(connected)) >= 31
+        session.run(from_now_on)
+        pids = session.run_all(os.getpid)
+        assert max(session.run_all(connected)) <= 2 * 5, "those 1, 2, 4, 8 and 16 away"
+        for _ in range(2):
+            with pytest.raises(ValueError, match="boom"):
+                session.run(on, 1, boom, sums)
+            assert session.run_all(os.getpid) == pids
+        assert session.run(sums) == 32.0
+
+
+def test_many_ranks_connect_late_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot, address = Slot(0, 0, 1, "lo", 1, ()), RendezvousAddress("127.0.0.1", 1, 0)
+
+    def variable(ranks: int) -> str | None:
+        return environ(World(0, ranks, "cpu", "gloo", slot, address, threads=1)).get("TORCH_GLOO_LAZY_INIT")
+
+    assert (variable(16), variable(1000)) == (None, "1")
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    assert variable(1000) == "0"
 
 
 LIMITED = """
