@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
-from ..wire.channel import Channel
 from ..wire.connections import Connection
 from ..wire.messages import Setting, Slot
+from ..wire.parcel import Parcel
 from ..wire.rendezvous import RendezvousAddress
 
 #: What to say of a rank of which nothing was ever heard.
@@ -37,8 +38,34 @@ class OpenRendezvous(Protocol):
         """Give up this process's part. The ranks keep theirs."""
 
 
+class Hearer(Protocol):
+    """Takes what ranks do."""
+
+    def __call__(
+        self,
+        *,
+        on_output: Callable[[int, int], bool],
+        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_exit: Callable[[Exit], None],
+        pause: float,
+    ) -> Listening: ...
+
+
+class Listening(Protocol):
+    """Waits for all that comes from ranks, and passes it on: see `listening.Listener`."""
+
+    def watch(self, fd: Any, action: Callable[[], None]) -> None:
+        """Do something whenever there is something to read at a descriptor."""
+
+    def select(self, seconds: float | None) -> None:
+        """Pass on what there is, or the first that comes within so many seconds; None waits for it."""
+
+    def close(self) -> None:
+        """Pass on no more."""
+
+
 class Ranks(Protocol):
-    """The ranks of one session, as the kernel holds them. All of its descriptors can be selected on."""
+    """The ranks of one session, as the kernel holds them."""
 
     patience: float
     """Seconds that it may take until the loss of a rank is noticed."""
@@ -48,20 +75,24 @@ class Ranks(Protocol):
         """By rank; None as long as the process has not been heard of."""
 
     @property
-    def exits_fd(self) -> int:
-        """Readable when `exits()` has something to say."""
-
-    @property
-    def channels(self) -> Sequence[Channel]:
-        """By rank: messages to and from `rank.loop.Rank`."""
-
-    @property
-    def outputs(self) -> Sequence[tuple[int, int]]:
-        """By rank: descriptors to read what the rank writes to its standard output and standard error."""
-
-    @property
     def slots(self) -> Sequence[Slot]:
         """By rank."""
+
+    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+        """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Messages and signals within go on their way at its end, as few of them as can be."""
+
+    def read(self, rank: int, which: int) -> bytes | None:
+        """More of what a rank has written to its standard output (0) or standard error (1).
+
+        None: nothing for now. Empty: it is the end.
+        """
+
+    @property
+    def listen(self) -> Hearer:
+        """Gives what waits for all that ranks say and write, and for their ends."""
 
     def inherited(self) -> Mapping[str, str]:
         """Those of the notebook's environment variables that hold in the ranks, too."""
@@ -81,8 +112,8 @@ class Ranks(Protocol):
     def connections(self) -> list[list[Connection]]:
         """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""
 
-    def stack(self, rank: int) -> str:
-        """The Python stack of a rank's main thread, as `faulthandler` writes it, wherever the rank is."""
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Bytes of memory that each of these ranks has for itself; None where that is not known."""

@@ -6,11 +6,36 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from ..errors import NbdistError
 from ..wire.channel import Channel
 from ..wire.limits import allow_open_files
+from .contract import Exit
+
+
+class Described(Protocol):
+    """Ranks of this machine: all of their descriptors can be selected on."""
+
+    @property
+    def pids(self) -> Sequence[int | None]:
+        """By rank."""
+
+    @property
+    def exits_fd(self) -> int:
+        """Readable when `exits()` has something to say."""
+
+    def exits(self) -> list[Exit]:
+        """The ranks that ended since the last call."""
+
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """By rank: messages to and from `rank.loop.Rank`."""
+
+    @property
+    def outputs(self) -> Sequence[tuple[int, int]]:
+        """By rank: descriptors to read what the rank writes to its standard output and standard error."""
 
 
 def make_room(ranks: int, each: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
-from .contract import NEVER_STARTED, Exit, Ranks
+from .contract import NEVER_STARTED, Exit
+from .descriptors import Described
 
 #: What to say of a rank that cannot answer, although it has not ended.
 SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
@@ -21,7 +22,7 @@ _PATIENCE = 3.0
 
 
 class Listener:
-    """Waits for all that comes from ranks, and passes it on.
+    """Waits for all that comes from ranks of this machine, and passes it on.
 
     What a rank wrote before a message is heard before it, and what it wrote and said before its end before that.
 
@@ -37,7 +38,7 @@ class Listener:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Described,
         *,
         on_output: Callable[[int, int], bool],
         on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 
@@ -21,11 +23,13 @@ from ..wire.channel import Channel, readable
 from ..wire.connections import Connection, connections
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
+from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
 from .contract import Exit
 from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
+from .listening import Listener
 from .watching import Watch
 
 _told: set[tuple[str, str]] = set()
@@ -161,6 +165,21 @@ class LocalRanks:
         threads = max(1, len(cores) // size)
         return [Slot(0, rank, size, LOOPBACK_INTERFACE, threads, own[rank]) for rank in range(size)]
 
+    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+        self.channels[rank].send(message, parcel, fds)
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # each goes its own way
+
+    def read(self, rank: int, which: int) -> bytes | None:
+        try:
+            return os.read(self.outputs[rank][which], 1 << 16)
+        except BlockingIOError:
+            return None
+
+    def listen(self, **handlers: Any) -> Listener:
+        return Listener(self, **handlers)
+
     def inherited(self) -> Mapping[str, str]:
         return {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
 
@@ -179,7 +198,11 @@ class LocalRanks:
     def signal(self, rank: int, signum: int) -> None:
         self._watch.signal(rank, signum)
 
-    def stack(self, rank: int) -> str:
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        with ThreadPoolExecutor(32, "nbdist: stacks") as threads:  # silent ones are waited for all at once
+            return dict(zip(ranks, threads.map(self._stack, ranks), strict=True))
+
+    def _stack(self, rank: int) -> str:
         with self._asking[rank]:
             if not self._stacks:
                 return ""

@@ -103,11 +103,12 @@ class Executor:
             group.underway = True
             group.join()
             group.raised.clear()
-            for place, rank in enumerate(request.targets):
-                answers = request.everyone or rank == first
-                seeds = self.layout.seeds(rank, request.seeds)
-                message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
-                group.send(rank, *message, parcel=call.parcel)
+            with group.ranks.together():
+                for place, rank in enumerate(request.targets):
+                    answers = request.everyone or rank == first
+                    seeds = self.layout.seeds(rank, request.seeds)
+                    message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
+                    group.send(rank, *message, parcel=call.parcel)
             waiting = Waiting(
                 group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
             )

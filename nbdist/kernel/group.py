@@ -58,7 +58,7 @@ class Group:
     def __init__(self, engine: Engine, layout: Layout, cell: Cell) -> None:
         self._layout = layout
         self.ranks = engine.start(len(layout.devices), cell.notice)
-        self.relay = Relay(self.ranks.outputs)
+        self.relay = Relay(self.ranks)
         self._fresh = True
         self._joined = False
         self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
@@ -85,7 +85,7 @@ class Group:
         layout = self._layout
         environ = {**self.ranks.inherited(), **layout.env}
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
-        with contextlib.closing(self._open_rendezvous()) as rendezvous:
+        with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
             for rank, (device, slot) in enumerate(zip(layout.devices, self.ranks.slots, strict=True)):
                 world = World(
                     rank=rank,
@@ -134,7 +134,7 @@ class Group:
     def send(self, rank: int, *message: Any, **parts: Any) -> None:
         """Send a rank a message. That it is dead is noticed when its answer is waited for."""
         with contextlib.suppress(ConnectionError):
-            self.ranks.channels[rank].send(message, **parts)
+            self.ranks.send(rank, message, **parts)
 
     def record_death(self, exit: Exit) -> RankDied:
         """Keep in mind that a rank has died, and how."""

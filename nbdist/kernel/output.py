@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from ..wire.channel import readable
+from ..engines.contract import Ranks
 from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
 from .cell import Cell
 from .columns import Columns
@@ -38,14 +37,14 @@ class Log:
 
 
 class Relay:
-    """Reads the output descriptors of all ranks and passes on what belongs in the cell."""
+    """Reads what all ranks write, and passes on what belongs in the cell."""
 
-    def __init__(self, outputs: Sequence[tuple[int, int]]) -> None:
-        self.logs = [Log() for _ in outputs]
+    def __init__(self, ranks: Ranks) -> None:
+        self._read = ranks.read
+        self.logs = [Log() for _ in ranks.pids]
         self.begin(Cell(), "none", 0)
-        self._pipes = [
-            [(out, FrameReader(STDOUT)), (err, FrameReader(STDERR))] for out, err in outputs
-        ]  # by rank: descriptors, and what makes sense of what comes there
+        # By rank: what makes sense of what comes there.
+        self._readers = [(FrameReader(STDOUT), FrameReader(STDERR)) for _ in ranks.pids]
         self._partial: dict[tuple[int, int], str] = {}
 
     def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
@@ -62,12 +61,15 @@ class Relay:
 
     def read(self, rank: int, which: int) -> bool:
         """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
-        fd, frames = self._pipes[rank][which]
+        return self._some(rank, which) is not False
+
+    def _some(self, rank: int, which: int) -> bool | None:
+        """The same; None where there is no more to read for now."""
+        frames = self._readers[rank][which]
         for _ in range(16):
-            try:
-                data = os.read(fd, 1 << 16)
-            except BlockingIOError:
-                return True
+            data = self._read(rank, which)
+            if data is None:
+                return None
             for kind, what in _without_overtaken(list(frames.feed(data))):
                 self._pass_on(rank, kind, what)
             if not data:
@@ -77,9 +79,9 @@ class Relay:
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on all that a rank, or every rank, has written so far."""
-        for number in range(len(self._pipes)) if rank is None else (rank,):
-            for which, (fd, _) in enumerate(self._pipes[number]):
-                while readable(fd) and self.read(number, which):
+        for number in range(len(self._readers)) if rank is None else (rank,):
+            for which in (0, 1):
+                while self._some(number, which):
                     pass
 
     def _pass_on(self, rank: int, kind: int, what: Any) -> None:

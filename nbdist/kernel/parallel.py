@@ -22,8 +22,7 @@ from ..capture.imports import modules_named, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.pickler import Pickler
 from ..cores import usable_cores
-from ..engines.contract import Engine, Exit, Ranks
-from ..engines.listening import Listener
+from ..engines.contract import Engine, Exit, Listening, Ranks
 from ..engines.local import LocalEngine, LocalRanks, start_workers
 from ..errors import CaptureError, RemoteTraceback, WorkerDied, text_of
 from ..wire.board import Board
@@ -164,16 +163,15 @@ class _Map:
         self._next = 0  # the first item that nobody has
         self._seconds = 0.0  # that an item takes, as far as is known
         self._error: BaseException | None = None
-        self._ranks, self._relay = ranks, Relay(ranks.outputs)
-        self._has: list[deque[_Chunk]] = [deque() for _ in ranks.channels]
+        self._ranks, self._relay = ranks, Relay(ranks)
+        self._has: list[deque[_Chunk]] = [deque() for _ in ranks.pids]
         self._board = Board.create(len(self._has))
 
     def run(self) -> list[Any]:
         """The values. Raises the first failure, or `KeyboardInterrupt`."""
         self._relay.begin(Cell(), "lines", 0)
         with contextlib.closing(self._ranks), contextlib.closing(self._board):
-            listener = Listener(
-                self._ranks,
+            listener = self._ranks.listen(
                 on_output=self._relay.read,
                 on_message=self._on_message,
                 on_exit=self._on_exit,
@@ -207,7 +205,7 @@ class _Map:
 
     def _send(self, worker: int, *message: Any, **parts: Any) -> None:
         with contextlib.suppress(ConnectionError):  # it is dead: that is heard otherwise
-            self._ranks.channels[worker].send(message, **parts)
+            self._ranks.send(worker, message, **parts)
 
     def _give(self, worker: int) -> None:
         """Send a worker more items, if there are any."""
@@ -245,7 +243,7 @@ class _Map:
             ) from None
         return pack(pickler.file.getbuffer(), pickler.buffers, self._cache)
 
-    def _let_finish(self, listener: Listener, grace: float) -> None:
+    def _let_finish(self, listener: Listening, grace: float) -> None:
         """Interrupt the workers, and give them so many seconds to clean up."""
         self._board.end()
         self._next = len(self._items)

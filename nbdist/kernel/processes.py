@@ -78,7 +78,7 @@ class Running:
             self._ranks.close()
             raise
         self._pid: int | None = None
-        self._relay = Relay(self._ranks.outputs)
+        self._relay = Relay(self._ranks)
         self._relay.begin(role.cell, "rank0", 0)
         self.listener = Listener(
             self._ranks,
@@ -104,7 +104,7 @@ class Running:
     def send(self, *message: Any, **parts: Any) -> None:
         """Tell it something. That it is dead is heard otherwise."""
         with self._lock, contextlib.suppress(OSError, IndexError):
-            self._ranks.channels[0].send(message, **parts)
+            self._ranks.send(0, message, **parts)
 
     def signal(self, signum: int) -> None:
         """Send it a signal, if it lives."""

@@ -6,7 +6,6 @@ import os
 import re
 import sysconfig
 from collections.abc import Container, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..engines.contract import Ranks
@@ -46,13 +45,9 @@ class Frame:
 
 def take(ranks: Ranks, pending: Container[int] | None = None) -> dict[int, list[Frame] | None]:
     """The stack of each rank's main thread, innermost first; None for a rank that is not among `pending`."""
-
-    def look(rank: int) -> list[Frame] | None:
-        return main_thread(ranks.stack(rank)) if pending is None or rank in pending else None
-
     numbers = range(len(ranks.pids))
-    with ThreadPoolExecutor(32, "nbdist: stacks") as threads:  # those that do not answer are waited for all at once
-        return dict(zip(numbers, threads.map(look, numbers), strict=True))
+    found = ranks.stacks([rank for rank in numbers if pending is None or rank in pending])
+    return {rank: main_thread(found[rank]) if rank in found else None for rank in numbers}
 
 
 def main_thread(dump: str) -> list[Frame]:

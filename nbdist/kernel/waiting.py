@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engines.contract import Exit
-from ..engines.listening import Listener
+from ..engines.contract import Exit, Listening
 from ..errors import CaptureError, RankTimeout, RemoteTraceback, text_of
 from ..wire import rank_memory
 from ..wire.connections import Address, between
@@ -149,9 +148,8 @@ class Waiting:
             ]
         return first.error
 
-    def _listen(self) -> Listener:
-        listener = Listener(
-            self._ranks,
+    def _listen(self) -> Listening:
+        listener = self._ranks.listen(
             on_output=self._relay.read,
             on_message=self._on_message,
             on_exit=self._on_exit,
@@ -166,7 +164,7 @@ class Waiting:
         os.read(self._stop.fd, 1)
         raise KeyboardInterrupt
 
-    def _step(self, listener: Listener) -> None:
+    def _step(self, listener: Listening) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
             listener.select(self._keyboard.soon(left))
@@ -198,15 +196,17 @@ class Waiting:
         self._leaving = True
         self._keyboard.close()
         self._group.leave()
-        for rank in list(self.pending):
-            if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
-                self.pending.discard(rank)
-                self._unfit.add(rank)  # it has got the call, and may still begin it
-            else:
-                self._ranks.signal(rank, signal.SIGINT)
-        for rank in range(len(self._ranks.channels)):
-            if rank not in self.pending:
-                self._dismiss(rank)
+        with self._ranks.together():
+            for rank in list(self.pending):
+                if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+                    self.pending.discard(rank)
+                    self._unfit.add(rank)  # it has got the call, and may still begin it
+                else:
+                    self._ranks.signal(rank, signal.SIGINT)
+        with self._ranks.together():
+            for rank in range(len(self._ranks.pids)):
+                if rank not in self.pending:
+                    self._dismiss(rank)
         self._deadline = time.monotonic() + grace  # from here on: many ranks have many connections to be found
 
     def _dismiss(self, rank: int) -> None:

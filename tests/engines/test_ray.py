@@ -18,13 +18,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Kernel, living, poll, ranks_of, start_cluster, stop_cluster
+from conftest import Kernel, living, open_fds, poll, ranks_of, start_cluster, stop_cluster
 from test_contract import sums, train
 
 import nbdist
 from nbdist import NbdistError, RankDied, RayOptions, Session
 from nbdist.engines.ray import connecting, process
 from nbdist.engines.ray.ranks import RayEngine, RayRanks
+from nbdist.wire.channel import Channel
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,14 @@ def test_another_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_that_make_no_sense() -> None:
-    for wrong in ({"placement": "anywhere"}, {"gpus": 2}, {"cpus": -1.0}, {"cpus": 0.0}, {"wait": -1.0}):
+    for wrong in (
+        {"placement": "anywhere"},
+        {"gpus": 2},
+        {"ranks_per_node": 0},
+        {"cpus": -1.0},
+        {"cpus": 0.0},
+        {"wait": -1.0},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RayOptions(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"devices='cuda'.*RayOptions\(gpus=1\)"):
@@ -114,6 +122,13 @@ def test_placement(ray_cluster: Any, placement: str, nranks: int, nodes: list[in
         assert own.run(sums) == nranks
 
 
+def test_ranks_that_are_placed_together(ray_cluster: Any) -> None:
+    options = RayOptions(address=ray_cluster.address, placement="strict_spread", ranks_per_node=2, cpus=0.5, linger=0.0)
+    with Session(3, engine=options) as own:
+        assert own.run_all(node_rank) == [0, 0, 1] and own.run(sums) == 3
+        assert own.run_all(lambda: os.environ["LOCAL_WORLD_SIZE"]) == ["2", "2", "1"]
+
+
 def test_ranks_on_one_node_use_no_network(ray_cluster: Any) -> None:
     with Session(2, engine=RayOptions(address=ray_cluster.address, placement="strict_pack", linger=0.0)) as own:
         assert own.run(lambda: os.environ["MASTER_ADDR"]) == "127.0.0.1"
@@ -134,11 +149,12 @@ def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any, tmp_path: Path) -> Non
         with pytest.raises(Exception, match=r"(?i)cuda"), Session(2, engine=options) as own:
             assert "on cuda" in repr(own)
             own.run(sums)
-        engine = RayEngine(options)
-        ranks = engine.start(2, print)
-        assert ranks.setting(0, {}).environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-        assert [slot.local_rank for slot in ranks.slots] == [0, 1]
-        ranks.close()
+        for together in (1, 2):
+            engine = RayEngine(RayOptions(**{**vars(options), "ranks_per_node": together}))
+            ranks = engine.start(2, print)
+            assert ranks.setting(0, {}).environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+            assert [slot.local_rank for slot in ranks.slots] == [0, 1]
+            ranks.close()
     finally:
         process.release()
         ray_cluster.remove_node(node)
@@ -233,6 +249,54 @@ def test_only_nodes_that_run_the_function_get_its_data(options: RayOptions) -> N
         assert own.call(lambda: float(data[5]), ranks=[1]) == [1.0]
         first, second = own._executor.group.ranks.received()  # type: ignore[union-attr]
         assert first == 0 and second >= data.nbytes
+
+
+def test_data_are_passed_on_from_node_to_node(ray_cluster: Any) -> None:
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"many": 1.0}, object_store_memory=80 << 20) for _ in range(4)]
+    data = np.random.default_rng(0).random(5 << 20)  # 40 MB
+    options = RayOptions(address=ray_cluster.address, resources={"many": 1.0}, cpus=0.5, linger=0.0)
+    try:
+        with Session(4, engine=options) as own:
+            assert own.run_all(node_rank) == [0, 1, 2, 3]
+            assert own.run_all(lambda: float(data.sum())) == [data.sum()] * 4
+            received = own._executor.group.ranks.received()  # type: ignore[union-attr]
+            assert all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
+    finally:
+        for node in nodes:
+            ray_cluster.remove_node(node)
+
+
+# ------------------------------------------------------------------------------------------------ what the kernel holds
+
+
+def test_the_kernel_holds_as_much_for_many_ranks_as_for_few(options: RayOptions) -> None:
+    def nothing() -> None: ...
+
+    def costs(ranks: int) -> tuple[int, int, int]:
+        """Descriptors of a session's; messages to the driver and from it in a call."""
+        small = RayOptions(**{**vars(options), "cpus": 0.25, "linger": 0.0})
+        before, traffic = open_fds(), []
+        with Session(ranks, engine=small) as own, pytest.MonkeyPatch.context() as patch:
+            own.run(nothing)
+            descriptors = open_fds() - before
+            send, receive = Channel.send, Channel.receive
+            patch.setattr(Channel, "send", lambda *args, **kw: (send(*args, **kw), calls.__setitem__(0, calls[0] + 1)))
+            for _ in range(10):
+                calls = [0, 0]
+
+                def count(channel: Channel, calls: list[int] = calls) -> Any:
+                    message = receive(channel)
+                    calls[1] += message[0][0] == "news"
+                    return message
+
+                patch.setattr(Channel, "receive", count)
+                own.run(nothing)
+                traffic.append(tuple(calls))
+        return descriptors, *min(traffic)
+
+    few, many = costs(2), costs(16)
+    assert few[:2] == many[:2] and many[1] == 1, "one message for all ranks"
+    assert many[2] <= 4, f"{many[2]} messages from two nodes with 16 ranks"
 
 
 # --------------------------------------------------------------------------------------------------------------- losses

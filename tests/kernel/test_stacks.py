@@ -255,8 +255,8 @@ def test_many_reads_of_ranks_busy_in_python_code_kill_none() -> None:
     """Ten thousand of them, and of others: benchmarks/stacks.py."""
     with running(calls_and_returns) as session:
         ranks = session._executor.group.ranks  # type: ignore[union-attr]
-        assert poll(lambda: all("in calls_and_returns" in ranks.stack(rank) for rank in (0, 1)), 30)
-        assert all("in calls_and_returns" in ranks.stack(number % 2) for number in range(300))
+        assert poll(lambda: all("in calls_and_returns" in text for text in ranks.stacks((0, 1)).values()), 30)
+        assert all("in calls_and_returns" in ranks.stacks([number % 2])[number % 2] for number in range(300))
         assert len(living(ranks_of())) >= 2
 
 

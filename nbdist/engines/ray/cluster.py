@@ -26,9 +26,10 @@ class Link:
 
     def __init__(self, number: int, host: Any, first: int, count: int) -> None:
         self.number, self.host, self.first, self.count = number, host, first, count
-        self.outbox: list[tuple[int, Any, Any]] = []
+        self.outbox: list[tuple[bytes, Any]] = []
         self.filled = asyncio.Event()
         self.has: set[str] = set()
+        self.coming: dict[str, asyncio.Task[None]] = {}
         self.incoming: dict[str, Segment] = {}
         self.lost = ""
         self.gpus: list[str] = []
@@ -39,6 +40,7 @@ class Link:
         self.outbox = []
         self.filled.clear()
         self.has.clear()
+        self.coming.clear()
         for segment in self.incoming.values():
             segment.close()
         self.incoming.clear()
@@ -100,8 +102,8 @@ def host_class() -> Any:
         def deliver(self, *arguments: Any) -> None:
             self.agent.deliver(*arguments)
 
-        def store(self, *arguments: Any) -> None:
-            self.agent.store(*arguments)
+        def store(self, *arguments: Any) -> Any:
+            return self.agent.stored.store(*arguments)
 
         def ask(self, *arguments: Any) -> Any:
             return self.agent.ask(*arguments)
@@ -117,7 +119,7 @@ class Cluster:
 
     def __init__(self, options: RayOptions, world_size: int, say: Callable[[str], None]) -> None:
 
-        self._options, self._world_size = options, world_size
+        self._options, self._world_size, self._counts = options, world_size, options.together(world_size)
         self.takes_folder = "working_dir" not in options.runtime_env
         """Whether ranks work in the notebook's folder, where there is such a one."""
         connect(options, say)
@@ -129,11 +131,11 @@ class Cluster:
     def _reserve(self, say: Callable[[str], None]) -> None:
         from ray.util import placement_group
 
-        options, one = self._options, self._options.bundle()
+        options = self._options
         self._group = placement_group(
-            [one] * self._world_size,
+            [options.bundle(count) for count in self._counts],
             strategy=STRATEGIES[options.placement],
-            bundle_label_selector=[dict(options.labels)] * self._world_size if options.labels else None,
+            bundle_label_selector=[dict(options.labels)] * len(self._counts) if options.labels else None,
         )
         begin = time.monotonic()
         notice_at = begin + 3.0
@@ -175,14 +177,15 @@ class Cluster:
             bundles.setdefault(where[bundle], []).append(bundle)
         host, first = host_class(), 0
         for number, own in enumerate(bundles.values()):
-            handle = host.options(scheduling_strategy=at(own[0])).remote()
-            self.links.append(Link(number, handle, first, len(own)))
-            first += len(own)
-        for link, own in zip(self.links, bundles.values(), strict=True):
-            link.gpus = self._gpu_ids([at(bundle) for bundle in own])
+            handle, count = host.options(scheduling_strategy=at(own[0])).remote(), sum(self._counts[b] for b in own)
+            self.links.append(Link(number, handle, first, count))
+            first += count
+        gpus = iter(self._gpu_ids([(at(b), self._counts[b]) for own in bundles.values() for b in own]))
+        for link in self.links:
+            link.gpus = list(itertools.islice(gpus, link.count))
 
-    def _gpu_ids(self, places: Sequence[Any]) -> list[str]:
-        """The GPUs that Ray has reserved with these bundles; only what runs in a bundle is told."""
+    def _gpu_ids(self, places: Sequence[tuple[Any, int]]) -> list[str]:
+        """The GPUs that Ray has reserved with these bundles: what runs in one is told, and all are asked at once."""
         import ray
 
         if not self._options.gpus:
@@ -193,8 +196,9 @@ class Cluster:
 
             return [str(number) for number in ray.get_gpu_ids()]
 
-        task = ray.remote(num_cpus=0, num_gpus=1)(own)
-        found = ray.get([task.options(scheduling_strategy=place).remote() for place in places])
+        task = ray.remote(num_cpus=0)(own)
+        asked = [task.options(scheduling_strategy=place, num_gpus=count).remote() for place, count in places]
+        found = ray.get(asked)
         return list(itertools.chain.from_iterable(found))
 
     def _check_versions(self) -> None:

@@ -2,7 +2,7 @@
 
 Ray ends a driver that has lost the head of its cluster ("Failed to connect to GCS within 60 seconds"), and starts
 threads, handlers and loggers in it; a kernel must outlive the one and be spared the other. To the kernel, this process
-is the other end of the descriptors of all ranks. To the cluster, it is the owner of one agent on each node (`node.py`),
+is the other end of one connection. To the cluster, it is the owner of one agent on each node (`node.py`),
 which end with it. Each agent has one connection, through Ray, whatever the number of its ranks.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ...wire.channel import Channel, readable
+from ...wire.parcel import Parcel
 from .cluster import Cluster
 from .connecting import Refused
 from .forwarding import Forwarding, text
@@ -27,12 +28,12 @@ from .options import RayOptions
 async def serve(control: Channel, kernel: int, cluster: Cluster) -> None:
     """Do what the kernel asks until it hangs up, or its process ends."""
     loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[tuple[tuple[Any, ...], list[int]] | None] = asyncio.Queue()
+    requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
 
     def read() -> None:
         try:
-            message, _, fds = control.receive()
-            requests.put_nowait((message, fds))
+            message, parcel, _ = control.receive()
+            requests.put_nowait((message, parcel))
         except (EOFError, ConnectionError):
             loop.remove_reader(control)
             requests.put_nowait(None)
@@ -52,9 +53,7 @@ async def serve(control: Channel, kernel: int, cluster: Cluster) -> None:
         values = await asyncio.gather(*asked, return_exceptions=True)
         return [None if isinstance(value, BaseException) else value for value in values]
 
-    async def start(
-        fds: Sequence[Sequence[int]], exits: int, path: Sequence[str], cwd: str, *agent: Any
-    ) -> tuple[Forwarding, list[Any]]:
+    async def start(path: Sequence[str], cwd: str, *agent: Any) -> tuple[Forwarding, list[Any]]:
         jobs = []
         for link in cluster.links:
             link.forget()
@@ -63,27 +62,27 @@ async def serve(control: Channel, kernel: int, cluster: Cluster) -> None:
         nodes = await asyncio.gather(*jobs)
         for link, node in zip(cluster.links, nodes, strict=True):
             link.name = f"node {link.number} ({node.host}, {node.address})"
-        forwarding = Forwarding(cluster.links, fds, exits)
+        forwarding = Forwarding(cluster.links, control)
         forwarding.open()
         return forwarding, [tuple(node) for node in nodes]
 
     forwarding: Forwarding | None = None
-    given: list[list[int]] = []
     tasks: set[asyncio.Task[None]] = set()
     loop.add_reader(control, read)
     if kernel >= 0:  # a child of it may hold the other end of `control`
         loop.add_reader(kernel, gone)
     while (request := await requests.get()) is not None:
-        (kind, number, *arguments), fds = request
-        if kind == "descriptors":  # of one rank
-            given.append(fds)
+        (kind, number, *arguments), parcel = request
+        if kind == "deliver" and forwarding is not None:
+            forwarding.deliver(arguments[0], parcel)
+        elif kind == "read" and forwarding is not None:
+            forwarding.read(*arguments)
         elif kind == "start":
             try:
-                forwarding, nodes = await start(given, fds[0], *arguments)
+                forwarding, nodes = await start(*arguments)
                 control.send(("answer", number, nodes))
             except Exception as exc:
                 control.send(("answer", number, f"the ranks could not be started: {text(exc)}"))
-            given = []
         elif kind == "close" and forwarding is not None:
             healthy = await forwarding.close(*arguments)
             forwarding = None

@@ -1,4 +1,4 @@
-"""In Ray's driver: all that passes between the kernel's descriptors and the agents of the nodes."""
+"""In Ray's driver: all that passes between the kernel and the agents of the nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import collections
 import contextlib
 import mmap
 import os
-import socket
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -16,10 +15,12 @@ from ...wire.channel import Channel
 from ...wire.parcel import Parcel
 from ...wire.segments import Segment, Span
 from .cluster import PATIENCE, Link
-from .node import CHUNK
+from .storing import CHUNK, Branch
 
 #: Seconds from one look at the head of the cluster to the next.
 LOOK = 2.0
+#: Bytes of output that may wait until the kernel reads it.
+UNREAD = 4 << 20
 
 
 class SharedSegment:
@@ -52,65 +53,50 @@ class SharedSegment:
 
 
 class Forwarding:
-    """The running ranks of one session, between the kernel's descriptors and the agents."""
+    """The running ranks of one session, between the kernel and the agents."""
 
-    def __init__(self, links: Sequence[Link], fds: Sequence[Sequence[int]], exits: int) -> None:
-        self._links = links
-        self._link_of = {rank: link for link in links for rank in link.ranks}
-        self._channels = [Channel(socket.socket(fileno=channel)) for channel, _, _ in fds]
-        self._outputs = [(out, err) for _, out, err in fds]
-        self._exits = Channel(socket.socket(fileno=exits))
+    def __init__(self, links: Sequence[Link], kernel: Channel) -> None:
+        self._links, self._kernel = links, kernel
         self._shared: dict[str, SharedSegment] = {}
         self._keep: list[str] = []
-        self._alive = set(self._link_of)
+        self._unread = 0  # bytes of output that the kernel has not read
+        self._more = asyncio.Event()  # it has read of them
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """Begin to carry messages."""
         loop = asyncio.get_running_loop()
-        for rank, channel in enumerate(self._channels):
-            loop.add_reader(channel, self._from_kernel, rank)
-        for fd in (fd for pair in self._outputs for fd in pair):
-            os.set_blocking(fd, False)
         jobs: list[Coroutine[Any, Any, None]] = [self._watch_head()]
         for link in self._links:
             jobs += [self._guarded(link, self._send(link)), self._guarded(link, self._receive(link))]
         self._tasks = [loop.create_task(job) for job in jobs]
 
     async def close(self, grace: float) -> bool:
-        """End the ranks and give up the descriptors. Returns whether all nodes can start others."""
-        loop = asyncio.get_running_loop()
-        for channel in self._channels:
-            loop.remove_reader(channel)
+        """End the ranks. Returns whether all nodes can start others."""
         closing = [link.call("ask", "close", grace) for link in self._links if not link.lost]
         done = await asyncio.gather(*(asyncio.wait_for(c, grace + 20.0) for c in closing), return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in (*self._channels, self._exits):
-            channel.close()
-        for fd in (fd for pair in self._outputs for fd in pair):
-            os.close(fd)
         for shared in self._shared.values():
             shared.close()
         return not any(link.lost for link in self._links) and not any(isinstance(d, BaseException) for d in done)
 
     # -------------------------------------------------------------------------------------------------- to the nodes
 
-    def _from_kernel(self, rank: int) -> None:
-        try:
-            message, parcel, _ = self._channels[rank].receive()
-        except (EOFError, ConnectionError):
-            asyncio.get_running_loop().remove_reader(self._channels[rank])
-            return
+    def deliver(self, messages: Sequence[tuple[int, bytes]], parcel: Parcel | None) -> None:
+        """Send nodes, by their numbers, messages for their ranks, with a parcel that belongs to each of them."""
         about = None
         if parcel is not None:
             about = parcel.inline, list(parcel.spans), [self._share(segment) for segment in parcel.segments]
             if about[2]:
                 self._forget_all_but(about[2])
-        link = self._link_of[rank]
-        link.outbox.append((rank, message, about))
-        link.filled.set()
+            for key in about[2]:
+                self._begin_to_spread(key, [self._links[node] for node, _ in messages])
+        for node, pickled in messages:
+            link = self._links[node]
+            link.outbox.append((pickled, about))
+            link.filled.set()
 
     def _share(self, segment: Segment) -> str:
         """The name of a segment; one that is here already keeps it, and is not sent again."""
@@ -135,25 +121,50 @@ class Forwarding:
             await link.filled.wait()
             link.filled.clear()
             items, link.outbox = link.outbox, []
-            for key in dict.fromkeys(key for _, _, about in items if about is not None for key in about[2]):
-                await self._distribute(key, link)
+            for key in dict.fromkeys(key for _, about in items if about is not None for key in about[2]):
+                if key in link.coming:
+                    await asyncio.shield(link.coming.pop(key))
             number += 1
             await link.call("deliver", number, items, self._keep)
 
-    async def _distribute(self, key: str, link: Link) -> None:
-        shared = self._shared.get(key)
-        if key in link.has or shared is None:
-            return
-        link.has.add(key)
-        under_way: collections.deque[Any] = collections.deque()
-        for start in range(0, shared.size, CHUNK):
-            storing = link.call("store", key, shared.size, start, shared.chunk(start))
-            under_way.append(asyncio.ensure_future(storing))
-            if len(under_way) == 2:
-                await under_way.popleft()
-        await asyncio.gather(*under_way)
-        if all(key in other.has for other in self._links):
-            shared.sent()
+    def _begin_to_spread(self, key: str, links: Sequence[Link]) -> None:
+        # In one order always: two nodes must not wait for each other, each with a part for the other one.
+        new = sorted((link for link in links if key not in link.has), key=lambda link: link.number)
+        if new:
+            spreading = asyncio.get_running_loop().create_task(self._spread(key, self._shared[key], new))
+            self._tasks.append(spreading)
+            for link in new:
+                link.has.add(key)
+                link.coming[key] = spreading
+
+    async def _spread(self, key: str, shared: SharedSegment, links: Sequence[Link]) -> None:
+        """Send a segment to nodes: to some of them, which pass it on."""
+        feeding = [self._feed(key, shared, branch) for branch in branches([link for link in links if not link.lost])]
+        missed = set().union(*await asyncio.gather(*feeding)) if feeding else set()
+        if missed:  # behind a node that was lost, which is told otherwise
+            await self._spread(key, shared, [link for link in links if link.number in missed])
+        shared.sent()
+
+    async def _feed(self, key: str, shared: SharedSegment, links: Sequence[Link]) -> set[int]:
+        """Send a segment to the first of these nodes, which passes it on. Returns those that it has not got to."""
+        first, below = links[0], plan(links[1:])
+        under_way: collections.deque[asyncio.Future[Any]] = collections.deque()
+        missed: set[int] = set()
+        try:
+            for start in range(0, shared.size, CHUNK):
+                storing = first.call("store", key, shared.size, start, shared.chunk(start), below)
+                under_way.append(asyncio.ensure_future(storing))
+                if len(under_way) == 2:
+                    missed.update(await under_way.popleft())
+            for stored in under_way:
+                missed.update(await stored)
+        except asyncio.CancelledError:
+            raise
+        except Exception as exc:
+            self._lose(first, lost_with(first, exc))
+            await asyncio.gather(*under_way, return_exceptions=True)
+            return {link.number for link in links[1:]}
+        return missed
 
     # ------------------------------------------------------------------------------------------------ from the nodes
 
@@ -164,65 +175,49 @@ class Forwarding:
         except asyncio.CancelledError:
             raise
         except Exception as exc:
-            self._lose(link, f"was lost with {link.name}, or with nbdist's process there: {text(exc)}")
+            self._lose(link, lost_with(link, exc))
 
     def _lose(self, link: Link, why: str) -> None:
-        link.lost = link.lost or why
-        for rank in sorted(self._alive & set(link.ranks)):
-            self._tell_exit(rank, None, link.lost)
+        if not link.lost:
+            link.lost = why
+            self._tell("lost", ((link.first, link.first + link.count), why))
 
-    def _tell_exit(self, rank: int, status: int | None, reason: str) -> None:
-        self._alive.discard(rank)
-        self._to_kernel(self._exits, (rank, None, status, reason))
-
-    @staticmethod
-    def _to_kernel(channel: Channel, message: tuple[Any, ...], parcel: Parcel | None = None) -> None:
+    def _tell(self, kind: str, what: Any, parcel: Parcel | None = None) -> None:
         with contextlib.suppress(OSError):  # it has hung up: all ends soon
-            channel.send(message, parcel)
+            self._kernel.send(("news", kind, what), parcel)
+
+    def read(self, size: int) -> None:
+        """The kernel has read so much output."""
+        self._unread -= size
+        self._more.set()
 
     async def _receive(self, link: Link) -> None:
         number = 0
         while True:
-            number, events = await link.call("poll", number)
-            for event in events:
-                if event[0] == "closed":
+            while self._unread > UNREAD:  # ranks wait that print what nobody reads
+                self._more.clear()
+                await self._more.wait()
+            number, size, items = await link.call("poll", number)
+            self._unread += size
+            for item in items:
+                if item[0] == "closed":
                     return
-                await self._on_event(link, *event)
+                self._on_item(link, *item)
 
-    async def _on_event(self, link: Link, kind: str, *what: Any) -> None:
-        if kind == "output":
-            rank, which, data = what
-            await self._write(self._outputs[rank][which], memoryview(data))
+    def _on_item(self, link: Link, kind: str, *what: Any) -> None:
+        if kind == "told":
+            self._tell("told", *what)
         elif kind == "part":
             key, size, start, data = what
             if key not in link.incoming:
                 link.incoming[key] = Segment.create(size)
             link.incoming[key].write(memoryview(data), start)
-        elif kind == "message":
-            rank, message, about = what
-            parcel = None
-            if about is not None:
-                inline, spans, keys = about
-                segments = [link.incoming.pop(key) for key in keys]
-                parcel = Parcel(inline, [Span(*span) for span in spans], segments)
-            self._to_kernel(self._channels[rank], message, parcel)
-            if parcel is not None:
-                parcel.close()
-        elif kind == "started":
-            self._to_kernel(self._exits, (*what, None, ""))
         else:
-            self._tell_exit(*what)
-
-    @staticmethod
-    async def _write(fd: int, data: memoryview) -> None:
-        """Write output. While the kernel does not read it, its node has to wait, and nobody else."""
-        while data:
-            try:
-                data = data[os.write(fd, data) :]
-            except BlockingIOError:
-                await asyncio.sleep(0.01)
-            except BrokenPipeError:
-                return
+            rank, message, (inline, spans, keys) = what
+            segments = [link.incoming.pop(key) for key in keys]
+            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
+            self._tell("answered", (rank, message), parcel)
+            parcel.close()
 
     async def _watch_head(self) -> None:
         """Find out that the head of the cluster is lost, before Ray ends this process for it."""
@@ -243,6 +238,22 @@ class Forwarding:
                 for link in self._links:
                     self._lose(link, f"was lost: so was the head of the cluster ({why})")
                 return
+
+
+def branches(links: Sequence[Link]) -> list[Sequence[Link]]:
+    """The nodes as so many parts as one sends to at once."""
+    half = (len(links) + 1) // 2
+    return [part for part in (links[:half], links[half:]) if part]
+
+
+def plan(links: Sequence[Link]) -> list[Branch]:
+    """Whom a node passes data on to, and these in turn."""
+    return [Branch(part[0].host, [link.number for link in part], plan(part[1:])) for part in branches(links)]
+
+
+def lost_with(link: Link, exc: Exception) -> str:
+    """What to say of the ranks of a node that fails."""
+    return f"was lost with {link.name}, or with nbdist's process there: {text(exc)}"
 
 
 def text(exc: Exception) -> str:

@@ -1,7 +1,7 @@
 """On a node of a cluster: its ranks, forked by the engine of that machine, and all that they say in one stream.
 
-`driver.py` speaks to it: it asks what has happened (`poll`), hands over messages (`deliver`) and big data (`store`),
-and has questions (`ask`); each from a thread of its own. Ranks go by their numbers in the whole session.
+`driver.py` speaks to it: it asks what has happened (`poll`), stores big data (`storing.py`), hands over messages
+(`deliver`), and has questions (`ask`); it has threads for that. Ranks go by their numbers in the whole session.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psutil
@@ -22,18 +23,18 @@ from ...cores import numa_nodes, shares, usable_cores
 from ...wire.channel import readable
 from ...wire.parcel import Parcel
 from ...wire.rendezvous import Rendezvous, RendezvousAddress
-from ...wire.segments import Segment
 from ..contract import Exit
 from ..forkserver import for_notebook
 from ..listening import Listener
 from ..local import LocalEngine
+from .storing import CHUNK, Stored
 
-#: Seconds that output may wait for more of it. It waits once more in the kernel.
-OUTPUT_INTERVAL = 0.1
+#: Seconds that output may wait for more of it.
+OUTPUT_INTERVAL = 0.3
+#: Seconds that the answer to a call may wait for those of the node's other ranks.
+ANSWER_INTERVAL = 0.05
 #: Seconds after which `poll` answers although nothing has happened: so its caller knows that the node lives.
 HEARTBEAT = 5.0
-#: Bytes of big data in one answer, or in one call of `store`.
-CHUNK = 16 << 20
 
 #: What happened: its kind, and more.
 Event = tuple[Any, ...]
@@ -87,11 +88,11 @@ class Agent:
         self._rendezvous_number = 0
         self._opening = threading.Lock()
         self._joining: set[int] = set()
-        self._segments: dict[str, Segment] = {}
-        self.received = 0
-        """Bytes of big data that have come here."""
+        self._calling: set[int] = set()
+        """The ranks that have a call."""
+        self.stored = Stored()
         self._delivered = 0
-        self._told: tuple[int, list[Event]] = 0, []
+        self._told: tuple[int, int, list[Event]] = 0, 0, []
         self._news: collections.deque[Event] = collections.deque()
         self._due = float("inf")
         self._output_at = 0.0
@@ -110,30 +111,32 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------------- what happens
 
-    def poll(self, number: int) -> tuple[int, list[Event]]:
-        """The next events, with the number of this answer. `number` is that of the last answer that has arrived.
+    def poll(self, number: int) -> tuple[int, int, list[Event]]:
+        """The number of this answer, how many bytes of output are in it, and what has happened.
 
-        An answer that was lost on the way is given again.
+        That is pickles for the kernel (told), parts of big data, and answers that refer to these. `number` is that of
+        the last answer that has arrived: one that was lost on the way is given again.
         """
         with self._polling:
             if self._told[0] == number:
-                self._told = number + 1, self._gather()
+                self._told = number + 1, *self._gather()
             return self._told
 
-    def _gather(self) -> list[Event]:
+    def _gather(self) -> tuple[int, list[Event]]:
         if not self._closing:
             self._listener.resume()
         self._due = min(self._due, time.monotonic() + HEARTBEAT) if not self._news else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
-        events, size = [], 0
+        events, size, output = [], 0, 0
         while self._news and size < 4 * CHUNK:
             events.append(self._news.popleft())
             size += len(events[-1][-1]) if events[-1][0] in ("part", "output") else 0
-        if any(event[0] == "output" for event in events):
+            output += len(events[-1][-1]) if events[-1][0] == "output" else 0
+        if output:
             self._output_at = time.monotonic()
         self._due = float("inf")
-        return [("closed",)] if self._closing else events
+        return output, [("closed",)] if self._closing else list(_packed(events))
 
     def _tell(self, *event: Any, within: float = 0.0) -> None:
         self._news.append(event)
@@ -152,11 +155,23 @@ class Agent:
         return open_ended
 
     def _on_message(self, number: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        rank, kind = self._first + number, message[0]
         about = None if parcel is None else self._send_parts(parcel)
-        # Only an interrupt has to know that a call has begun.
-        self._tell("message", self._first + number, message, about, within=OUTPUT_INTERVAL * (message[0] == "begun"))
+        within = 0.0
+        if kind == "begun":  # only an interrupt has to know that
+            within = 2 * ANSWER_INTERVAL
+        elif kind == "done":
+            self._calling.discard(rank)
+            within = ANSWER_INTERVAL if self._calling else 0.0
+        elif kind == "error":
+            self._calling.discard(rank)
+        if about is None or not about[2]:
+            self._tell("message", [rank], message, None if about is None else about[0], within=within)
+        else:
+            self._tell("answered", rank, message, about, within=within)
 
     def _on_exit(self, exit: Exit) -> None:
+        self._calling.discard(self._first + exit.rank)
         self._tell("exit", self._first + exit.rank, exit.status, exit.reason)
 
     def _send_parts(self, parcel: Parcel) -> tuple[bytes | None, list[Any], list[str]]:
@@ -174,29 +189,24 @@ class Agent:
 
     # ---------------------------------------------------------------------------------------------- what comes here
 
-    def store(self, key: str, size: int, start: int, data: Any) -> None:
-        """Take a part of a segment, all of which are stored before it is delivered."""
-        if key not in self._segments:
-            self._segments[key] = Segment.create(size)
-        self._segments[key].write(memoryview(data), start)
-        self.received += len(data)
-
-    def deliver(self, number: int, items: Sequence[tuple[int, Any, Any]], keep: Iterable[str]) -> None:
-        """Hand messages to ranks, with parcels of segments that are here; those to `keep` may be sent again.
+    def deliver(self, number: int, items: Sequence[tuple[bytes, Any]], keep: Iterable[str]) -> None:
+        """Hand pickled messages to ranks, with parcels of segments that are here; those to `keep` may be sent again.
 
         `number` counts the calls: one that is repeated, since its answer was lost, does nothing.
         """
         if number <= self._delivered:
             return
         self._delivered = number
-        for rank, message, about in items:
+        for pickled, about in items:
             parcel = None
             if about is not None:
                 inline, spans, keys = about
-                parcel = Parcel(inline, spans, [self._segments[key] for key in keys])
-            self._send(rank, message, parcel)
-        for key in set(self._segments) - set(keep):
-            self._segments.pop(key).close()
+                parcel = Parcel(inline, spans, [self.stored[key] for key in keys])
+            messages = pickle.loads(pickled)
+            self._calling.update(rank for rank, message in messages if message[0] == "call")
+            for rank, message in messages:
+                self._send(rank, message, parcel)
+        self.stored.forget_all_but(keep)
 
     def _send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
         fds = self._rendezvous.fds(rank) if message[0] == "join" and self._rendezvous is not None else []
@@ -211,22 +221,35 @@ class Agent:
     def ask(self, what: str, *arguments: Any) -> Any:
         """Answer a question, or do something that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
-            "signal": lambda rank, signum: self._ranks.signal(rank - self._first, signum),
-            "stack": lambda rank: self._ranks.stack(rank - self._first),
+            "signals": self._signal,
+            "stacks": self._stacks,
             "memory": self._memory,
             "connections": self._ranks.connections,
-            "received": lambda: self.received,
+            "received": lambda: self.stored.received,
             "warm": self._engine.warm,
             "rendezvous": self._open_rendezvous,
             "close": self._close,
         }
         return questions[what](*arguments)
 
+    def _signal(self, signals: Iterable[tuple[int, int]]) -> None:
+        for rank, signum in signals:
+            self._ranks.signal(rank - self._first, signum)
+
+    def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of the ranks among these that are here."""
+        found = self._ranks.stacks(self._own(ranks))
+        return {self._first + number: text for number, text in found.items()}
+
     def _memory(self, ranks: Iterable[int]) -> dict[int, int | None]:
         """That of those among these ranks that are here."""
-        own = range(len(self._ranks.pids))
-        found = self._ranks.memory([rank - self._first for rank in ranks if rank - self._first in own])
+        found = self._ranks.memory(self._own(ranks))
         return {self._first + number: size for number, size in found.items()}
+
+    def _own(self, ranks: Iterable[int]) -> list[int]:
+        """Which of these ranks are here, by their numbers on this node."""
+        here = range(len(self._ranks.pids))
+        return [rank - self._first for rank in ranks if rank - self._first in here]
 
     def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
         """The store number so many; None for one that is over. A question whose answer was lost is asked again."""
@@ -248,8 +271,27 @@ class Agent:
             self._ranks.close(grace)
             if self._rendezvous is not None:
                 self._rendezvous.close()
-            for segment in self._segments.values():
-                segment.close()
-            self._segments.clear()
+            self.stored.forget_all_but(())
             os.close(self._woken)
             os.close(self._wake)
+
+
+def _packed(events: Sequence[Event]) -> Iterator[Event]:
+    """What goes to the kernel as it is, in as few pickles as keep its order; what ranks say alike is said once."""
+    answered = {rank for kind, *what in events if kind == "message" and what[1][0] != "begun" for rank in what[0]}
+    told: list[Event] = []
+    for event in events:
+        kind, *what = event
+        if kind in ("part", "answered"):
+            if told:
+                yield "told", pickle.dumps(told, protocol=5)
+                told = []
+            yield event
+        elif kind == "message" and what[1][0] == "begun" and what[0][0] in answered:
+            continue  # it is over already
+        elif kind == "message" and told and told[-1][0] == "message" and told[-1][2:] == event[2:]:
+            told[-1] = "message", [*told[-1][1], *what[0]], *event[2:]
+        else:
+            told.append(event)
+    if told:
+        yield "told", pickle.dumps(told, protocol=5)

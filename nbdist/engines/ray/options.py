@@ -39,6 +39,9 @@ class RayOptions:
     placement: str = "pack"
     """`pack`: on as few nodes as possible. `spread`: on as many. `strict_pack`: all on one node. `strict_spread`: each
     on another."""
+    ranks_per_node: int = 1
+    """So many ranks are placed together, and found room for at once, which a cluster of many equal nodes does sooner.
+    With `strict_spread` they have a node to themselves."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Only nodes with these labels, as Ray selects them: `{"ray.io/accelerator-type": "H100"}`."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -55,13 +58,20 @@ class RayOptions:
             raise ValueError(f"placement={self.placement!r}: one of {', '.join(map(repr, STRATEGIES))}")
         if self.gpus not in (0, 1):
             raise ValueError(f"gpus={self.gpus!r}: 0, or 1 for each rank, which works with one GPU")
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node!r}: 1 or more")
         for name in ("cpus", "wait", "linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: 0 or more")
         if not self.bundle():
             raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
 
-    def bundle(self) -> dict[str, float]:
-        """What is reserved for each rank, by Ray's names."""
+    def bundle(self, ranks: int = 1) -> dict[str, float]:
+        """What is reserved for so many ranks, by Ray's names."""
         wanted = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
-        return {name: amount for name, amount in wanted.items() if amount}
+        return {name: amount * ranks for name, amount in wanted.items() if amount}
+
+    def together(self, world_size: int) -> list[int]:
+        """How many ranks are placed together, place by place: what is left over is the last."""
+        full, rest = divmod(world_size, self.ranks_per_node)
+        return [self.ranks_per_node] * full + [rest] * bool(rest)

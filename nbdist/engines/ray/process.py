@@ -15,12 +15,13 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import interpreter
 from ...errors import NbdistError
 from ...wire.channel import Channel
+from ...wire.parcel import Parcel
 from ...wire.processes import blind, forget_in_children, own_pidfd
 from .options import RayOptions
 
@@ -40,6 +41,7 @@ class DriverProcess:
         self._numbers = itertools.count(1)
         self._asked: dict[int, concurrent.futures.Future[Any]] = {}
         self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._hearer: Callable[[str, Any, Parcel | None], None] | None = None
         self._sending = threading.RLock()
         self._timer: threading.Timer | None = None
         self._not_ours = False
@@ -76,17 +78,27 @@ class DriverProcess:
         self._not_ours = True
         blind(self._control.fileno())
 
-    def send(self, *message: Any, fds: Iterable[int] = ()) -> None:
+    def hear(self, hearer: Callable[[str, Any, Parcel | None], None] | None) -> None:
+        """Let `hearer` take what comes from the nodes, in another thread: its kind, what it is, its parcel."""
+        self._hearer = hearer
+
+    def send(self, *message: Any, parcel: Parcel | None = None) -> None:
         """Send a message. Raises `OSError` when the process is gone."""
         with self._sending:
-            self._control.send(message, fds=fds)
+            try:
+                self._control.send(message, parcel)
+            except OSError:
+                raise
+            except BaseException:  # an interrupt, perhaps in the middle of the message: nothing could follow it
+                self.process.kill()
+                raise
 
-    def request(self, what: str, *arguments: Any, fds: Iterable[int] = (), seconds: float | None = 120.0) -> Any:
+    def request(self, what: str, *arguments: Any, seconds: float | None = 120.0) -> Any:
         """Ask, and wait for the answer; None where there is none."""
         number, future = next(self._numbers), concurrent.futures.Future[Any]()
         self._asked[number] = future
         try:
-            self.send(what, number, *arguments, fds=fds)
+            self.send(what, number, *arguments)
             return future.result(seconds)
         except (OSError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             return None
@@ -107,8 +119,10 @@ class DriverProcess:
     def _listen(self) -> None:
         try:
             while True:
-                message, _, _ = self._control.receive()
-                if message[0] == "answer":
+                message, parcel, _ = self._control.receive()
+                if message[0] == "news":
+                    self._tell(message[1], message[2], parcel)
+                elif message[0] == "answer":
                     future = self._asked.get(message[1])
                     if future is not None and not future.done():
                         future.set_result(message[2])
@@ -116,8 +130,17 @@ class DriverProcess:
                     self._news.put(message)
         except (EOFError, OSError):
             self._news.put(("gone",))
+            if self._hearer is not None:
+                self._tell("lost", (None, self.why_gone()), None)
             for future in list(self._asked.values()):
                 future.cancel()
+
+    def _tell(self, kind: str, what: Any, parcel: Parcel | None) -> None:
+        hearer = self._hearer
+        if hearer is not None:
+            hearer(kind, what, parcel)
+        elif parcel is not None:
+            parcel.close()
 
     def why_gone(self) -> str:
         """Why the process is gone, as far as it has said."""

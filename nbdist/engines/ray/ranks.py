@@ -1,7 +1,8 @@
-"""Ranks on a Ray cluster, as the kernel holds them: the same descriptors as those of local ranks.
+"""Ranks on a Ray cluster, as the kernel holds them.
 
-Their other ends are in a process of their own (`driver.py`), which is Ray's driver, and from there one connection goes
-to an agent on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here.
+There is one connection, to a process of their own (`driver.py`), which is Ray's driver; from there one goes to an agent
+on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. What many ranks are told
+at once is one message to each node, and what they say there at about the same time one from it.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
+import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import psutil
 
 from ...errors import NbdistError
 from ...notebook import kernel_shell
-from ...wire.channel import Channel, readable
 from ...wire.connections import Connection
 from ...wire.messages import Setting, Slot
-from ...wire.processes import blind, forget_in_children
+from ...wire.parcel import Parcel
+from ...wire.processes import forget_in_children
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
 from ..contract import Exit
-from ..descriptors import make_room, open_descriptors
+from .hearing import News, NewsListener
 from .node import Node
 from .options import RayOptions
 from .process import ANSWER, DriverProcess, acquire
@@ -62,26 +64,16 @@ class RayRanks:
     patience = 30.0  # Ray needs as long to be sure that a node is lost which just does not answer
 
     def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self._driver, size = driver, driver.world_size
-        self.pids: list[int | None] = [None] * size
-        self.channels: list[Channel] = []
-        self.outputs: list[tuple[int, int]] = []
+        self._driver = driver
         self._several = len(driver.counts) > 1
-        self._alive = set(range(size))
-        self._exits: Channel | None = None
-        self.exits_fd = -1
         self._rendezvous = 0  # how many there were: the agent tells a question that is repeated from the next one
-        self._untold: list[Exit] = []
+        self._gathered: list[_Sent] | None = None
+        self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
+        self._open = True
+        self._news = News(driver)
         try:
-            make_room(size, each=3)
-            for _ in range(size):
-                self._hand_over()
-            ours, theirs = socket.socketpair()
-            self._exits, self.exits_fd = Channel(ours), ours.fileno()
-            with theirs:
-                surroundings = list(sys.path), os.getcwd(), modules, kernel_shell() is not None
-                variables = {**self.inherited(), **env}
-                nodes = driver.request("start", *surroundings, variables, fds=[theirs.fileno()])
+            surroundings = list(sys.path), os.getcwd(), modules, kernel_shell() is not None
+            nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
             if not isinstance(nodes, list):
                 raise NbdistError(nodes or f"the ranks could not be started: the cluster {driver.why_gone()}")
             self._nodes = [Node(*node) for node in nodes]
@@ -92,24 +84,61 @@ class RayRanks:
             ]
             forget_in_children(self)
         except BaseException:
-            self._release()
+            self._open = False
+            self._news.close()
             driver.stop(at_once=True)
             raise
 
     def after_fork(self) -> None:
         """In a child of this process: the ranks are not its own."""
-        self._untold = [
-            Exit(rank, None, "belongs to the process that this one was forked from") for rank in sorted(self._alive)
-        ]
-        self._alive.clear()
-        blind(*map(Channel.fileno, self.channels), *(fd for pair in self.outputs for fd in pair), self.exits_fd)
+        self._news.after_fork()
 
-    def _hand_over(self) -> None:
-        """Make the descriptors of the next rank, and give the driver its ends."""
-        with open_descriptors(pipes=2) as (channel, (out, err), theirs):
-            self._driver.send("descriptors", 0, fds=theirs)
-        self.channels.append(channel)
-        self.outputs.append((out, err))
+    @property
+    def pids(self) -> list[int | None]:
+        return self._news.pids
+
+    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+        assert not list(fds), "descriptors reach no other machine"
+        with self.together():
+            assert self._gathered is not None
+            if self._gathered and self._gathered[-1].parcel is not parcel:
+                self._send_off()
+            self._gathered.append(_Sent(rank, message, parcel))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        if self._gathered is not None:  # the outer block sends them
+            yield
+            return
+        self._gathered = []
+        try:
+            yield
+        finally:
+            self._send_off()
+            self._gathered = None
+
+    def _send_off(self) -> None:
+        """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
+        gathered, self._gathered = self._gathered or [], []
+        signals: dict[int, list[tuple[int, int]]] = {}
+        messages: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
+        for rank, message, _ in gathered:
+            if isinstance(message, int):
+                signals.setdefault(self.slots[rank].node, []).append((rank, message))
+            else:
+                messages.setdefault(self.slots[rank].node, []).append((rank, message))
+        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+            if messages:
+                pickled = [(node, pickle.dumps(found, protocol=5)) for node, found in messages.items()]
+                self._driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
+            for node, found in signals.items():
+                self._driver.send("ask", 0, [node], "signals", (found,), ANSWER)
+
+    def read(self, rank: int, which: int) -> bytes | None:
+        return self._news.read(rank, which)
+
+    def listen(self, **handlers: Any) -> NewsListener:
+        return NewsListener(self._news, **handlers)
 
     def _interface(self, node: Node) -> str:
         return node.interface if self._several else LOOPBACK_INTERFACE
@@ -124,15 +153,19 @@ class RayRanks:
         }
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        node = self._nodes[self.slots[rank].node]
-        return Setting({**node.environ, **environ}, node.cwd, node.path, tuple(sys.argv))
+        if self._settings[0] is not environ:
+            self._settings = environ, {}
+        number = self.slots[rank].node
+        node, known = self._nodes[number], self._settings[1]
+        if number not in known:  # all ranks of a node find the same
+            known[number] = Setting({**node.environ, **environ}, node.cwd, node.path, tuple(sys.argv))
+        return known[number]
 
     def rendezvous(self) -> _RemoteRendezvous:
         self._rendezvous += 1
         host, deadline = self._nodes[0].address if self._several else None, time.monotonic() + self.patience
         while (address := self._driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
-            self._untold = self.exits()
-            if self._untold or time.monotonic() > deadline:
+            if self._news.any_exit() or time.monotonic() > deadline:
                 raise NbdistError(
                     f"the node of rank 0 ({self._nodes[0].host}, {self._nodes[0].address}) does not answer, so that "
                     f"the ranks cannot meet. The next call starts fresh ranks"
@@ -141,26 +174,13 @@ class RayRanks:
         return _RemoteRendezvous(RendezvousAddress(*address))
 
     def exits(self) -> list[Exit]:
-        found, self._untold = self._untold, []
-        while self._exits is not None and readable(self._exits):
-            try:
-                (rank, pid, status, reason), _, _ = self._exits.receive()
-            except (EOFError, ConnectionError):
-                lost = self._driver.why_gone()
-                found += [Exit(rank, None, lost) for rank in sorted(self._alive)]
-                self._alive.clear()
-                return found
-            if pid is not None:
-                self.pids[rank] = pid
-            else:
-                self._alive.discard(rank)
-                found.append(Exit(rank, status, reason))
-        return found
+        return self._news.exits()
 
     def signal(self, rank: int, signum: int) -> None:
-        if rank in self._alive:
-            with contextlib.suppress(OSError):
-                self._driver.send("ask", 0, [self.slots[rank].node], "signal", (rank, signum), ANSWER)
+        if rank in self._news.alive:
+            with self.together():
+                assert self._gathered is not None
+                self._gathered.append(_Sent(rank, signum, self._gathered[-1].parcel if self._gathered else None))
 
     def connections(self) -> list[list[Connection]]:
         several = len({node.address for node in self._nodes}) > 1
@@ -170,8 +190,11 @@ class RayRanks:
             found += [[Connection(*one) for one in rank if not (several and _loopback(one[0][0]))] for rank in ranks]
         return found
 
-    def stack(self, rank: int) -> str:
-        return self._driver.ask(self.slots[rank].node, "stack", rank) or ""
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        found = {
+            rank: text for node in self._driver.ask_all("stacks", list(ranks)) for rank, text in (node or {}).items()
+        }
+        return {rank: found.get(rank, "") for rank in ranks}
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         nodes = self._driver.ask_all("memory", list(ranks))
@@ -182,21 +205,24 @@ class RayRanks:
         return self._driver.ask_all("received")
 
     def close(self, grace: float = 0.0) -> None:
-        if self._exits is None:
+        if not self._open:
             return
+        self._open = False
         healthy = self._driver.request("close", grace, seconds=grace + 30.0)
-        self._release()
+        self._news.close()
         if healthy:
             self._driver.keep()
         else:
             self._driver.stop()
 
-    def _release(self) -> None:
-        for channel in (*self.channels, *([self._exits] if self._exits is not None else [])):
-            channel.close()
-        for fd in (fd for pair in self.outputs for fd in pair):
-            os.close(fd)
-        self.channels, self.outputs, self._exits, self.exits_fd = [], [], None, -1
+
+class _Sent(NamedTuple):
+    """What is on its way to a rank."""
+
+    rank: int
+    message: tuple[Any, ...] | int
+    """A message, or the number of a signal."""
+    parcel: Parcel | None
 
 
 def _loopback(ip: str) -> bool:
@@ -205,7 +231,7 @@ def _loopback(ip: str) -> bool:
 
 
 class _RemoteRendezvous:
-    """A store on the node of rank 0, whose agent gives the ranks their descriptors: see `contract.OpenRendezvous`."""
+    """A store on the node of rank 0, whose agent gives rank 0 its descriptors: see `contract.OpenRendezvous`."""
 
     def __init__(self, address: RendezvousAddress) -> None:
         self.address = address
