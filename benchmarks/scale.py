@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
@@ -25,7 +26,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from conftest import start_cluster, stop_cluster  # noqa: E402
+from calls import boom, on, sums  # noqa: E402
+from conftest import poll, ranks_of, start_cluster, stop_cluster  # noqa: E402
 from machine import conditions, save  # noqa: E402
 from ranks import main as measure_here  # noqa: E402
 
@@ -34,23 +36,17 @@ from nbdist.engines.ray import process  # noqa: E402
 from nbdist.kernel.cell import Cell  # noqa: E402
 
 #: Ranks and nodes of each measurement.
-SHAPES = [(8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4)]
+SHAPES = [(8, 1), (8, 2), (8, 4), (8, 8), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (256, 8)]
 #: What each rank prints in the measurement of output: lines, characters of each.
 LINES, WIDTH = 500, 80
 DATA = 100_000_000
+#: No-op calls that are measured together: the system counts CPU time in hundredths of a second.
+CALLS = 20
 #: Ranks of a node in the model.
 A_NODE = 8
 
 
-BREAKS = """
-What breaks first, in this order: the name server, which torch's TCPStore asks in each rank for the name of rank 0's
-address (where it is slow to answer or drops some of many questions, a launch takes 5 seconds more; RES_OPTIONS in the
-ranks' environment shortens that); gloo's process group, in which every rank connects to every other (the launch column,
-where two thousand connections and more are made on one machine; NCCL connects in rings and trees); the notebook's hard
-limit of open files, since the kernel has three descriptors for each rank (10,000 need 30,000; the soft limit is
-raised); then data, of which the driver puts a copy on its way for each node, and which a tree over the nodes would
-spare it. Connections are not among them: one a node, through Ray.
-""".strip()
+RESULTS = ROOT / "benchmarks" / "results" / "scale.json"
 
 
 class Watch:
@@ -94,24 +90,43 @@ def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
         return float(data[:: 1 << 12].sum())
 
     found: dict[str, float] = {"ranks": ranks, "nodes": nodes}
-    options = RayOptions(address=address, cpus=0.5, placement="spread", resources={f"shape{nodes}": 0.001}, wait=60.0)
+    options = RayOptions(address=address, cpus=0.25, placement="spread", resources={f"shape{nodes}": 0.001}, wait=60.0)
     with Session(ranks, engine=options) as session:
         session.run(noop)  # room and warm processes: what a first call costs, benchmarks/cluster.py says
+    before = len(os.listdir("/proc/self/fd"))
     with Session(ranks, engine=options) as session:
         begin = time.perf_counter()
         session._executor._ready(Cell())
         found["fork"] = time.perf_counter() - begin
         session.run(noop)
         found["launch"] = time.perf_counter() - begin
+        found["descriptors"] = len(os.listdir("/proc/self/fd")) - before
         counts = session._executor.group.ranks._driver.counts  # type: ignore[union-attr]
         assert len(counts) == nodes, f"{counts} instead of {nodes} nodes"
         for name, call in (("call", noop), ("data", touches), ("output", chatter)):
+            times = CALLS if name == "call" else 1
             watch = Watch(session)
             with watch(), contextlib.redirect_stdout(io.StringIO()) as shown:
-                session.call(call, output="all")
+                for _ in range(times):
+                    session.call(call, output="all")
+            watch.wall, watch.kernel, watch.driver = (one / times for one in (watch.wall, watch.kernel, watch.driver))
             if name == "output":
                 assert shown.getvalue().count("x" * (WIDTH - 1)) == ranks * LINES
             found |= {name: watch.wall, f"{name} kernel": watch.kernel, f"{name} driver": watch.driver}
+        begin = time.perf_counter()
+        with contextlib.suppress(ValueError):
+            session.run(on, 1, boom, sums)
+        found["failure"] = time.perf_counter() - begin
+        waiting = session.submit(on, 1, lambda: time.sleep(600), sums)
+        assert poll(lambda: session.stacks().count("all_reduce at") == ranks - 1, 60), session.stacks()
+        begin = time.perf_counter()
+        session.stacks()
+        found["stacks"] = time.perf_counter() - begin
+        waiting.cancel()
+        assert poll(waiting.done, 60)
+        begin = time.perf_counter()
+    found["close"] = time.perf_counter() - begin
+    assert poll(lambda: not ranks_of(), 60), "nothing is left"
     process.release()
     return found
 
@@ -127,25 +142,38 @@ def model(rows: list[dict[str, float]], name: str) -> tuple[float, float, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--most", type=int, default=64, help="the largest number of ranks")
-    most = parser.parse_args().most
+    parser.add_argument("--most", type=int, default=256, help="the largest number of ranks")
+    parser.add_argument("--report", action="store_true", help="write the tables again from what was measured last")
+    arguments = parser.parse_args()
+    if not arguments.report:
+        rows = measured(arguments.most)
+        RESULTS.write_text(
+            json.dumps({"rows": rows, "conditions": [*conditions(), f"- Ray {version('ray')}"]}, indent=1)
+        )
+    kept = json.loads(RESULTS.read_text())
+    save("scale", [*report(kept["rows"]), "", *kept["conditions"]])
+    if not arguments.report:
+        measure_here()
+
+
+def measured(most: int) -> list[dict[str, float]]:
+    """All shapes, on a cluster of eight nodes of this machine."""
     os.environ["PYTHONPATH"] = str(ROOT)
     rows = []
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         # Nodes with a mark of their own for each shape: Ray would use more of them than are wanted.
-        marks = {number: {f"shape{n}": 1.0 for n in (1, 2, 4) if number < n} for number in range(4)}
+        marks = {number: {f"shape{n}": 1.0 for n in (1, 2, 4, 8) if number < n} for number in range(8)}
         cluster = start_cluster(folder, num_cpus=32, resources=marks[0], second={"num_cpus": 32, "resources": marks[1]})
-        for number in (2, 3):
-            cluster.add_node(num_cpus=32, resources=marks[number], object_store_memory=200 << 20, temp_dir=folder)
+        for number in range(2, 8):
+            cluster.add_node(num_cpus=32, resources=marks[number], object_store_memory=100 << 20, temp_dir=folder)
         try:
             for ranks, nodes in [shape for shape in SHAPES if shape[0] <= most]:
                 rows.append(measure(cluster.address, ranks, nodes))
-                print({name: round(value, 3) for name, value in rows[-1].items()}, file=sys.stderr, flush=True)
+                print({name: round(value, 4) for name, value in rows[-1].items()}, file=sys.stderr, flush=True)
         finally:
             process.release()
             stop_cluster(cluster)
-    save("scale", [*report(rows), "", *conditions(), f"- Ray {version('ray')}"])
-    measure_here()
+    return rows
 
 
 def report(rows: list[dict[str, float]]) -> list[str]:
@@ -156,14 +184,16 @@ def report(rows: list[dict[str, float]]) -> list[str]:
         "Measured on this one machine, which is all nodes and all ranks at once; nothing is trained.",
         "",
         "| ranks | nodes | fork and connect | launch: the process group is up | a no-op call | 100 MB to all | "
-        f"{LINES} lines of {WIDTH} characters from each rank |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+        f"{LINES} lines of {WIDTH} characters from each rank | a failure | all stacks | close "
+        "| open files of the kernel |",
+        "|---:|" + "---:|" * 10,
     ]
     for row in rows:
         rate = row["ranks"] * LINES / row["output"] / 1000
         lines.append(
             f"| {row['ranks']:.0f} | {row['nodes']:.0f} | {row['fork']:.2f} s | {row['launch']:.2f} s "
-            f"| {1000 * row['call']:.0f} ms | {row['data']:.2f} s | {row['output']:.2f} s, {rate:.0f} k lines/s |"
+            f"| {1000 * row['call']:.0f} ms | {row['data']:.2f} s | {row['output']:.2f} s, {rate:.0f} k lines/s "
+            f"| {row['failure']:.2f} s | {row['stacks']:.2f} s | {row['close']:.2f} s | {row['descriptors']:.0f} |"
         )
     lines += [
         "",
@@ -173,14 +203,24 @@ def report(rows: list[dict[str, float]]) -> list[str]:
         "| | fixed | each rank | each node | 10,000 ranks |",
         "|---|---:|---:|---:|---:|",
     ]
+    totals = {}
     for name, title in (("call", "a no-op call"), ("data", "100 MB to all"), ("output", f"{LINES} lines each")):
         summed = [row | {"side": row[f"{name} kernel"] + row[f"{name} driver"]} for row in rows]
         base, rank, node = model(summed, "side")
-        total = base + 10_000 * rank + 10_000 // A_NODE * node
+        totals[title] = base + 10_000 * rank + 10_000 // A_NODE * node
         lines.append(
-            f"| {title} | {1000 * base:.1f} ms | {1000 * rank:.3f} ms | {1000 * node:.2f} ms | {total:.1f} s |"
+            f"| {title} | {1000 * base:.1f} ms | {1000 * rank:.3f} ms | {1000 * node:.2f} ms | {totals[title]:.1f} s |"
         )
-    return [*lines, "", BREAKS]
+    base, rank, node = model(rows, "descriptors")
+    files = base + 10_000 * rank + 10_000 // A_NODE * node
+    worst = sorted(totals, key=lambda title: -totals[title])
+    return [
+        *lines,
+        "",
+        f"The kernel has {files:.0f} open files for 10,000 ranks. By these figures, what breaks first of the "
+        f"notebook's side: {'; then '.join(f'{title} ({totals[title]:.1f} s)' for title in worst)}. Not in them, since "
+        "nodes of one machine cannot show it: what nodes do at the same time, and gloo's collectives over a network.",
+    ]
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def read_busy(fn: Callable[[], Any], reads: int) -> tuple[int, int]:
         caller.start()
         try:
             for number in range(reads):
-                told += bool(ranks.stack(number % 2))
+                told += bool(ranks.stacks([number % 2])[number % 2])
                 if ends:
                     raise SystemExit(f"{fn.__name__}: after {number + 1} reads: {ends[0]}")
         finally:
@@ -92,7 +92,7 @@ def read_while_they_come_and_go(reads: int) -> tuple[int, int]:
         closing = threading.Timer(0.1, lambda ranks=ranks: [channel.send(("close",)) for channel in ranks.channels])
         closing.start()
         while time.monotonic() < stop and done < reads:
-            text = ranks.stack(done % 2)
+            text = ranks.stacks([done % 2])[done % 2]
             told += bool(text)
             done += 1
             if not text and closing.finished.is_set():  # it is gone
