@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.machine import conditions, save
 from nbdist import Session
