@@ -21,6 +21,7 @@ import psutil
 from ...errors import NbdistError
 from ...notebook import kernel_shell
 from ...wire.connections import Connection
+from ...wire.limits import allow_open_files
 from ...wire.messages import Setting, Slot
 from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
@@ -51,6 +52,7 @@ class RayEngine:
         return [gpus] * nranks
 
     def start(self, world_size: int, notice: Callable[[str], None]) -> RayRanks:
+        _make_room()
         return RayRanks(acquire(self._options, world_size, notice), list(self._modules), self._env)
 
     def warm(self, modules: Iterable[str]) -> None:
@@ -223,6 +225,17 @@ class _Sent(NamedTuple):
     message: tuple[Any, ...] | int
     """A message, or the number of a signal."""
     parcel: Parcel | None
+
+
+def _make_room() -> None:
+    """Let this process open what it needs for all ranks together. Raises `NbdistError` where it may not."""
+    needed = 16
+    room = allow_open_files(needed)
+    if room < needed:
+        raise NbdistError(
+            f"the ranks of a cluster need {needed} open files in this process, which may have {max(room, 0)} more: 0 "
+            f"ranks fit. The administrator's limit (`ulimit -Hn`) has to be raised, before the notebook is started"
+        )
 
 
 def _loopback(ip: str) -> bool:
