@@ -10,8 +10,8 @@ import polars as pl
 
 from .. import ranks
 from .fitted import FOLD, ROW, FittedStep, Learnt
-from .inputs import Input, Part
-from .moments import ROWS, VALUE, Aggregate, Sums, key, known, merged
+from .inputs import Input
+from .moments import ROWS, SQUARES, SUM, VALUE, Aggregate, Sums, key, known, merged, squared_distances
 from .pipeline import Pipeline, origin, pipeline, uses_row_numbers
 from .rows import DifferenceLag, Filter, RowStep
 from .steps import Categorify, Join, Step
@@ -153,26 +153,28 @@ def _add_up(
         given = given.numbered(ROW)
     run = pipeline(steps, learnt, wanted, True)
 
-    def rows_of(part: Part) -> pl.DataFrame:
-        (rows,) = part.collect(
-            [run(part.scan()).select(*(pl.col(name).alias(key(name)) for name in columns), *more)], engine
-        )
-        return rows
+    names = [pl.col(name).alias(key(name)) for name in columns]
 
-    first = rows_of(given.parts(0, 1, 1)[0])
-    sums = {
-        name: Sums(one, _value(first, one).select(known(pl.col(VALUE)).fill_null(0.0)).item())
-        for name, one in aggregates.items()
-    }
+    def add_up(aggregates: Mapping[str, Aggregate], means: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
+        """What was seen of the values; or, where there are means, of the squares of their distances from these."""
+        sums = {name: Sums(one.keys) for name, one in aggregates.items()}
+        with ranks.progress_bar(f"add up {', '.join(columns)}", sum(part.rows for part in parts), progress) as bar:
+            for part in parts:
+                (rows,) = part.collect([run(part.scan()).select(*names, *more)], engine)
+                for name, one in aggregates.items():
+                    values = _value(rows, one)
+                    sums[name].add(squared_distances(values, means[name], one.keys) if means else values)
+                bar.update(part.rows)
+        return {name: one.everywhere() for name, one in sums.items()}
+
     parts = given.share(size)
-    with ranks.progress_bar(f"add up {', '.join(columns)}", sum(part.rows for part in parts), progress) as bar:
-        for part in parts:
-            rows = rows_of(part)
-            for name, one in aggregates.items():
-                sums[name].add(_value(rows, one))
-            bar.update(part.rows)
+    tables = add_up(aggregates, {})
+    squared = {name: one for name, one in aggregates.items() if one.squares}
+    squares = add_up(squared, tables) if squared else {}
     for name, one in aggregates.items():
-        table = sums[name].everywhere()
+        # The tables of the same rows have the same keys, in the same order.
+        column = squares[name][SUM].alias(SQUARES) if name in squares else pl.lit(None, pl.Float64).alias(SQUARES)
+        table = tables[name].with_columns(column)
         keys = [each for each in one.keys if each != FOLD]
         if more:
             learnt.tables[f"{step.kind}_folds", name] = table
@@ -184,7 +186,7 @@ def _add_up(
 
 def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:
     """The keys, and the values that are added up."""
-    value = pl.lit(None, pl.Float64) if aggregate.column is None else pl.col(key(aggregate.column))
+    value = pl.lit(None, pl.Float64) if aggregate.column is None else known(pl.col(key(aggregate.column)))
     keys = [_plain(pl.col(key(name)), rows.schema[key(name)]) for name in aggregate.keys]
     return rows.select(*keys, value.alias(VALUE))
 

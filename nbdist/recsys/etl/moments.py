@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import polars as pl
 
 from .. import ranks
@@ -22,7 +21,7 @@ VALUE = "value"
 ROWS, COUNT, SUM, SQUARES, LEAST, MOST = "rows", "count", "sum", "squares", "least", "most"
 """What a table has beside its keys: rows; those with a value; their sum, the sum of the squared distances from their
 mean (null where nobody needs it), the least and the greatest. The names of columns are kept away from them by `key`."""
-_POWER, _EXPONENT, _HIGH, _LOW, _NUMBER = "power", "exponent", "high", "low", "number"
+_EXPONENT, _HIGH, _LOW, _NUMBER = "exponent", "high", "low", "number"
 _WINDOW = 8  # exponents that are added up together
 _LOW_BITS = 30  # so that neither half of a value overflows in 2**33 rows
 _LARGEST = 1e150  # whose square is a number
@@ -37,6 +36,7 @@ class Aggregate:
     column: str | None
     """None: only rows are counted."""
     squares: bool = False
+    """Whether the squared distances from the mean are needed; they take another pass over the rows."""
 
 
 def key(name: str) -> str:
@@ -54,21 +54,17 @@ class Sums:
     """An `Aggregate` of some rows, then of others, in the end of all ranks.
 
     Args:
-        aggregate: What is added up.
-        centre: A number near the values, from which distances are squared: the squares of values that are large and
-            close together would leave nothing of their spread.
+        keys: Of the rows, as `key` calls them.
     """
 
-    def __init__(self, aggregate: Aggregate, centre: float) -> None:
-        self._keys = [key(name) for name in aggregate.keys]
-        self._aggregate, self._centre = aggregate, centre
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key(name) for name in keys]
         self._frames: list[tuple[pl.DataFrame, pl.DataFrame]] = []
         self._room = 1 << 20
 
     def add(self, rows: pl.DataFrame) -> None:
-        """Add rows with the keys, as `key` calls them, and `VALUE`."""
+        """Add rows with the keys and `VALUE`: float64, null where there is none, and never NaN or infinite."""
         value = pl.col(VALUE)
-        rows = rows.select(*self._keys, known(value))
         counted = self._grouped(
             rows,
             pl.len().cast(pl.Int64).alias(ROWS),
@@ -76,42 +72,35 @@ class Sums:
             value.min().alias(LEAST),
             value.max().alias(MOST),
         )
-        rows = rows.drop_nulls(VALUE)
-        values = rows[VALUE].to_numpy()
-        powers = [values]
-        if self._aggregate.squares:
-            distances = values - self._centre
-            powers += [distances, distances * distances]
-        self._frames.append((counted, pl.concat(self._cut(rows, *one) for one in enumerate(powers))))
+        self._frames.append((counted, self._cut(rows.drop_nulls(VALUE))))
         if sum(parts.height for _, parts in self._frames) > self._room:
             self._frames = [self._merged(self._frames)]
             self._room = max(self._room, 2 * self._frames[0][1].height)
 
     def everywhere(self) -> pl.DataFrame:
-        """The table of all ranks' rows together, on each of them, sorted by the keys."""
+        """The table of all ranks' rows together, on each of them, sorted by the keys; without `SQUARES`."""
         mine = None  # a rank may have no rows
         if self._frames:
             mine = [frame.write_ipc(None).getvalue() for frame in self._merged(self._frames)]
         gathered = [data for data in ranks.all_gather(mine) if data is not None]
         counted, parts = self._merged([(pl.read_ipc(one), pl.read_ipc(other)) for one, other in gathered])
-        counted = counted.sort(self._keys) if self._keys else counted
-        counted = counted.with_row_index(_NUMBER)
         if self._keys:
+            counted = counted.sort(self._keys).with_row_index(_NUMBER)
             parts = parts.join(counted.select(_NUMBER, *self._keys), on=self._keys, how="left", nulls_equal=True)
+            parts = parts.sort(_NUMBER, _EXPONENT)  # so that all ranks, however many, add up floats in one order
         else:
-            parts = parts.with_columns(pl.lit(0, pl.UInt32).alias(_NUMBER))
-        sums = _totals(parts, 0, counted.height)
-        table = counted.drop(_NUMBER).with_columns(pl.Series(SUM, sums), pl.lit(None, pl.Float64).alias(SQUARES))
-        if self._aggregate.squares:
-            distances, squares = (_totals(parts, power, counted.height) for power in (1, 2))
-            counts = np.maximum(counted[COUNT].to_numpy(), 1)
-            table = table.with_columns(pl.Series(SQUARES, np.maximum(squares - distances * distances / counts, 0.0)))
-        return table.select(*self._keys, ROWS, COUNT, SUM, SQUARES, LEAST, MOST)
+            counted = counted.with_row_index(_NUMBER)
+            parts = parts.with_columns(pl.lit(0, pl.UInt32).alias(_NUMBER)).sort(_EXPONENT)
+        high, low, exponent, number = (parts[name].to_numpy() for name in (_HIGH, _LOW, _EXPONENT, _NUMBER))
+        whole = np.ldexp(high.astype(np.float64), _LOW_BITS) + low
+        values = np.ldexp(whole, _WINDOW * exponent.astype(np.int64) - 53)
+        sums = np.bincount(number, values, counted.height).astype(np.float64)  # of no values, it makes integers
+        return counted.select(*self._keys, ROWS, COUNT, pl.Series(SUM, sums), LEAST, MOST)
 
-    def _cut(self, rows: pl.DataFrame, power: int, values: npt.NDArray[np.float64]) -> pl.DataFrame:
+    def _cut(self, rows: pl.DataFrame) -> pl.DataFrame:
         """Values as integers: each is ``(high * 2**30 + low) * 2**(8 * exponent - 53)``; those with the same exponent
         and the same keys added up."""
-        mantissas, exponents = np.frexp(values)
+        mantissas, exponents = np.frexp(rows[VALUE].to_numpy())
         windows = exponents // _WINDOW
         whole = np.ldexp(mantissas, 53 + exponents - _WINDOW * windows).astype(np.int64)
         parts = rows.select(
@@ -120,10 +109,10 @@ class Sums:
             pl.Series(_HIGH, whole >> _LOW_BITS),
             pl.Series(_LOW, whole & (1 << _LOW_BITS) - 1),
         )
-        return self._added(parts.with_columns(pl.lit(power, pl.Int8).alias(_POWER)))
+        return self._added(parts)
 
     def _added(self, parts: pl.DataFrame) -> pl.DataFrame:
-        return parts.group_by(*self._keys, _POWER, _EXPONENT).agg(pl.col(_HIGH, _LOW).sum())
+        return parts.group_by(*self._keys, _EXPONENT).agg(pl.col(_HIGH, _LOW).sum())
 
     def _grouped(self, frame: pl.DataFrame, *columns: pl.Expr) -> pl.DataFrame:
         return frame.group_by(self._keys).agg(columns) if self._keys else frame.select(columns)
@@ -135,13 +124,12 @@ class Sums:
         return counted, self._added(pl.concat(parts for _, parts in frames))
 
 
-def _totals(parts: pl.DataFrame, power: int, size: int) -> npt.NDArray[np.float64]:
-    """The sums as floats; added up in one order, whatever the order of the rows was."""
-    parts = parts.filter(pl.col(_POWER) == power).sort(_NUMBER, _EXPONENT)
-    high, low, exponent, number = (parts[name].to_numpy() for name in (_HIGH, _LOW, _EXPONENT, _NUMBER))
-    whole = np.ldexp(high.astype(np.float64), _LOW_BITS) + low
-    values = np.ldexp(whole, _WINDOW * exponent.astype(np.int64) - 53)
-    return np.bincount(number, values, size).astype(np.float64)  # of none at all, bincount gives integers
+def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+    """The keys of rows, and as `VALUE` the square of its distance from the mean that `table` has for them."""
+    names = [key(name) for name in keys]
+    means = table.select(*names, (pl.col(SUM) / pl.col(COUNT)).alias("mean"))
+    joined = rows.join(means, on=names, how="left", nulls_equal=True) if names else rows.join(means, how="cross")
+    return joined.select(*names, (pl.col(VALUE) - pl.col("mean")) ** 2)
 
 
 def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:

@@ -133,7 +133,7 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
             for name in made:
                 defaults = {name: step.default(workflow.learnt, name)}
                 table = step.encoded(workflow.learnt, name)
-                result.add_learnt(f"learnt{number}.", table, step.groups[name], defaults)
+                result.add_learnt(f"learnt{number}.{name}.", table, step.groups[name], defaults)
         elif isinstance(step, JoinGroupby) and made:
             for each, (group, names) in enumerate(step.groups(made)):
                 table, values = step.joined(workflow.learnt, group, names)
