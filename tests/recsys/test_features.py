@@ -112,8 +112,9 @@ def write(folder: Path, frame: pl.DataFrame, cuts: list[int]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @given(rows.filter(learnable), rows, st.lists(st.integers(0, 25), max_size=4), st.sampled_from([1, 1 << 30]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_they_are_what_a_reference_says(
     tmp_path_factory: pytest.TempPathFactory, seen: list[Any], asked: list[Any], cuts: list[int], memory: int
 ) -> None:
