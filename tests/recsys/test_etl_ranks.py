@@ -161,6 +161,8 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: dict[i
         options: dict[str, Any] = {"row_group_size": 200, "memory": memory, "files": 3, "training": True}
         files = one.transform(folder, path / "out", seed=3, **options)
         files += one.transform(folder, path / "plain", shuffle=False, **options)
+        few = Workflow(*one.steps[2:4]).fit(frame[:2], progress=False)  # some ranks have no rows
+        files += few.transform(frame[:2], path / "few", training=True, progress=False)
         return [file.read_bytes() for file in [*files, *sorted((path / "workflow").iterdir())]]
 
     expected = {}

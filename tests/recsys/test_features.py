@@ -345,6 +345,27 @@ def test_steps_see_the_rows_that_are_left() -> None:
     assert one.rows == 5 and one.learnt.tables["normalize", "x"][SUM].item() == 18
 
 
+def test_only_what_is_wanted_has_to_be_there(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"user": [1, 1, 2], "a": [1, 3, 9], "b": [5, 5, 5], "key user": [7, 8, 9], "value": [1, 2, 3]})
+    one = Workflow(
+        Compute(c=pl.col("a") + 1),
+        DifferenceLag("a", "b", "c", by="user"),
+        JoinGroupby(("user", "value"), ("key user", "user"), columns="value", stats="max"),
+    ).fit(rows, progress=False)
+
+    def done(columns: list[str], frame: pl.DataFrame) -> list[Any]:
+        options: dict[str, Any] = {"files": 1, "shuffle": False, "progress": False, "overwrite": True}
+        (file,) = one.transform(frame, tmp_path / "out", columns=columns, **options)
+        return pl.read_parquet(file).rows()
+
+    assert done(["c_difference_lag_1"], rows.select("user", "a")) == [(None,), (2,), (None,)]
+    assert done(["user"], rows.select("user")) == [(1,), (1,), (2,)]
+    names = ["key user", "value", "key user_user_value_max"]
+    assert done(names, rows.select("user", "key user", "value")) == [(7, 1, 1), (8, 2, 2), (9, 3, 3)]
+    with pytest.raises(ValueError, match="no column 'b'"):
+        done(["b_difference_lag_1"], rows.drop("b"))
+
+
 def test_a_request_has_no_row_before_it() -> None:
     rows = pl.DataFrame({"user": [1, 1], "time": [1, 2]})
     one = Workflow(Filter(pl.col("time") > 0), DifferenceLag("time", by="user"), Normalize("user")).fit(

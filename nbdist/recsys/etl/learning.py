@@ -80,7 +80,8 @@ def with_rows(
     if isinstance(step, Filter):
         return given.filtered(step.condition, size, engine, progress)
     assert isinstance(step, DifferenceLag)
-    return given.beside(step.expressions(given.schema, step.adds), step.shifts)
+    made = [name for name in step.adds if step.needs({name}) <= given.schema.keys()]
+    return given.beside(step.expressions(given.schema, made), step.shifts)
 
 
 def numbered(given: Input, steps: Sequence[Step], learnt: Learnt) -> Input:

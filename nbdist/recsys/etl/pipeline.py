@@ -157,7 +157,8 @@ def _lookup(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float
             columns = {name: pl.when(is_null).then(pl.lit(row[name])).otherwise(one) for name, one in columns.items()}
         types = {name: one.cast(table.schema[name]) for name, one in columns.items()}
         return lambda frame: frame.with_columns(**types).with_columns(missing)
-    keys = [key(name) for name in on]
+    keys = [f"{key(name)} (nbdist)" for name in on]  # no columns of the user's
+    table = table.rename(dict(zip(map(key, on), keys, strict=True)))
     same = [pl.col(name).cast(table.schema[one]).alias(one) for name, one in zip(on, keys, strict=True)]
 
     def run(frame: pl.LazyFrame) -> pl.LazyFrame:

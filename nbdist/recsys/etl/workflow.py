@@ -315,7 +315,7 @@ class Workflow:
         columns, done = needed(self.steps, wanted), 0
         size = max(1, memory // (_COPIES * _width(given.head(sorted(columns[0]) or given.schema.names()[:1]))))
         for i, step in enumerate(self.steps):
-            if isinstance(step, RowStep):
+            if isinstance(step, RowStep) and (isinstance(step, Filter) or columns[i + 1].intersection(step.adds)):
                 before = sorted(columns[i])
                 given = with_rows(
                     given, self.steps[done:i], step, self.learnt, before, training, size, engine, progress
