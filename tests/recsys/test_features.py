@@ -376,6 +376,16 @@ def test_a_request_has_no_row_before_it() -> None:
     assert served_steps(one, ["user"]).inputs == {"user": "int64"}, "a request is not filtered"
 
 
+def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
+    one = Workflow(Normalize("x")).fit(pl.DataFrame({"x": [1, 3]}), progress=False)
+    rows = pl.DataFrame({"x": [None, 2]}, schema={"x": pl.Int64})
+    assert one.lazy(rows).collect()["x"].to_list() == [None, 0.0]
+    result = served_steps(one, ["x"])
+    result.write(tmp_path)
+    with pytest.raises(ValueError, match="there is a null in a column that is normalized"):
+        Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))
+
+
 # --- what makes no sense ---
 
 

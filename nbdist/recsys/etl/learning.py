@@ -153,7 +153,6 @@ def _add_up(
     if more or uses_row_numbers(steps, columns):
         given = given.numbered(ROW)
     run = pipeline(steps, learnt, wanted, True)
-
     names = [pl.col(name).alias(key(name)) for name in columns]
 
     def add_up(aggregates: Mapping[str, Aggregate], means: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
