@@ -312,6 +312,8 @@ class Workflow:
         self, given: Input, wanted: Sequence[str], training: bool, memory: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
         """The rows that no `Filter` leaves out, as they are after the last step about rows; and the steps after it."""
+        if not any(isinstance(step, RowStep) for step in self.steps):
+            return given, self.steps
         columns, done = needed(self.steps, wanted), 0
         size = max(1, memory // (_COPIES * _width(given.head(sorted(columns[0]) or given.schema.names()[:1]))))
         for i, step in enumerate(self.steps):
