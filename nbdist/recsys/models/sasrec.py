@@ -94,12 +94,11 @@ class SASRec(nn.Module):
         """
         codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
         rows = len(codes)
-        # One look-up for all, in which each row has its history and, if it is the first, what was drawn.
-        lengths = torch.full((rows,), self.length + 1, device=codes.device)
-        lengths[:1] += len(negatives)
-        every = self._look_up(torch.cat([codes[:1].flatten(), negatives, codes[1:].flatten()]), lengths)
-        first, drawn, others = every.split([self.length + 1, len(negatives), (rows - 1) * (self.length + 1)])
-        vectors = torch.cat([first, others]).view(rows, self.length + 1, -1)
+        # One look-up for all: a row for what was drawn, which a batch without rows has too, and one for each history.
+        lengths = torch.full((rows + 1,), self.length + 1, device=codes.device)
+        lengths[0] = len(negatives)
+        drawn, whole = self._look_up(torch.cat([negatives, codes.flatten()]), lengths).split([len(negatives), codes.numel()])
+        vectors = whole.unflatten(0, (rows, self.length + 1))
         states = self._states(vectors[:, :-1], there[:, 1:].sum(1))[there[:, 1:]]  # (places, columns)
         following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
         own = (states * following).sum(1, keepdim=True)
