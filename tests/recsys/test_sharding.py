@@ -556,7 +556,10 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
-        ({"optimizer": "adam", "fused": True}, r"no fused adam for CPU ranks; there are sgd, adagrad, rowwise_adagrad$"),
+        (
+            {"optimizer": "adam", "fused": True},
+            r"no fused adam for CPU ranks; there are sgd, adagrad, rowwise_adagrad$",
+        ),
         ({"optimizer": "lamb"}, r"no fused lamb for CPU ranks; there are sgd, adagrad, rowwise_adagrad, adam$"),
         ({"optimizer": "lars_sgd", "fused": False}, r"no fused lars_sgd for CPU ranks; there are sgd"),
         ({"optimizer": {"table_0": "sgd"}}, r"optimizer= says nothing about table 'table_1': add it, or '\*'"),

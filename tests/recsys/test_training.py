@@ -49,14 +49,14 @@ def numbers(history: History) -> list[Any]:
 def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, States]:
     """In a rank: train, and gather; `breaks_after` so many steps there is an error."""
     dropout, left = options.pop("dropout", 0.0), options.pop("breaks_after", 10**9)
-    tables = options.pop("tables", {})
+    tables = options.pop("tables", None)
 
     def forward(module: nn.Module, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal left
         left -= module.training
         return (noisy if dropout else predict)(module, features) if left >= 0 else 1 / 0
 
-    model = build(how, dropout, **tables)
+    model = build(how, dropout, tables=tables)
     history = fit(model, forward, *loaders(rows, batch), **options)
     whole = model.gather()
     return history, {} if whole is None else whole.state_dict()
@@ -502,7 +502,10 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], t
         ({"epochs": 1, "evaluate_every": 2, "valid": None}, "evaluate_every= needs valid="),
         ({"epochs": 1, "accumulate": 0}, "accumulate=0: at least 1"),
         ({"epochs": 1, "clip": 0.0}, "clip=0.0: a norm above 0"),
-        ({"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")}, "keep_best='ndcg' needs valid=, .* valid loss, auc"),
+        (
+            {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
+            "keep_best='ndcg' needs valid=, .* valid loss, auc",
+        ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
     ],
 )

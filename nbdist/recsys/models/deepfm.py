@@ -13,7 +13,7 @@ from .features import Features, to_logit
 
 
 class DeepFM(nn.Module):
-    """A click model that adds up a linear part, the inner products of all pairs of columns, and layers over all of them.
+    """A click model that adds up a linear part, the inner products of all pairs of columns, and layers over all.
 
     As in the paper, a number has a vector that it is multiplied by. What each code has in the linear part is a linear
     function of its embedding, and not a table of its own: one of a single column cannot be sharded.
@@ -64,4 +64,5 @@ class DeepFM(nn.Module):
         # of each place in the vectors by itself, added up.
         fields, dim = vectors.shape[1:]
         products = self.machine([vectors.transpose(1, 2).reshape(-1, fields)]).view(-1, dim).sum(1)  # (rows,)
-        return self.linear(vectors.flatten(1)).squeeze(1) + products + self.deep([vectors]).squeeze(1)
+        linear, deep = self.linear(vectors.flatten(1)), self.deep([vectors])  # each (rows, 1)
+        return (linear + deep).squeeze(1) + products  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ class Tower(nn.Module):
         pooled: Tensor = self.embeddings(keyed_jagged(batch, self.columns)).values()  # (rows, columns * dim)
         if self.layers is not None:
             return self.layers(pooled)  # type: ignore[no-any-return]
-        return pooled.unflatten(1, (len(self.columns), -1)).sum(1)
+        return pooled.unflatten(1, (len(self.columns), -1)).sum(1)  # type: ignore[no-any-return]
 
 
 class TwoTower(nn.Module):

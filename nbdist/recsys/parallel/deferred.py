@@ -46,7 +46,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         if on_cpu and optimizer == ADAM:
             self.optimizer = ADAM
             second = construct_split_state(self.embedding_specs, rowwise=False, cacheable=False)
-            self._apply_split(second, prefix="momentum2", dtype=torch.float32)  # type: ignore[arg-type]
+            self._apply_split(second, prefix="momentum2", dtype=torch.float32)
         self.looked_up: list[LookedUp] = []
 
     def forward(

@@ -22,9 +22,6 @@ from .growth import Growth
 from .plan import Plan
 
 
-NOT_WAITING = "{what} that wait, and the tables are updated in the backward pass already: use shard(..., fused=False)"
-
-
 @dataclass(frozen=True)
 class Sharded:
     """A model whose tables are sharded over the ranks, inside a rank.
@@ -87,7 +84,10 @@ class Sharded:
             2.0
         """
         if self.fused:
-            raise RuntimeError(NOT_WAITING.format(what="clip_gradients() needs gradients"))
+            raise RuntimeError(
+                "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
+                "backward pass already: use shard(..., fused=False)"
+            )
         waiting = self.optimizer.waiting
         square = torch.zeros((), dtype=torch.float64, device=collective_device())
         for tables in waiting:
@@ -213,7 +213,9 @@ def kernels(optimizer: Any) -> Iterator[Any]:
 
 def _steps(optimizer: CombinedOptimizer) -> torch.Tensor:
     """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
-    count = torch.tensor(max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device())
+    count = torch.tensor(
+        max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
+    )
     dist.all_reduce(count, op=dist.ReduceOp.MAX)  # some ranks may hold no table
     return count.cpu()
 

@@ -168,7 +168,9 @@ def shard(
             some = {table.key: copies[table.key]}
             optimizers.append(KeyedOptimizerWrapper(some, functools.partial(make, lr=rate, eps=eps)))
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
-    any_fused = any(OPTIMIZERS[named[table]] in types for table, how in plan.strategies.items() if how != "data_parallel")
+    any_fused = any(
+        OPTIMIZERS[named[table]] in types for table, how in plan.strategies.items() if how != "data_parallel"
+    )
     return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused)
 
 

@@ -70,7 +70,9 @@ class Planner:
         return result
 
     def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
-        why = {strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local) for strategy in STRATEGIES}
+        why = {
+            strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local) for strategy in STRATEGIES
+        }
         strategy = self.chosen.get(table.name)
         if strategy and why[strategy]:
             raise ValueError(f"table {table.name!r} cannot be {strategy} on {nranks} ranks: {why[strategy]}")

@@ -80,7 +80,9 @@ class Snapshots:
         """
         found = self._best()
         if found is None:
-            raise FileNotFoundError(f"{self.folder} has no best snapshot: fit(..., snapshots=...) with keep_best= has one")
+            raise FileNotFoundError(
+                f"{self.folder} has no best snapshot: fit(..., snapshots=...) with keep_best= has one"
+            )
         return found
 
     def mark_best(self, step: int) -> None:
