@@ -46,7 +46,8 @@ class Planner:
     chosen: Mapping[str, str]
     """Table → strategy, of those that are not left to TorchRec."""
     sharders: list[Any]
-    optimizer: str
+    optimizers: Mapping[str, str]
+    """Table → optimizer."""
     batch_size: int
     memory: int | None
     """Bytes per rank; None: what is free."""
@@ -69,7 +70,9 @@ class Planner:
         return result
 
     def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
-        why = {strategy: refusal(strategy, table, self.optimizer, nranks, local) for strategy in STRATEGIES}
+        why = {
+            strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local) for strategy in STRATEGIES
+        }
         strategy = self.chosen.get(table.name)
         if strategy and why[strategy]:
             raise ValueError(f"table {table.name!r} cannot be {strategy} on {nranks} ranks: {why[strategy]}")
