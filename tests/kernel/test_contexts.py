@@ -592,6 +592,37 @@ def test_after_threads_in_the_kernel(cell: Cell) -> None:
     assert "[1000.0, 1001.0]" in text
 
 
+def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
+    """Without a GPU, as far as that goes: what torch knows of a live CUDA is set, a fork would be a bad one, as torch
+    calls it, and a thread holds a lock that a fork would find locked for ever, as those of CUDA's driver do."""
+    cell(POOL)
+    cell("""
+        import threading, torch
+        torch.cuda._initialized = True
+        os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork", lambda: True))
+        driver = threading.Lock()
+        threading.Thread(target=lambda: driver.acquire() and time.sleep(600), daemon=True).start()
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                locked = "driver" in globals()
+                return torch.tensor([torch.cuda._is_in_bad_fork(), torch.cuda._initialized, locked, os.getpid()])
+
+        if (child := os.fork()) == 0:
+            os._exit(torch.cuda._is_in_bad_fork() + 2 * torch.cuda._initialized + 4 * driver.locked())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "so it is in a fork of the kernel"
+    """)
+    text = cell("""
+        ctx = nbdist.context("multiprocessing")
+        batches = list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=ctx))
+        print([batch[0, :3].tolist() for batch in batches], len({int(batch[0, 3]) for batch in batches}))
+        print(nbdist.parallel_map(lambda i: torch.cuda._is_in_bad_fork(), range(2), progress=False))
+    """).text
+    assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
+
+
 def test_script_ends_with_its_processes(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(
