@@ -16,6 +16,7 @@ from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
 from ..rank import cells
 from .command_line import WHOLE, Parser, cell_parser, line_parser
 from .launch import warm
+from .profile import Profile, profiled
 from .session import Session
 
 #: Cells that begin so are the notebook's own, also under `%autoddp`.
@@ -79,7 +80,9 @@ class DdpMagics(Magics):
         %ddp stop                                     end the ranks
 
         %%ddp [--ranks 0,2-3] [--output rank0|all|tabs|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
-        code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
+              [--profile [STEPS]] [--skip STEPS]
+        code that runs in `__main__` of every rank, or of some; the value of its last expression is shown, or with
+        --profile a picture of where the time of its optimizer steps went: see `Session.profile`
 
         Examples:
             >>> %load_ext nbdist
@@ -205,18 +208,18 @@ class DdpMagics(Magics):
             compile(text, cells.file_of(number), "exec", cells.FLAGS, dont_inherit=True)
         return lines
 
-    def run_cell(self, arguments: Namespace, cell: str) -> None:
+    def run_cell(self, arguments: Namespace, cell: str) -> Profile | None:
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
         who = "" if arguments.ranks is None else f" --ranks {','.join(map(str, arguments.ranks))}"
         self._history.append(f"# In[{number}]{who}\n{cell.rstrip()}\n")
-        self._running().call(
-            cells.run,
-            (cell, number, arguments.whole, arguments.pdb),
-            imports=arguments.imports,
-            need=arguments.need,
-            ranks=arguments.ranks,
-            output=arguments.output,
-        )
+        session = self._running()
+        options: dict[str, Any] = {name: getattr(arguments, name) for name in ("imports", "need", "ranks", "output")}
+        given = cell, number, arguments.whole, arguments.pdb
+        if arguments.profile is None:
+            session.call(cells.run, given, **options)
+            return None
+        options["ranks"] = options["ranks"] or list(range(session.nranks))
+        return profiled(session.call, cells.run, given, {}, skip=arguments.skip, steps=arguments.profile, **options)
 
     def complete_cell(self, text: str, line: str, cursor: int) -> list[str]:
         """What rank 0 offers inside a `%%ddp` cell, while the ranks have nothing else to do."""
