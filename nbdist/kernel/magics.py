@@ -10,9 +10,10 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from IPython.utils.tokenutil import token_at_cursor
 
 from ..errors import entry
-from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
+from ..notebook import cell_numbers, complete_alone, complete_also, inspect_also, label_cells
 from ..rank import cells
 from .command_line import WHOLE, Parser, cell_parser, line_parser
 from .launch import warm
@@ -33,6 +34,7 @@ def load(shell: Any) -> None:
     shell.input_transformers_cleanup.append(magics.send_cell)
     magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
     magics.undo.append(complete_also(shell, magics.complete_cell))
+    magics.undo.append(inspect_also(shell, magics.inspect_cell))
 
 
 def unload(shell: Any) -> None:
@@ -228,6 +230,16 @@ class DdpMagics(Magics):
         if self.session is None or not self.session.idle():
             return []
         found: list[str] = self.session.call(cells.complete, (line, cursor), ranks=[0], output="none")[0]
+        return found
+
+    def inspect_cell(self, text: str, cursor: int, detail: int) -> dict[str, Any]:
+        """What rank 0 knows of the name at the cursor of a `%%ddp` cell, while the ranks have nothing else to do."""
+        if not text.startswith("%%ddp") or "\n" not in text[:cursor]:
+            return {}
+        if self.session is None or not self.session.idle():
+            return {}
+        name = token_at_cursor(text, cursor)
+        found: dict[str, Any] = self.session.call(cells.describe, (name, detail), ranks=[0], output="none")[0]
         return found
 
     def complete(self, line: str, token: str) -> list[str]:
