@@ -286,7 +286,7 @@ def main() -> None:
                 kernel.run(live)
         for title, contestants, number in (
             (f"{items} items, one by one", ONE_BY_ONE, items),
-            (f"{10 * items} items, as many at once as each takes", AT_ONCE, 10 * items),
+            (f"{100 * items} items, as many at once as each takes", AT_ONCE, 100 * items),
         ):
             lines += ["", f"| {title}, on 2 workers: time for each | | |", "|---|---:|---:|"]
             lines += per_item_rows(kernel, contestants, number, rounds * 2 + 1)
