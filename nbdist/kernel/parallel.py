@@ -274,8 +274,9 @@ class _Map:
 
     def _take(self, worker: int, seconds: float, parcel: Parcel | None) -> None:
         assert parcel is not None
-        chunk = self._has[worker].popleft()
-        if self._error is not None:
+        # A worker that was interrupted before it had the function says so, and then answers for each chunk, too.
+        chunk = self._has[worker].popleft() if self._has[worker] else None
+        if chunk is None or self._error is not None:
             parcel.close()
             return
         try:

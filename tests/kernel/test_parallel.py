@@ -87,6 +87,7 @@ def test_first_exception() -> None:
             raise Mine(f"no {i}")
         return i
 
+    parallel_map(abs, [1], progress=False)  # the server is there now
     begin = time.monotonic()
     with pytest.raises(Mine, match="no 13") as caught:
         parallel_map(work, range(1000), 2, progress=False)
@@ -152,6 +153,44 @@ def test_worker_killed_at_its_end() -> None:
     begin = time.monotonic()
     assert parallel_map(work, range(4), 2, progress=False) == [0, 1, 2, 3]
     assert time.monotonic() - begin < 5
+
+
+class SlowToRead:
+    """Takes a minute in the first process that reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SlowToRead.read, (self.folder,)
+
+    @staticmethod
+    def read(folder: Path) -> None:
+        try:
+            (folder / "reads").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(60)
+
+
+def test_stopped_before_a_worker_has_the_function(tmp_path: Path) -> None:
+    slow = SlowToRead(tmp_path)
+
+    def work(i: int) -> Any:
+        (tmp_path / "works").touch()
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(1)  # so that the other's answers come first
+        return slow
+
+    def stop() -> None:
+        poll(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(work, range(8), 2, chunk=1, progress=False)
 
 
 def test_sys_exit_is_an_exception() -> None:
