@@ -4,7 +4,8 @@
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
-# make multiprocess  multiprocess' own test suite over nbdist.context (METHOD=fork: over one of its own start methods)
+# make multiprocess  multiprocess' own test suite, of its source distribution, over nbdist.context (METHOD=fork: over one
+#              of its own start methods)
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
@@ -71,7 +72,11 @@ cloudpickle: setup
 
 METHOD ?= nbdist
 multiprocess: setup
-	@$(PY) tests/kernel/multiprocess_adapter.py $(METHOD) $(PYTEST_ARGS)
+	@mkdir -p build/multiprocess
+	@release=multiprocess-$$($(PY) -c 'import multiprocess; print(multiprocess.__version__)') && cd build/multiprocess && \
+	    { [ -d $$release ] || { PIP_CONSTRAINT= $(CURDIR)/$(PY) -m pip download --disable-pip-version-check -q --no-deps \
+	        --no-binary multiprocess $${release/-/==} && tar xzf $$release.tar.gz; }; } && \
+	    $(CURDIR)/$(PY) $(CURDIR)/tests/kernel/multiprocess_adapter.py $$release $(METHOD) $(PYTEST_ARGS)
 
 bench: $(BENCH_STAMP)
 	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)

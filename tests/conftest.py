@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -41,6 +42,24 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+class Deadly:
+    """Kills the process in which it is "read", or that which has it "written" there; see `die`."""
+
+    def __init__(self, when: str, moment: Path) -> None:
+        self.when, self.moment = when, moment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.when == "written":
+            die(self.moment)
+        return die, (self.moment,)
+
+
+def die(moment: Path) -> None:
+    """Note the time, and be killed."""
+    moment.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:

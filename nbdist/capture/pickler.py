@@ -44,6 +44,9 @@ from .steps import (
     is_definition,
 )
 
+#: Types that any reader knows, and that refer to nothing.
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes])
+
 #: Of code, and of data that it refers to.
 Steps = tuple[list[Any], list[Any]]
 
@@ -286,6 +289,11 @@ class Pickler(cloudpickle.Pickler):
     def _storage(self, untyped: Any) -> Storage:
         # Each access to a tensor's storage makes a new Python object: only its address tells that two are one.
         return self._storages.setdefault(untyped._cdata, Storage(untyped, self._to_cpu, self._files))
+
+
+def dumps_plain(values: list[Any]) -> memoryview | None:
+    """The pickle of a list of numbers and texts, which needs no `Pickler`; None for other lists."""
+    return memoryview(pickle.dumps(values, protocol=5)) if _PLAIN.issuperset(map(type, values)) else None
 
 
 #: What pickles call when they are read: there wherever a reader is.

@@ -101,5 +101,8 @@ class Engine(Protocol):
     def start(self, world_size: int, notice: Callable[[str], None]) -> Ranks:
         """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for."""
 
+    def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> Ranks:
+        """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""
+
     def warm(self, modules: Iterable[str]) -> None:
         """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""

@@ -100,12 +100,19 @@ class ForkServer:
 
     def stop(self) -> None:
         """Hang up, and wait for the server's end."""
+        with contextlib.suppress(OSError):
+            self.ask("folder", None)  # this process removes its own at its end
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
 
 _works_for_notebook = False
+
+
+def remove_at_the_end(folder: str) -> None:
+    """See to it that a folder goes, even if this process is killed."""
+    with_server(lambda server: server.ask("folder", folder))
 
 
 def for_notebook(is_one: bool) -> None:

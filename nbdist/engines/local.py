@@ -54,6 +54,11 @@ class LocalEngine:
 
         return with_server(start, self._variables())
 
+    def start_workers(
+        self, count: int, modules: Iterable[str], notice: Callable[[str], None] | None = None
+    ) -> LocalRanks:
+        return start_workers(count, modules)
+
     def warm(self, modules: Iterable[str]) -> None:
         before = len(self._modules)
         self._modules.update(dict.fromkeys(["torch", "torch.distributed", *modules]))

@@ -27,6 +27,7 @@ from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
+from .profile import Profile, profiled
 from .status import Snapshot, Status, look
 
 T = TypeVar("T")
@@ -179,6 +180,54 @@ class Session:
     ) -> list[T]:
         """Like `run`, but returns the values of all ranks, or of those in `ranks`, in their order."""
         return self.call(fn, args, kwargs, imports, need, ranks=ranks, everyone=True)
+
+    @entry
+    def profile(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        ranks: Iterable[int] | None = None,
+        skip: int = 3,
+        steps: int = 20,
+        **kwargs: Any,
+    ) -> Profile:
+        """Like `run`, with torch's profiler around some of the function's optimizer steps on every rank.
+
+        A notebook shows the result as a picture of where the time went: to loaders, computing, communication, and
+        waiting for other ranks, for each rank and step. `profile.save("trace.json")` writes all ranks' traces as one
+        for Chrome or Perfetto; `profile.value` is what the function returned.
+
+        Args:
+            skip: How many steps at the beginning are left out: they make what later ones find. 0 begins with the
+                function itself, and so sees functions without an optimizer, too.
+            steps: How many are profiled after them: only these are slower, and every operator in them takes memory.
+            fn, *args, imports, need, ranks, **kwargs: As for `run`.
+
+        Raises:
+            As `run`.
+
+        Examples:
+            >>> import torch
+            >>> def train():
+            ...     weight = torch.nn.Parameter(torch.zeros(3))
+            ...     optimizer = torch.optim.SGD([weight], lr=0.1)
+            ...     for _ in range(10):
+            ...         optimizer.zero_grad()
+            ...         weight.sum().backward()
+            ...         optimizer.step()
+            ...     return float(weight.sum())
+            >>> with Session(2, devices="cpu") as session:
+            ...     profile = session.profile(train, skip=1, steps=2)
+            >>> round(profile.value, 4), len(profile.steps)
+            (-3.0, 4)
+        """
+        check_call(fn, imports, need)
+        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
+        options = {"imports": imports, "need": need}
+        return profiled(self.call, fn, args, kwargs, ranks=targets, skip=skip, steps=steps, **options)
 
     @entry
     def submit(

@@ -75,14 +75,27 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
 
 class Agent:
-    """The ranks `first` to `first + count - 1` of a session."""
+    """The ranks `first` to `first + count - 1` of a session.
 
-    def __init__(self, first: int, count: int, modules: Iterable[str], notebook: bool, env: Mapping[str, str]) -> None:
+    `poll` answers after `heartbeat` seconds in any case. `grouped` says whether they will be in a process group.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        modules: Iterable[str],
+        notebook: bool,
+        env: Mapping[str, str],
+        heartbeat: float = HEARTBEAT,
+        grouped: bool = True,
+    ) -> None:
         for_notebook(notebook)
         engine = LocalEngine(env)
-        engine.warm(modules)
-        self._engine, self._first = engine, first
-        self._ranks = engine.start(count)
+        self._engine, self._first, self._heartbeat = engine, first, heartbeat
+        if grouped:
+            engine.warm(modules)
+        self._ranks = engine.start(count) if grouped else engine.start_workers(count, modules)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_number = 0
         self._opening = threading.Lock()
@@ -123,7 +136,7 @@ class Agent:
     def _gather(self) -> list[Event]:
         if not self._closing:
             self._listener.resume()
-        self._due = min(self._due, time.monotonic() + HEARTBEAT) if not self._news else 0.0
+        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._news else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
         events, size = [], 0

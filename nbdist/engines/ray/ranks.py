@@ -51,6 +51,9 @@ class RayEngine:
     def start(self, world_size: int, notice: Callable[[str], None]) -> RayRanks:
         return RayRanks(acquire(self._options, world_size, notice), list(self._modules), self._env)
 
+    def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> RayRanks:
+        return RayRanks(acquire(self._options, count, notice, tasks=True), list(modules), self._env)
+
     def warm(self, modules: Iterable[str]) -> None:
         """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
         self._modules.update(dict.fromkeys(modules))
