@@ -59,6 +59,7 @@ def options(
     seed_ranks: bool = False,
     settings: bool = True,
     engine: str | RayOptions | None = None,
+    start: str = "forkserver",
     hold_on_error: bool = False,
     restarts: int = 0,
 ) -> Launcher:

@@ -22,7 +22,7 @@ from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
-from .arguments import check_call, check_count, check_output, check_platform
+from .arguments import check_call, check_count, check_output, check_platform, check_start
 from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
@@ -70,6 +70,9 @@ class Session:
             changes of it in a rank stays until the notebook changes it.
         engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
             other. None: what `nbdist.use` said, or else this machine.
+        start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
+            "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
+            without being refused there, and for variables of `env` that any library reads while it is imported.
         hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
@@ -103,6 +106,7 @@ class Session:
         seed_ranks: bool = False,
         settings: bool = True,
         engine: str | RayOptions | None = None,
+        start: str = "forkserver",
         hold_on_error: bool = False,
         restarts: int = 0,
     ) -> None:
@@ -117,7 +121,7 @@ class Session:
             check_count(lines, least=0, name="lines")
         self._output, self._lines = check_output(output), lines
         self.nranks = nranks
-        self._engine = engines.resolve(engine, env)
+        self._engine = engines.resolve(engine, env, check_start(start))
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
         name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
