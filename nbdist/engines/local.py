@@ -19,7 +19,7 @@ from ..cores import numa_nodes, shares, usable_cores
 from ..devices import choose_devices
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
-from ..wire.connections import Connection, connections
+from ..wire.connections import Address, Connection, connections
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.processes import blind, forget_in_children
@@ -192,6 +192,10 @@ class LocalRanks:
             if not self._stacks:
                 return ""
             return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
+
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        if rank in self._watch.alive:
+            stacks.ask_to_abort(self._stacks[rank], peers)
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}
