@@ -33,9 +33,7 @@ def use(engine: str | RayOptions) -> None:
     _default = engine
 
 
-def resolve(
-    engine: str | RayOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver"
-) -> Engine:
+def resolve(engine: str | RayOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver") -> Engine:
     """The engine of that name or with these options; None: the one in use.
 
     `env` are variables for its ranks, `start` is how these start: "forkserver" or "spawn".

@@ -45,7 +45,7 @@ class LocalEngine:
         self._modules: dict[str, None] = {}
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        return choose_devices(nranks, devices)
+        return choose_devices(nranks, devices, {**os.environ, **self._env})
 
     def start(self, world_size: int, notice: Callable[[str], None] | None = None) -> LocalRanks:
         self._tell_interfaces(notice)

@@ -164,6 +164,8 @@ class Executor:
             self._lost = "the last call was broken off"
             self.end(grace=0.0)
         if self.group is None:
+            if self.layout.notice:
+                cell.notice(self.layout.notice)
             self.group = Group(self._engine, self.layout, cell)
             self.logs = self.group.relay.logs
         return self.group

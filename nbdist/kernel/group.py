@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..devices import VISIBLE, place_ranks
 from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
 from ..wire.messages import World
@@ -38,6 +39,8 @@ class Layout:
     seed: int | None
     seed_ranks: bool = False
     """Whether each rank adds its number to the seeds."""
+    notice: str = ""
+    """What the cell is told when ranks are started."""
 
     def seeds(self, rank: int, seeds: Sequence[int] | None) -> Sequence[int] | None:
         """Those of one rank."""
@@ -86,11 +89,13 @@ class Group:
         environ = {**self.ranks.inherited(), **layout.env}
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous:
-            for rank, (device, slot) in enumerate(zip(layout.devices, self.ranks.slots, strict=True)):
+            places = place_ranks(layout.devices, environ.get(VISIBLE))
+            for rank, (place, slot) in enumerate(zip(places, self.ranks.slots, strict=True)):
                 world = World(
                     rank=rank,
                     world_size=len(layout.devices),
-                    device=device,
+                    device=place.device,
+                    visible=place.visible,
                     backend=layout.backend,
                     options=layout.options,
                     slot=slot,

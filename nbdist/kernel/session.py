@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 import threading
@@ -17,6 +18,7 @@ from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.scattering import for_each_rank
+from ..devices import VISIBLE, choose_backend
 from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
@@ -44,11 +46,13 @@ class Session:
 
     Args:
         nranks: How many ranks, at least one.
-        backend: Of the process group, such as "gloo". None: NCCL where ranks have GPUs, gloo where they do not. A
-            mapping gives further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
+        backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
+            objects gloo beside it: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
+            further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
             collective that has waited for 60 seconds.
-        devices: "cpu", "cuda", or one device per rank (`["cuda:0", "cuda:2"]`). None: a GPU per rank where there
-            is any GPU at all, else CPUs.
+        devices: "cpu", "cuda", or one device per rank: by numbers among the visible GPUs (`["cuda:0", "cuda:2"]`) or
+            names as `nvidia-smi -L` has them (`["GPU-6e5f...", "GPU-8f1c..."]`, or "MIG-..."). Ranks
+            may share one. None: a GPU per rank where there is any GPU at all, else CPUs.
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
@@ -124,8 +128,9 @@ class Session:
         self._engine = engines.resolve(engine, env, check_start(start))
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
-        name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
-        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks)
+        visible = {**os.environ, **(env or {})}.get(VISIBLE)
+        name, notice = choose_backend(chosen, options.pop("backend", None), visible)
+        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
         self._settings = settings
         self._executor = Executor(self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts)
         self._lock = futures.FairLock()

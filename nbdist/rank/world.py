@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from ..devices import VISIBLE
 from ..errors import NbdistError
 from ..wire.connections import Address, cut_off
 from ..wire.limits import allow_open_files
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import threads
-
 
 #: Seconds that process groups may take to be left.
 PATIENCE_TO_LEAVE = 5.0
@@ -58,10 +58,11 @@ def environ(world: World) -> dict[str, str]:
     if slot.interface:
         for name in INTERFACE_VARIABLES:
             variables[name] = os.environ.get(name, slot.interface)
+    if world.visible is not None:
+        variables[VISIBLE] = world.visible
     if world.device == "cpu":
-        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
-        # that they see.
-        variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
+        variables["ACCELERATE_USE_CPU"] = "true"
     return variables
 
 

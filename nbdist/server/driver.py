@@ -6,8 +6,8 @@ import ctypes
 import os
 import sys
 
-#: For the server: `torch.cuda.is_available()`, which libraries ask while they are imported, counts the GPUs through NVML
-#: then. Otherwise it calls `cuInit`.
+#: For the server: with it, `torch.cuda.is_available()`, which libraries ask while they are imported, counts the GPUs by
+#: NVML. Otherwise it calls `cuInit`.
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 _LIBRARY = "libcuda.so.1"
