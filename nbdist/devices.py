@@ -152,17 +152,22 @@ def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
     """
     if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved
         return [Place("" if device == "cpu" else None, device) for device in devices]
-    entries = _entries(visible)
-    own = [_entry(device, entries) for device in devices]
+    own = own_gpus(devices, visible)
     if shared(own):
         return [Place(entry, "cuda:0") for entry in own]
     return [Place(",".join(own), f"cuda:{number}") for number in range(len(own))]
 
 
-def _entry(device: str, entries: Sequence[str] | None) -> str:
-    if not device.startswith("cuda:"):
-        return device
-    return device[5:] if entries is None else entries[int(device[5:])]
+def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
+    """The GPU of each rank, of `choose_devices`' on this machine, as CUDA_VISIBLE_DEVICES is to name it."""
+    entries = _entries(visible)
+
+    def name(device: str) -> str:
+        if not device.startswith("cuda:"):
+            return device
+        return device[5:] if entries is None else entries[int(device[5:])]
+
+    return [name(device) for device in devices]
 
 
 def shared(devices: Sequence[str]) -> bool:
@@ -176,8 +181,7 @@ def choose_backend(devices: Sequence[str], asked: str | None, visible: str | Non
     Raises `ValueError` for NCCL where it cannot work.
     """
     gpus = devices[0] != "cpu"
-    own = [_entry(device, _entries(visible)) for device in devices] if gpus and devices[0] != "cuda" else devices
-    several = gpus and len(devices) > 1 and devices[0] != "cuda" and shared(own)
+    several = gpus and len(devices) > 1 and devices[0] != "cuda" and shared(own_gpus(devices, visible))
     if asked is not None:
         if "nccl" in asked and not gpus:
             raise ValueError(f"backend={asked!r}: NCCL is for ranks with GPUs, and these are CPU ranks")

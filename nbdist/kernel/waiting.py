@@ -41,7 +41,9 @@ OUTPUT_INTERVAL = 0.3
 
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
 _LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed"
+    r"|ncclRemoteError|remote process exit|NCCL communicator was aborted",
+    re.I,
 )
 
 
@@ -60,7 +62,7 @@ class Waiting:
     """One call being waited for, until each of its ranks has answered, failed, died or been given up.
 
     Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave, or
-    cannot take another call.
+    cannot take another call. `ended`, why one of these has ended after its answer, if one has.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Waiting:
         self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
         self._grace = 0.0  # seconds that they get after that
         self._given_up = False
+        self.ended = ""
         self._patient = False  # the loss of a rank was waited for
         self._unfit: set[int] = set()  # not waited for any more, and not fit for another call
         self._answers: dict[int, Parcel | None] = {}
@@ -266,9 +269,13 @@ class Waiting:
             _, text, rendered, spare, ends = message
             if ends:
                 self._unfit.add(rank)
+                self.ended = self.ended or f"rank {rank} {ends}"
             self._group.note(rank, "raised")
             self._group.raised.append(rank)
-            self._fail(rank, rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals))
+            error = rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals)
+            if isinstance(error.__cause__, RemoteTraceback):
+                error.__cause__.hints += self._group.explain_gpu_error(rank, error)
+            self._fail(rank, error)
         else:
             self.pending.discard(rank)
             self._answers[rank] = parcel

@@ -47,9 +47,7 @@ class HeldGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 def wait_in_group_of_its_own() -> None:
     held = HeldGroup(dist.get_rank(), dist.get_world_size())
-    dist.distributed_c10d._world.pg_names[held] = (
-        "held"  # as FSDP, TorchRec and DeviceMesh have some beside the default
-    )
+    dist.distributed_c10d._world.pg_names[held] = "held"  # beside the default one, as FSDP and DeviceMesh have some
     print("waits", flush=True)
     held.wait()
 
