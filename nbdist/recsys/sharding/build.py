@@ -77,7 +77,8 @@ def shard(
         eps: What is added to the denominator, for those optimizers that have one.
         dense_optimizer: Makes the optimizer of all other parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any.
-        memory: Bytes per rank that the plan may use. None: what is free, divided by the ranks of this machine.
+        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
+            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
             that; without it, such ids are those of other rows, and train them.
 
