@@ -20,7 +20,6 @@ from .checkpoint import no_future_warnings
 from .growth import Growth
 from .plan import Plan
 
-
 #: Bytes of a table that are gathered at once.
 BLOCK = 64 << 20
 

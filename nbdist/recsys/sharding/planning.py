@@ -28,9 +28,8 @@ from torchrec.distributed.types import ShardingPlan
 from ..parallel.plan import Plan, Shard
 from .strategies import STRATEGIES, Table, column_parts, refusal
 
-
-#: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose: TorchRec's
-#: own default.
+#: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
+#: takes as much.
 RESERVE = 0.15
 
 
@@ -130,8 +129,8 @@ class Planner:
             largest = max(least, key=lambda name: least[name])
             ways = ", ".join(constraints[largest].sharding_types)
             raise ValueError(
-                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that of "
-                f"table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
+                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that "
+                f"of table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
                 "batches. Take more ranks, a strategy that splits the table, or more memory=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
