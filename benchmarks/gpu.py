@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +176,17 @@ def loader(device: str) -> list[str]:
     ]
 
 
+RATINGS = 100_000
+FASTAI = "from fastai.collab import *; from fastai.distributed import *"
+
+
 def collab_epoch(batch: int) -> float:
     """In a rank, or in the notebook: seconds of an epoch of notebook 01's model, the second of two."""
     from fastai.collab import CollabDataLoaders, collab_learner
 
     from nbdist.recsys.datasets import synthetic_ratings
 
-    ratings = synthetic_ratings(943, 1682, 100_000).with_titles().to_pandas()
+    ratings = synthetic_ratings(943, 1682, RATINGS).with_titles().to_pandas()
     learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=batch), n_factors=50, y_range=(0, 5.5))
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx() if dist.is_initialized() else learn.no_bar():
         learn.fit_one_cycle(1, 5e-3, wd=0.1)
@@ -194,9 +198,7 @@ def notebook(device: str) -> list[str]:
     lines = []
     for batch in (64, 4096):
         for where in dict.fromkeys((device, "cpu")):
-            took = in_ddp.options(devices=where)(
-                1, collab_epoch, batch, imports="from fastai.collab import *; from fastai.distributed import *"
-            )
+            took = in_ddp.options(devices=where, imports=FASTAI)(1, collab_epoch, batch)
             lines.append(f"| an epoch of notebook 01's model, batch {batch:,}, on {where} | {took:.2f} s | |")
     return lines
 
@@ -222,8 +224,8 @@ def clicks(device: str) -> list[str]:
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[str], list[str]]]] = {
     "launch": ((), launch),
     "loader": (("pyarrow",), loader),
-    "notebook 01": (("fastai",), notebook),
-    "click model": (("torchrec", "fbgemm_gpu", "pyarrow", "torchmetrics"), clicks),
+    "notebook": (("fastai",), notebook),
+    "clicks": (("torchrec", "fbgemm_gpu", "pyarrow", "torchmetrics"), clicks),
 }
 
 
@@ -231,9 +233,12 @@ def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def figures(device: str, begin: float) -> list[str]:
+def figures(only: Sequence[str], device: str, begin: float) -> list[str]:
     lines = ["| figure | measured | beside |", "|---|---|---|"]
     for title, (needed, measure) in PARTS.items():
+        if title not in only:
+            continue
+        print(f"{time.monotonic() - begin:5.0f} s  {title}", file=sys.stderr, flush=True)
         lacking = [module for module in needed if not installed(module)]
         if lacking:
             lines.append(f"| {title} | left out | {', '.join(lacking)} not installed |")
@@ -262,6 +267,8 @@ def describe() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="on CPUs, to see whether this command works")
+    everything = ["tests", *PARTS]
+    parser.add_argument("--only", nargs="+", choices=everything, default=everything, help="some of it")
     parser.add_argument("--print", action="store_true", help="leave results/ as they are")
     arguments = parser.parse_args()
     if arguments.dry_run:
@@ -270,12 +277,14 @@ def main() -> int:
         print(f"{why}. Nothing was run; results/gpu.md is as it was.", file=sys.stderr)
         return NO_GPU
     begin, device = time.monotonic(), "cpu" if arguments.dry_run else "cuda"
-    tests = run_tests()
-    found = figures(device, begin)
+    if arguments.dry_run:
+        globals().update(ROWS=200_000, RATINGS=20_000, STEPS=3, CLICKS=2048)
+    tests = run_tests() if "tests" in arguments.only else Tests()
+    found = figures(arguments.only, device, begin)
     failed = tests.failed + sum("| failed |" in line for line in found)
     lines = ["| test | outcome | seconds | |", "|---|---|---:|---|", *tests.rows, "", *found, ""]
     lines += [*describe(), *conditions(PACKAGES), f"- took {time.monotonic() - begin:.0f} s; {failed} failed"]
-    save("gpu", lines, keep=not (arguments.print or arguments.dry_run))
+    save("gpu", lines, keep=not (arguments.print or arguments.dry_run or arguments.only != everything))
     return 1 if failed else 0
 
 

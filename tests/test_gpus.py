@@ -373,7 +373,7 @@ def test_fastai_collab() -> None:
             learn.fit_one_cycle(2, 5e-3)
         return float(learn.validate()[0])
 
-    assert in_ddp.options(devices=TWO)(2, train, imports=FASTAI) < 4.0
+    assert in_ddp.options(devices=TWO, imports=FASTAI)(2, train) < 4.0
 
 
 def train_sharded() -> bool:
