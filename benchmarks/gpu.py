@@ -14,18 +14,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarks.machine import conditions, save  # noqa: E402
-from nbdist import Session, in_ddp  # noqa: E402
-from nbdist.devices import rank_device  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import conditions, save
+from nbdist import Session, in_ddp
+from nbdist.devices import rank_device
 
 #: Seconds after which no further part is begun.
 LIMIT = 540.0
