@@ -275,7 +275,7 @@ def main() -> int:
         return NO_GPU
     begin, device = time.monotonic(), "cpu" if arguments.dry_run else "cuda"
     if arguments.dry_run:
-        globals().update(ROWS=200_000, RATINGS=20_000, STEPS=3, CLICKS=2048)
+        globals().update(ROWS=200_000, RATINGS=2_000, STEPS=3, CLICKS=2048)
     tests = run_tests() if "tests" in arguments.only else Tests()
     found = figures(arguments.only, device, begin)
     failed = tests.failed + sum("| failed |" in line for line in found)
