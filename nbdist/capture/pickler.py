@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from . import classes, data, reading, reducers
-from .data import OUT_OF_BAND, Storage, reduce_data, reduce_tensor, typed_storage
+from .data import OUT_OF_BAND, Storage, own_device, reduce_data, reduce_tensor, typed_storage
 from .mapped import MappedFiles
 from .names import (
     Outputs,
@@ -163,7 +163,7 @@ class Pickler(cloudpickle.Pickler):
                 return typed_storage, (self._storage(obj), None)
             if type(obj) is torch.device and obj.type == "cuda":
                 # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
-                return torch.device, ("cpu",) if self._to_cpu else ("cuda",)
+                return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())
         return super().reducer_override(obj)
 
     def _number(self, obj: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ..wire.channel import Channel
-from ..wire.connections import Connection
+from ..wire.connections import Address, Connection
 from ..wire.messages import Setting, Slot
 from ..wire.rendezvous import RendezvousAddress
 
@@ -77,6 +77,10 @@ class Ranks(Protocol):
 
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank's process, if it still lives."""
+
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        """Let a rank break off what it waits for in its process groups. `peers` are the other ranks' ends of its
+        connections to them."""
 
     def connections(self) -> list[list[Connection]]:
         """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""

@@ -65,13 +65,13 @@ class Outcomes:
             return ("values", seconds), pack(plain, [])
         return ("values", seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
 
-    def error(self, exc: BaseException, tb: types.TracebackType | None, ends: bool) -> Answer:
+    def error(self, exc: BaseException, tb: types.TracebackType | None, ends: str) -> Answer:
         """The answer of a request that has raised. `exc` loses its traceback.
 
         Args:
             exc: What it raised.
             tb: What to show of the traceback.
-            ends: Whether the rank ends after this.
+            ends: Why the rank ends after this; empty if it does not.
         """
         spare = []
         for stand_in in stand_ins(exc):

@@ -20,9 +20,11 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from ..interpreter import command
+from ..rank import fresh
 from ..rank.main import main as rank_main
 from ..rank.threads import find_pools
 from ..wire.channel import Channel, LostDescriptors, readable
@@ -126,7 +128,7 @@ class Server:
             return False
         except LostDescriptors as lost:
             if lost.message[0] == "fork":
-                _, number, rank = lost.message
+                _, number, rank, _ = lost.message
                 self._refuse(number, rank, errno.EMFILE)
         except Exception:
             traceback.print_exc()
@@ -203,7 +205,8 @@ class Server:
             os.close(launch.report)
             del self._launches[number]
 
-    def _fork(self, number: int, rank: int, *fds: int) -> None:
+    def _fork(self, number: int, rank: int, environ: Mapping[str, str] | None, *fds: int) -> None:
+        """Start a rank: a fork of this process, or with an `environ`, a fresh interpreter that has it."""
         server = os.getpid()
         try:
             if number not in self._launches:  # there was no descriptor for it
@@ -212,6 +215,8 @@ class Server:
         except OSError as exc:
             self._refuse(number, rank, exc.errno or errno.EAGAIN)
         else:
+            if pid == 0 and environ is not None:
+                self._become_fresh(server, RankDescriptors(*fds), environ)
             if pid == 0:
                 reports = [launch.report for launch in self._launches.values()]
                 rank_main(server, RankDescriptors(*fds), [*self._private_fds, *reports])
@@ -220,6 +225,14 @@ class Server:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _become_fresh(self, server: int, fds: RankDescriptors, environ: Mapping[str, str]) -> NoReturn:
+        try:
+            fresh.execute(server, self._kind, fds, environ)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     def _refuse(self, number: int, rank: int, why: int) -> None:
         """Report that a rank cannot be started."""

@@ -225,6 +225,7 @@ class Agent:
         """Answer a question, or do something that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
             "signal": lambda rank, signum: self._ranks.signal(rank - self._first, signum),
+            "abort": lambda rank, peers: self._ranks.abort(rank - self._first, peers),
             "stack": lambda rank: self._ranks.stack(rank - self._first),
             "memory": self._memory,
             "connections": self._ranks.connections,

@@ -19,7 +19,7 @@ import psutil
 from ...errors import NbdistError
 from ...notebook import kernel_shell
 from ...wire.channel import Channel, readable
-from ...wire.connections import Connection
+from ...wire.connections import Address, Connection
 from ...wire.messages import Setting, Slot
 from ...wire.processes import blind, forget_in_children
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
@@ -164,6 +164,11 @@ class RayRanks:
         if rank in self._alive:
             with contextlib.suppress(OSError):
                 self._driver.send("ask", 0, [self.slots[rank].node], "signal", (rank, signum), ANSWER)
+
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        if rank in self._alive:
+            with contextlib.suppress(OSError):
+                self._driver.send("ask", 0, [self.slots[rank].node], "abort", (rank, peers), ANSWER)
 
     def connections(self) -> list[list[Connection]]:
         several = len({node.address for node in self._nodes}) > 1

@@ -21,6 +21,9 @@ from .deferred import TablesOptimizer
 from .growth import Growth
 from .plan import Plan
 
+#: Bytes of a table that are gathered at once.
+BLOCK = 64 << 20
+
 
 @dataclass(frozen=True)
 class Sharded:
@@ -109,7 +112,7 @@ class Sharded:
     def gather(self) -> nn.Module | None:
         """The whole model as one plain module, on the CPU of rank 0; None on the other ranks.
 
-        All ranks have to call it. Takes the whole model's memory on rank 0.
+        All ranks have to call it. Takes the whole model's memory on rank 0's machine, and of its GPU next to nothing.
         """
         on_rank_0 = dist.get_rank() == 0
         whole: dict[str, torch.Tensor] = {}
@@ -118,11 +121,9 @@ class Sharded:
                 if on_rank_0:
                     whole[key] = value.detach().cpu()
                 continue
-            with no_future_warnings():
-                out = torch.empty(value.size(), dtype=value.dtype, device=_device(value)) if on_rank_0 else None
-                value.gather(dst=0, out=out)
-            if out is not None:
-                whole[key] = out.cpu()
+            table = _gather_table(value)
+            if table is not None:
+                whole[key] = table
         if not on_rank_0:
             return None
         plain = copy.deepcopy(self.template)
@@ -139,7 +140,7 @@ class Sharded:
                 # Those that are not in the state dict come from the trained module, too.
                 value = trained.get(f"{path}.{name}".lstrip("."), buffer)
                 setattr(module, name, value.detach().cpu().clone())
-        plain.load_state_dict(whole)
+        plain.load_state_dict(whole, assign=True)  # and no copy
         return plain
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -229,6 +230,27 @@ def _dense(optimizer: CombinedOptimizer) -> list[optimizers.Named]:
     ]
 
 
-def _device(value: Any) -> torch.device:
-    shards = value.local_shards()
-    return shards[0].tensor.device if shards else torch.device("cpu")
+def _gather_table(value: Any) -> torch.Tensor | None:
+    """A sharded table on the CPU of rank 0; None on the other ranks.
+
+    It comes by blocks: the whole of it, and each rank's part beside it, may be more than a GPU has.
+    """
+    rank, device = dist.get_rank(), collective_device()
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    whole = torch.empty(value.size(), dtype=value.dtype) if rank == 0 else None
+    for part in value.metadata().shards_metadata:
+        (row, column), (rows, columns), owner = part.shard_offsets, part.shard_sizes, part.placement.rank()
+        step = max(1, BLOCK // (columns * value.dtype.itemsize))
+        for start in range(0, rows, step):
+            size = min(step, rows - start)
+            block = None
+            if rank == owner:
+                block = own[row, column][start : start + size].detach()
+                if owner != 0:
+                    dist.send(block.to(device).contiguous(), 0)
+            elif rank == 0:
+                block = torch.empty(size, columns, dtype=value.dtype, device=device)
+                dist.recv(block, owner)
+            if whole is not None and block is not None:
+                whole[row + start : row + start + size, column : column + columns] = block
+    return whole

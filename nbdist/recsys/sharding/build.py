@@ -94,7 +94,8 @@ def shard(
         fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
             this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
             accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
-        memory: Bytes per rank that the plan may use. None: what is free, divided by the ranks of this machine.
+        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
+            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
             that; without it, such ids are those of other rows, and train them.
 
