@@ -19,6 +19,10 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
+from nbdist.wire import rank_memory
+
+#: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
+LINUX = rank_memory.POSSIBLE
 #: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.
 NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
