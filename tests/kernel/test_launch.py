@@ -386,7 +386,7 @@ def test_a_rank_that_is_killed() -> None:
         begin = time.monotonic()
         with pytest.raises(RankDied, match=r"rank 1.*SIGKILL") as caught:
             own.run(fail_on_rank_1, kill_itself)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         died = caught.value
         assert (died.rank, died.pid, died.status) == (1, pid, -signal.SIGKILL)
         assert "last words" in died.output and "last words" in str(died)
