@@ -109,8 +109,8 @@ $(DEMO_STAMP): WANTED := -e ".[demo]"
 # what depends on them go through one resolution, with pinned versions. The whole output is in the log; what takes time
 # is shown, with the seconds that have passed. PyPI's torchvision is built for CUDA: beside a CPU torch it cannot be
 # imported, nor can torchmetrics then, which does so if it is there. Nothing here needs it.
-$(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/requirements.txt
-$(BENCH_STAMP): benchmarks/requirements.txt
+$(BENCH_STAMP): WANTED := -e ".[fastai,notebook]" -r benchmarks/launch/requirements.txt
+$(BENCH_STAMP): benchmarks/launch/requirements.txt
 
 # TorchRec, fbgemm and the tests' S3 server, whose metadata pip must not follow; and where there is one for this machine,
 # a Triton server in an environment of its own. See requirements/.

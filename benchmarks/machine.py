@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
 
 PACKAGES = ("torch", "ipykernel", "ipython", "jupyter_client")
 
@@ -29,8 +32,8 @@ def cpu() -> str:
 def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Command, machine and versions, as a Markdown list."""
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
-    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parent.parent)
-    command = " ".join(["python", str(script), *sys.argv[1:]])
+    main: Any = sys.modules["__main__"]
+    command = " ".join(["python", "-m", main.__spec__.name, *sys.argv[1:]])
     return [
         f"- command: `{command}`",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",
@@ -44,4 +47,4 @@ def save(name: str, lines: list[str], keep: bool = True) -> None:
     text = "\n".join(lines) + "\n"
     print(text)
     if keep:
-        (Path(__file__).resolve().parent / "results" / f"{name}.md").write_text(text)
+        (ROOT / "benchmarks" / "results" / f"{name}.md").write_text(text)

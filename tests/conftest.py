@@ -257,10 +257,11 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 @pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for a whole file."""
+def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for a whole file, which may have a `FIRST_CELL`."""
     kernel = Kernel(tmp_path_factory.mktemp("notebook"))
     try:
+        kernel.ok(getattr(request.module, "FIRST_CELL", ""))
         yield kernel
     finally:
         kernel.close()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -279,14 +278,7 @@ def test_rank_died_carries_the_last_50_lines() -> None:
 # ---------------------------------------------------------------------------------------------------- in a notebook
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    kernel = Kernel(tmp_path_factory.mktemp("errors"))
-    try:
-        kernel.ok("import os, sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp, RankDied")
-        yield kernel
-    finally:
-        kernel.close()
+FIRST_CELL = "import os, sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp, RankDied"
 
 
 def fails(kernel: Kernel, code: str, error: str) -> Result:

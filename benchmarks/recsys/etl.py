@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks import machine
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow
@@ -111,7 +110,7 @@ def measured(task: Callable[[Path, Path], None], folder: Path, out: Path) -> Run
 def alone(name: str, folder: Path) -> Run:
     """In a fresh process, which has no children."""
     with tempfile.TemporaryDirectory(dir=folder) as out:
-        command = [sys.executable, __file__, "--task", name, str(folder), f"{out}/out"]
+        command = [sys.executable, "-m", "benchmarks.recsys.etl", "--task", name, str(folder), f"{out}/out"]
         found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Run(*json.loads(found))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,6 @@ from fastai.losses import MSELossFlat
 from fastai.tabular.core import TabDataLoader
 from fastai.torch_core import set_seed
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks.machine import conditions, save
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import scipy.sparse
 import torch
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks.machine import conditions, save
 from nbdist import Session
 from nbdist.recsys.datasets import movielens

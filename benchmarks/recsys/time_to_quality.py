@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from benchmarks.machine import conditions, save
 from nbdist import Session
@@ -39,12 +34,15 @@ class Contestant(NamedTuple):
 PLAIN = Contestant("plain fastai, one process", 1, 64)
 TO_QUALITY = [
     PLAIN,
-    Contestant("the same with two threads", 1, 64, threads=2),
+    Contestant("plain fastai with two threads", 1, 64, threads=2),
     Contestant("`distrib_ctx`, 2 ranks", 2, 64),
     Contestant("`fast`, 1 rank", 1, 64, epochs=4, fast=True),
     Contestant("`fast`, 2 ranks", 2, 64, epochs=4, fast=True),
-    Contestant("`fast`, 1 rank, batch 512", 1, 512, epochs=5, rate=2e-2, fast=True),
-    Contestant("`fast`, 2 ranks, batch 512", 2, 512, epochs=5, rate=2e-2, fast=True),
+    Contestant("`fast`, 1 rank, batch 256", 1, 256, epochs=4, rate=7e-3, fast=True),
+    Contestant("`fast`, 1 rank, batch 256, two threads", 1, 256, epochs=4, rate=7e-3, fast=True, threads=2),
+    Contestant("`fast`, 2 ranks, batch 256", 2, 256, epochs=4, rate=7e-3, fast=True),
+    Contestant("`fast`, 1 rank, batch 1,024", 1, 1024, epochs=5, rate=2e-2, fast=True),
+    Contestant("`fast`, 2 ranks, batch 1,024", 2, 1024, epochs=5, rate=2e-2, fast=True),
 ]
 EPOCH = [
     Contestant(f"{name}{batch}", ranks, batch, fast=quick)

@@ -8,7 +8,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, from a clone
 from benchmarks.machine import conditions, save
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged

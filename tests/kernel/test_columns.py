@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,15 +14,7 @@ from nbdist import in_ddp
 from nbdist.kernel.columns import _Text
 from nbdist.kernel.widgets import Widgets
 
-
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    kernel = Kernel(tmp_path_factory.mktemp("columns"))
-    try:
-        kernel.ok("import time, torch.distributed as dist\nfrom nbdist import in_ddp")
-        yield kernel
-    finally:
-        kernel.close()
+FIRST_CELL = "import time, torch.distributed as dist\nfrom nbdist import in_ddp"
 
 
 def run(kernel: Kernel, body: str, nranks: int = 2) -> Result:

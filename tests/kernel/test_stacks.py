@@ -252,7 +252,7 @@ def calls_and_returns() -> None:
 
 
 def test_many_reads_of_ranks_busy_in_python_code_kill_none() -> None:
-    """Ten thousand of them, and of others: benchmarks/stacks.py."""
+    """Ten thousand of them, and of others: benchmarks/rank/stacks.py."""
     with running(calls_and_returns) as session:
         ranks = session._executor.group.ranks  # type: ignore[union-attr]
         assert poll(lambda: all("in calls_and_returns" in ranks.stack(rank) for rank in (0, 1)), 30)

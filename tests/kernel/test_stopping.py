@@ -23,14 +23,7 @@ from nbdist.kernel.stopping import ranks_named
 ROOT = str(Path(__file__).parent.parent.parent)
 
 
-@pytest.fixture(scope="module")
-def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    kernel = Kernel(tmp_path_factory.mktemp("stopping"))
-    try:
-        kernel.ok("import sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp")
-        yield kernel
-    finally:
-        kernel.close()
+FIRST_CELL = "import sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp"
 
 
 def is_short(result: Result) -> bool:

@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-from benchmarks import tasks
+from benchmarks.launch import tasks
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 from jupyter_client.manager import KernelManager
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import ROOT
+
 #: Every process that descends from a kernel has this in its environment, also when it has left the kernel's tree.
 MARK = "NBDIST_BENCHMARK_KERNEL"
 #: Seconds that a cell may take: a contestant that hangs is ended then, its kernel with it.

@@ -1,4 +1,4 @@
-"""Pools and processes of a notebook, beside those who make them otherwise: `python -m benchmarks.pools`.
+"""Pools and processes of a notebook, beside those who make them otherwise: `python -m benchmarks.kernel.pools`.
 
 All of nbdist's figures are taken in a real kernel with torch and fastai imported, after threads were used, with
 functions of cells. So are those of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`, which
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernel import CellError, Kernel
 from benchmarks.machine import conditions, save
+from benchmarks.notebook import CellError, Kernel
 
 PACKAGES = ("torch", "fastai", "multiprocess", "joblib", "ipyparallel", "ipykernel")
 

@@ -9,18 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).resolve().parent)]
-
-from machine import conditions, save  # noqa: E402
-
-from nbdist import Session  # noqa: E402
-from nbdist.engines.local import LocalEngine  # noqa: E402
+from benchmarks.machine import conditions, save
+from nbdist import Session
+from nbdist.engines.local import LocalEngine
 
 
 def in_python_code() -> None:

@@ -1,4 +1,4 @@
-"""How long it takes to capture a call: `python -m benchmarks.capture [OTHER]`.
+"""How long it takes to capture a call: `python -m benchmarks.capture.call [OTHER]`.
 
 With OTHER, the folder of another version of nbdist, both are measured in turns, each in processes of its own, and the
 table has both. The notebook's settings (log levels, options of libraries and so on), which go with each call and are
@@ -14,7 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results" / "capture.md"
+from benchmarks import ROOT
+from benchmarks.machine import conditions, save
+
 ROUNDS = 5
 
 # Runs in a process of its own, with the version to measure first on its path; no file of its own, so that what it
@@ -67,10 +69,9 @@ def measure(folder: Path, options: dict[str, bool]) -> dict[str, float]:
 
 
 def main() -> None:
-    here = Path(__file__).parent.parent
     versions: dict[str, tuple[Path, dict[str, bool]]] = {
-        "now, without settings": (here, {"settings": False}),
-        "now": (here, {}),
+        "now, without settings": (ROOT, {"settings": False}),
+        "now": (ROOT, {}),
     }
     if len(sys.argv) > 1:
         versions = {"before": (Path(sys.argv[1]).resolve(), {}), **versions}
@@ -82,17 +83,14 @@ def main() -> None:
     lines = [
         "# Capture of a call",
         "",
-        f"`python -m benchmarks.capture`: milliseconds, the best of {ROUNDS} processes, versions in turns. CPython "
-        f"{sys.version.split()[0]}, {os.cpu_count()} cores.",
+        f"Milliseconds, the best of {ROUNDS} processes, versions in turns.",
         "",
         "| call | " + " | ".join(versions) + " |",
         "|---|" + "---:|" * len(versions),
     ]
     for call in best["now"]:
         lines.append(f"| {call} | " + " | ".join(f"{best[name][call] * 1000:.2f}" for name in versions) + " |")
-    text = "\n".join(lines) + "\n"
-    RESULTS.write_text(text)
-    print(text)
+    save("capture", [*lines, "", *conditions()])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How launch, data and output grow with ranks and nodes: `python benchmarks/scale.py`.
+"""How launch, data and output grow with ranks and nodes: `python -m benchmarks.engines.scale`.
 
 Nodes are Ray nodes of this one machine, so what nodes would do at the same time they do one after the other here.
 What the notebook's side does by itself (the kernel and its driver) is the same everywhere: its CPU time is measured
@@ -16,22 +16,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from conftest import start_cluster, stop_cluster
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
-
-from conftest import start_cluster, stop_cluster  # noqa: E402
-from machine import conditions, save  # noqa: E402
-from ranks import main as measure_here  # noqa: E402
-
-from nbdist import RayOptions, Session  # noqa: E402
-from nbdist.engines.ray import process  # noqa: E402
-from nbdist.kernel.cell import Cell  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.engines.ranks import main as measure_here
+from benchmarks.machine import conditions, save
+from nbdist import RayOptions, Session
+from nbdist.engines.ray import process
+from nbdist.kernel.cell import Cell
 
 #: Ranks and nodes of each measurement.
 SHAPES = [(8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 2), (64, 4)]
@@ -96,7 +92,7 @@ def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
     found: dict[str, float] = {"ranks": ranks, "nodes": nodes}
     options = RayOptions(address=address, cpus=0.5, placement="spread", resources={f"shape{nodes}": 0.001}, wait=60.0)
     with Session(ranks, engine=options) as session:
-        session.run(noop)  # room and warm processes: what a first call costs, benchmarks/cluster.py says
+        session.run(noop)  # room and warm processes: what a first call costs, benchmarks/engines/cluster.py says
     with Session(ranks, engine=options) as session:
         begin = time.perf_counter()
         session._executor._ready(Cell())

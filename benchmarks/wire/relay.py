@@ -1,19 +1,16 @@
-"""What it costs a training loop to print a line a batch, shown live in the notebook: `python benchmarks/relay.py`."""
+"""What it costs a training loop to print a line a batch, shown live in the notebook."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+from conftest import Kernel
 
-from conftest import Kernel  # noqa: E402
-from machine import conditions, save  # noqa: E402
+from benchmarks.machine import conditions, save
 
 #: By how many per cent the loop may be slower with prints.
 TARGET = 2

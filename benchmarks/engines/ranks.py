@@ -1,4 +1,4 @@
-"""Many ranks on one machine: launched, called, failed, looked at and closed: `python benchmarks/ranks.py`.
+"""Many ranks on one machine: launched, called, failed, looked at and closed: `python -m benchmarks.engines.ranks`.
 
 Its table is a part of `results/scale.md`.
 """
@@ -9,17 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+from calls import boom, on, sums
+from conftest import poll
 
-from calls import boom, on, sums  # noqa: E402
-from conftest import poll  # noqa: E402
-from machine import conditions  # noqa: E402
-
-from nbdist import Session  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import conditions
+from nbdist import Session
 
 COUNTS = (2, 32, 128)
 #: Each measurement is the best of so many.

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from .machine import cpu
+from benchmarks import ROOT
+from benchmarks.machine import cpu
 
 Values = Mapping[str, Mapping[str, list[float]]]  # by row and contestant
 
@@ -45,7 +46,7 @@ IN_README = {
     "latency": "a no-op on 2 live ranks",
     "rate": "collab training on 2 ranks, its bar shown: samples per second",
 }
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
 
 WHERE = {"cells": "cells", "module": "a module file", "script": "a script file"}

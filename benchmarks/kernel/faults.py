@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from conftest import Kernel, poll, ranks_of, shared_memory_names
+from faults import FAULTS, PRELUDE, Fault
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
-
-from conftest import Kernel, poll, ranks_of, shared_memory_names  # noqa: E402
-from faults import FAULTS, PRELUDE, Fault  # noqa: E402
-from machine import conditions, save  # noqa: E402
+from benchmarks.machine import conditions, save
 
 #: Seconds from failure to exception, median, for each row that does not itself wait.
 TARGET = 1.0

@@ -1,4 +1,4 @@
-"""The Ray engine on two nodes of this machine, beside Ray Train: `python benchmarks/cluster.py`."""
+"""The Ray engine on two nodes of this machine, beside Ray Train: `python -m benchmarks.engines.cluster`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+from conftest import start_cluster, stop_cluster
 
-from conftest import start_cluster, stop_cluster  # noqa: E402
-from machine import conditions, save  # noqa: E402
+from benchmarks import ROOT
+from benchmarks.machine import conditions, save
 
 #: What both run, and what it takes to be there: every rank in the function, and a collective done.
 FUNCTION = """

@@ -26,7 +26,7 @@ def floor(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
     import pickle
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "fastai.collab", "benchmarks.contestants"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "fastai.collab", "benchmarks.launch.contestants"])
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         meeting_file = os.path.join(folder, "meeting")
@@ -51,7 +51,7 @@ def floor(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
 def floor_rank(answer: Any, rank: int, ranks: int, meeting_file: str, fn: Callable[..., Any], args: Any) -> None:
     import pickle
 
-    from benchmarks import tasks
+    from benchmarks.launch import tasks
 
     value = tasks.enter(rank, ranks, meeting_file, fn, *args)
     if answer is not None:
@@ -76,7 +76,7 @@ def notebook_launcher(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
 def spawn(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
     import torch.multiprocessing
 
-    from benchmarks import tasks
+    from benchmarks.launch import tasks
 
     with tempfile.TemporaryDirectory() as folder:
         meeting_file = os.path.join(folder, "meeting")
@@ -92,7 +92,7 @@ def torchrunx(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
 def ipyparallel(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
     import ipyparallel as ipp
 
-    from benchmarks.tasks import enter
+    from benchmarks.launch.tasks import enter
 
     with tempfile.TemporaryDirectory() as folder, ipp.Cluster(n=ranks, log_level=40) as client:
         view = client[:]
@@ -128,7 +128,7 @@ def torchrun_command(ranks: int, fn: Callable[..., Any], *args: Any) -> list[str
     import sys
 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*command, "-m", "benchmarks.script", fn.__name__, json.dumps(args)]
+    return [*command, "-m", "benchmarks.launch.script", fn.__name__, json.dumps(args)]
 
 
 def free_port() -> str:

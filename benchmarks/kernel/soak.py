@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -13,11 +12,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.kernel import ROOT, Kernel
+from benchmarks import ROOT
 from benchmarks.machine import conditions, save
+from benchmarks.notebook import Kernel
 
 #: Steps from one look at what is held to the next.
 INTERVAL = 100

@@ -13,8 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks import ROOT
+from benchmarks.notebook import Kernel
+
 from . import report
-from .kernel import ROOT, Kernel
 from .run import CONTESTANTS, Peak, Run
 
 NOTEBOOK = [name for name, where in CONTESTANTS.items() if where != "script"]

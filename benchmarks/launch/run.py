@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .kernel import ROOT, CellError, Kernel
+from benchmarks import ROOT
+from benchmarks.notebook import CellError, Kernel
 
 #: Who takes part, and where its functions come from. A script cannot be given an object of the notebook.
 CONTESTANTS = {
@@ -41,9 +42,9 @@ class Run:
             kernel = self.kernels[name] = Kernel()
             for module in ("tasks", "contestants"):
                 if CONTESTANTS.get(name) in ("module", "script"):
-                    kernel.run(f"from benchmarks.{module} import *")
+                    kernel.run(f"from benchmarks.launch.{module} import *")
                 else:
-                    kernel.run((ROOT / "benchmarks" / f"{module}.py").read_text())
+                    kernel.run((ROOT / "benchmarks" / "launch" / f"{module}.py").read_text())
         return self.kernels[name]
 
     def prepared(self, name: str) -> Kernel:
