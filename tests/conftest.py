@@ -187,6 +187,7 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle":
                 result.seconds = time.monotonic() - begin
+                self._await_reply(message_id, timeout)
                 return result
             if kind == "execute_input":
                 result.number = content["execution_count"]
@@ -202,6 +203,11 @@ class Kernel:
             if until is not None and until(result):
                 return result
         raise TimeoutError(f"the cell is not done after {timeout} s; so far: {result}")
+
+    def _await_reply(self, message_id: str, timeout: float) -> None:
+        """ipykernel 7.0 to 7.3 may lose a request that comes while it sends a reply (ipython/ipykernel#1529)."""
+        while self.client.get_shell_msg(timeout=timeout)["parent_header"].get("msg_id") != message_id:
+            pass
 
     def run(self, code: str, timeout: float = 60.0) -> Result:
         """Run a cell to its end."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import re
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +18,8 @@ from ..wire.limits import allow_open_files
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import threads
+
+_NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 
 def enter_setting(setting: Setting) -> None:
@@ -80,8 +85,38 @@ def join(world: World, fds: Sequence[int]) -> Any:
             options.setdefault("device_id", device)
     store = open_store(world.rank, world.world_size, world.rendezvous, fds)
     group_store = dist.PrefixStore("nbdist", store)
-    dist.init_process_group(world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options)
+    with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
+        dist.init_process_group(
+            world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options
+        )
     return store
+
+
+def tells(torch_version: str) -> bool:
+    """Whether the gloo of this torch writes to standard output that a rank has found the others."""
+    major, minor = torch_version.split(".")[:2]
+    return (2, 7) <= (int(major), int(minor)) < (2, 11)
+
+
+@contextlib.contextmanager
+def without_notice() -> Iterator[None]:
+    """Keep what gloo says of its connections out of the cell; what others write meanwhile comes at the end."""
+    try:
+        own = os.dup(1)
+    except OSError:  # closed by the user's function
+        yield
+        return
+    with tempfile.TemporaryFile(buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(own, 1)
+            os.close(own)
+            file.seek(0)
+            rest = _NOTICE.sub(b"", file.read())
+            while rest:
+                rest = rest[os.write(1, rest) :]
 
 
 class Membership:
@@ -114,7 +149,11 @@ class Membership:
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_initialized():
             return
-        cut_off(peers)
+        try:
+            cut_off(peers)
+        except OSError:  # out of descriptors: those of a call that has raised may wait for the garbage collector
+            gc.collect()
+            cut_off(peers)
         group = dist.group.WORLD
         if "nccl" in dist.get_backend() and hasattr(group, "abort"):
             group.abort()  # what is still queued on the GPU will never be done
