@@ -187,8 +187,9 @@ def _is_meant(exc: BaseException) -> bool:
     """
     if isinstance(exc, (NbdistError, KeyboardInterrupt)) or isinstance(exc.__cause__, RemoteTraceback):
         return True
-    innermost = traceback.extract_tb(exc.__traceback__)[-1:]
-    return any(f.filename.startswith(_PACKAGE) and (f.line or "").startswith("raise ") for f in innermost)
+    innermost = traceback.extract_tb(exc.__traceback__)[-1]
+    raised = innermost.filename.startswith(_PACKAGE) and (innermost.line or "").startswith("raise ")
+    return raised or innermost.filename == __file__  # called with arguments that it does not take
 
 
 def let_notebook_render(exc: BaseException) -> None:

@@ -335,6 +335,24 @@ def test_frames_of_a_module_file(notebook: Kernel) -> None:
     assert re.search(r"mine\.py(:2,)? in broken\(\)", seen) and "----> 2     return [][1]" in seen
 
 
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("in_ddp(2)", "TypeError"),
+        ("in_ddp.options(timeouts=3)(2, print)", "TypeError"),
+        ("in_ddp(2, print, imports='import no_such_module')", "ModuleNotFoundError"),
+    ],
+)
+def test_a_call_that_cannot_be_made_shows_no_frames_of_ours(notebook: Kernel, code: str, error: str) -> None:
+    seen = fails(notebook, code, error).plain_traceback
+    assert f"----> 1 {code}" in seen and f"{ROOT.name}/nbdist" not in seen, seen
+
+
+def test_a_timeout_in_a_function_that_is_not_in_python(notebook: Kernel) -> None:
+    seen = fails(notebook, "in_ddp.options(timeout=1)(1, time.sleep, 60)", "RankTimeout").plain_traceback
+    assert "rank 0 is in the function" in seen and "Stack of" not in seen, seen
+
+
 def test_syntax_error_in_a_rank(notebook: Kernel) -> None:
     seen = fails(notebook, "def f(): exec('a b')\nin_ddp(1, f)", "SyntaxError").plain_traceback
     assert "a b" in seen and "rank 0" in seen

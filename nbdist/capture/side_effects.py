@@ -8,6 +8,8 @@ such as `torch.utils.tensorboard`, takes long to import.
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import re
 import sys
 import types
@@ -67,6 +69,20 @@ def missing_import(error: AttributeError) -> str:
                 f"In the notebook, {giver} has given {cls.__name__} its {missing[1]!r}; the rank had not imported it: "
                 f"imports='import {giver}'"
             )
+    return _missing_of_fastai(missing[1])
+
+
+def _missing_of_fastai(name: str) -> str:
+    """The same, where fastai says in its index that one of its modules gives learners this attribute."""
+    if "fastai.learner" not in sys.modules:
+        return ""
+    with contextlib.suppress(ImportError, AttributeError, KeyError):
+        modules = importlib.import_module("fastai._modidx").d["syms"]
+        for giver, symbols in modules.items():
+            if giver not in sys.modules and f"{giver}.Learner.{name}" in symbols:
+                return (
+                    f"fastai's learners have {name!r} from {giver}: `from {giver} import *` in a cell, or in imports="
+                )
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,6 +34,8 @@ def mended() -> Iterator[None]:
       learner and in the model: half of a small model's step. Here they are passed over.
     - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
       machine exchange both through shared memory.
+    - `lr_find` has rank 0 alone write the weights to which all want to return, each in a folder of its own: rank 0 then
+      waits for ever for the others, which find no file. Here each rank writes its own.
     - Tensors are made of the arrays of pandas' frames, which are read-only as of pandas 3: torch warns of it in every
       rank, though nothing writes to them.
     """
@@ -143,6 +146,23 @@ def _mend_tensors(module: types.ModuleType) -> _Originals:
     return _replace([(module, "as_tensor", _as_tensor), (module, "_array2tensor", _array2tensor)])
 
 
+def _mend_schedule(module: types.ModuleType) -> _Originals:
+    learner, finder = sys.modules["fastai.learner"], module.LRFinder
+
+    def by_itself(method: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(method)
+        def of_one_rank(self: Any) -> None:
+            originals = _replace([(learner, "rank_distrib", lambda: 0), (learner, "distrib_barrier", lambda: None)])
+            try:
+                method(self)
+            finally:
+                _replace(originals)
+
+        return of_one_rank
+
+    return _replace([(finder, name, by_itself(getattr(finder, name))) for name in ("before_fit", "after_fit")])
+
+
 def _replace(patched: _Originals) -> _Originals:
     """Set these attributes; returns what was there before."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
@@ -166,7 +186,11 @@ def _mean_of_gradients(shared: Any, bucket: Any) -> Any:
 _mean_of_gradients.__annotations__.clear()  # torch compares them with its own types, and these are strings
 
 
-_MENDS = {"fastai.torch_core": _mend_tensors, "fastai.distributed": _mend_distributed}
+_MENDS = {
+    "fastai.torch_core": _mend_tensors,
+    "fastai.callback.schedule": _mend_schedule,
+    "fastai.distributed": _mend_distributed,
+}
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -103,7 +103,7 @@ def report(stacks: Mapping[int, list[Frame] | None]) -> str:
     lines = ["; ".join(f"rank {rank} {describe(frames)}" for rank, frames in stacks.items())]
     numbers = cell_numbers()
     for rank, frames in stacks.items():
-        if frames:
+        if frames and frames[:-1]:  # a function that is not in Python has none
             lines.append(f"\nStack of rank {rank} (most recent call last):")
             lines += [f"  {frame.place(numbers)} in {frame.name}" for frame in reversed(frames[:-1])]
     return "\n".join(lines)

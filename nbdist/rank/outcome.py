@@ -12,6 +12,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from ..capture import imports
 from ..capture.data import OUT_OF_BAND
 from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
@@ -36,7 +37,7 @@ _ANY = (Exception, SystemExit)
 _VALUES = "the list of what the function returned for the items"
 
 #: Whose frames are no user's: a debugger may be open when an interrupt comes.
-_OWN = (os.path.dirname(__file__) + os.sep, bdb.__file__)
+_OWN = (os.path.dirname(__file__) + os.sep, imports.__file__, bdb.__file__)
 
 
 class Outcomes:

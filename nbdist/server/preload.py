@@ -9,8 +9,10 @@ import traceback
 import psutil
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
-#: `DistributedDataParallel` asks torch._dynamo how it is compiled, accelerate's `prepare` looks for DTensors.
+#: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's
+#: `prepare` looks for DTensors.
 _IMPORTED_AT_USE = {
+    "torch.optim": ("torch._dynamo",),
     "torch.nn.parallel": ("torch._dynamo",),
     "accelerate": ("torch._dynamo", "torch.distributed.tensor"),
     "fastai.distributed": ("torch._dynamo", "torch.distributed.tensor"),

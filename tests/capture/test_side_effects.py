@@ -74,6 +74,19 @@ def test_a_module_that_ranks_cannot_import_is_told_of(kernel: Kernel) -> None:
     )
 
 
+def test_methods_that_fastai_gives_its_learners_elsewhere() -> None:
+    code = """
+import sys, fastai.learner
+from nbdist.capture.side_effects import missing_import
+for name in ("distrib_ctx", "no_such"):
+    print(missing_import(AttributeError(f"'Model' object has no attribute '{name}'")))
+"""
+    env = {**os.environ, "PYTHONPATH": ROOT}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    known, unknown = done.stdout.splitlines()
+    assert "from fastai.distributed: `from fastai.distributed import *` in a cell" in known and not unknown
+
+
 def test_in_a_script(tmp_path: Path) -> None:
     packages(tmp_path)
     script = tmp_path / "script.py"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,25 @@ def test_steps_do_not_wait_for_gloo(shared: Session, ratings: pd.DataFrame) -> N
         return int(len(learn.recorder.losses) > 10 * calls)
 
     assert shared.run_all(counted, ratings[:4000], imports=IMPORTS) == [1, 1]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_learning_rate_is_found(tmp_path: Path, together: bool) -> None:
+    rows = synthetic_ratings(n_users=100, n_items=50, n_ratings=2000).with_titles().to_pandas()
+
+    def find() -> tuple[float, bool, list[Path]]:
+        learn = learner(rows, 64)
+        learn.path = tmp_path
+        before = [p.clone() for p in learn.model.parameters()]
+        with learn.distrib_ctx() if together else nullcontext():
+            found = learn.lr_find(show_plot=False, num_it=20)
+        restored = all(map(torch.equal, before, learn.model.parameters()))
+        return found.valley, restored, sorted(tmp_path.rglob("_tmp*"))
+
+    with Session(2, timeout=60) as session:
+        (rate, *first), (other, *second) = session.run_all(find, imports=IMPORTS)
+    assert first == second == [True, []]
+    assert 1e-7 < rate < 10 and (rate == other or not together)
 
 
 def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None:

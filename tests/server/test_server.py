@@ -72,6 +72,28 @@ def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -
     assert in_ddp(2, imported_at_use, imports="import accelerate") == []
 
 
+def test_what_an_optimizer_imports_at_use_is_there_before_the_fork(tmp_path: Path) -> None:
+    """In a process of its own: the server of the tests may have imported it for others."""
+    script = tmp_path / "script.py"
+    script.write_text(OPTIMIZES)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+OPTIMIZES = """
+import sys
+import torch
+from nbdist import in_ddp
+
+def optimize():
+    before = set(sys.modules)
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+    return len(set(sys.modules) - before)
+
+assert in_ddp(2, optimize) == 0
+"""
+
+
 def test_a_server_killed_again_and_again_leaves_no_descriptor() -> None:
     fds = []
     for _ in range(3):
