@@ -6,9 +6,11 @@ import contextlib
 import gc
 import os
 import random
+import re
 import sys
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +24,7 @@ from . import threads
 
 #: Seconds that process groups may take to be left.
 PATIENCE_TO_LEAVE = 5.0
+_NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 
 def enter_setting(setting: Setting) -> None:
@@ -88,7 +91,10 @@ def join(world: World, fds: Sequence[int]) -> Any:
             options.setdefault("device_id", device)
     store = open_store(world.rank, world.world_size, world.rendezvous, fds)
     group_store = dist.PrefixStore("nbdist", store)
-    dist.init_process_group(world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options)
+    with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
+        dist.init_process_group(
+            world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options
+        )
     return store
 
 
@@ -98,7 +104,7 @@ def abort(peers: Sequence[Address]) -> None:
     A rank that waits in NCCL, or for a result of it, hears no signal, and does not notice that another has left.
     `peers` are the other ranks' ends of the connections to this one, at which gloo waits.
     """
-    cut_off(peers)
+    _cut_off(peers)
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     groups = {} if c10d is None else dict(c10d._world.pg_names)
     with contextlib.ExitStack() as together:
@@ -109,6 +115,14 @@ def abort(peers: Sequence[Address]) -> None:
         for group in sorted(groups, key=lambda group: groups[group], reverse=True):
             if hasattr(group, "abort"):
                 group.abort()
+
+
+def _cut_off(peers: Sequence[Address]) -> None:
+    try:
+        cut_off(peers)
+    except OSError:  # out of descriptors: those of a call that has raised may wait for the garbage collector
+        gc.collect()
+        cut_off(peers)
 
 
 def _nccl_backend() -> Any:
@@ -128,6 +142,33 @@ def _destroy_groups() -> None:
 
     abort(())  # what is still queued on the GPU will never be done
     dist.destroy_process_group()
+
+
+def tells(torch_version: str) -> bool:
+    """Whether the gloo of this torch writes to standard output that a rank has found the others."""
+    major, minor = torch_version.split(".")[:2]
+    return (2, 7) <= (int(major), int(minor)) < (2, 11)
+
+
+@contextlib.contextmanager
+def without_notice() -> Iterator[None]:
+    """Keep what gloo says of its connections out of the cell; what others write meanwhile comes at the end."""
+    try:
+        own = os.dup(1)
+    except OSError:  # closed by the user's function
+        yield
+        return
+    with tempfile.TemporaryFile(buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(own, 1)
+            os.close(own)
+            file.seek(0)
+            rest = _NOTICE.sub(b"", file.read())
+            while rest:
+                rest = rest[os.write(1, rest) :]
 
 
 class Membership:
@@ -166,7 +207,7 @@ class Membership:
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_initialized():
             return
-        cut_off(peers)
+        _cut_off(peers)
         if self._leaving is None or not self._leaving.is_alive():
             self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
             self._leaving.start()
