@@ -4,8 +4,11 @@
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
-# make multiprocess  multiprocess' own test suite over nbdist.context (METHOD=fork: over one of its own start methods)
+# make multiprocess  multiprocess' own test suite, of its source distribution, over nbdist.context (METHOD=fork: over one
+#              of its own start methods)
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
+# make gpu     everything that was written for NVIDIA GPUs, run on those that are here: tests and figures in
+#              benchmarks/results/gpu.md (on a machine without network: make gpu-wheels elsewhere, see docs/how-to/devices.md)
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
 # make clean   remove all that these commands made, .venv included (not benchmarks/results/)
@@ -27,11 +30,13 @@ BENCH_STAMP := $(BENCH)/.complete
 LOG := build/setup.log
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
+GPU_WHEELS ?=
 ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick cloudpickle multiprocess matrix bench docs checks format setup clean
+.PHONY: demo test quick cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -71,10 +76,24 @@ cloudpickle: setup
 
 METHOD ?= nbdist
 multiprocess: setup
-	@$(PY) tests/kernel/multiprocess_adapter.py $(METHOD) $(PYTEST_ARGS)
+	@mkdir -p build/multiprocess
+	@release=multiprocess-$$($(PY) -c 'import multiprocess; print(multiprocess.__version__)') && cd build/multiprocess && \
+	    { [ -d $$release ] || { PIP_CONSTRAINT= $(CURDIR)/$(PY) -m pip download --disable-pip-version-check -q --no-deps \
+	        --no-binary multiprocess $${release/-/==} && tar xzf $$release.tar.gz; }; } && \
+	    $(CURDIR)/$(PY) $(CURDIR)/tests/kernel/multiprocess_adapter.py $$release $(METHOD) $(PYTEST_ARGS)
 
 bench: $(BENCH_STAMP)
 	@$(BENCH)/bin/python -m benchmarks.launch $(BENCH_ARGS)
+
+gpu: setup
+	@$(PY) -m benchmarks.gpu $(GPU_ARGS)
+
+# What a machine needs beside a torch with CUDA and its NumPy: a few megabytes, for Python 3.12 on Linux.
+gpu-wheels: setup
+	@$(PY) -m pip download --disable-pip-version-check -q --no-deps --only-binary :all: --python-version 3.12 \
+	    --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -c constraints.txt -d build/wheels \
+	    cloudpickle psutil threadpoolctl nvidia-ml-py pytest pluggy iniconfig packaging pygments $(GPU_WHEELS)
+	@ls -s build/wheels
 
 docs: setup
 	@$(PY) notebooks/pages.py

@@ -42,7 +42,7 @@ def interpreter(version: str) -> str:
 
 def build(session: nox.Session, about: dict[str, Any]) -> None:
     """An environment with its pins and nbdist."""
-    wanted = ["-e", ".[fastai,notebook,recsys]", *SUITE["packages"].split()]
+    wanted = ["-e", ".[fastai,notebook,recsys]", *SUITE["packages"].split(), *about.get("packages", "").split()]
     if "constraints" in about:
         session.install("-c", about["constraints"], *wanted)
     elif "pins" in about:
@@ -55,7 +55,8 @@ def build(session: nox.Session, about: dict[str, Any]) -> None:
 
 def lay_over(session: nox.Session, about: dict[str, Any]) -> None:
     """An environment with its pins, and with links to all else of another one: there is no second torch."""
-    session.install("--no-deps", *about["pins"].split())
+    if "pins" in about:
+        session.install("--no-deps", *about["pins"].split())
     main = Path(about["over"]).resolve()
     [below] = main.glob("lib/python3*/site-packages")
     [above] = Path(session.virtualenv.location).resolve().glob("lib/python3*/site-packages")
@@ -96,11 +97,15 @@ def check(session: nox.Session, name: str) -> None:
     (lay_over if "over" in about else build)(session, about)
     result: dict[str, Any] = {"what": about["what"], **versions(session), "notebook": "failed"}
     arguments = session.posargs or [*about.get("tests", SUITE["tests"]), *SUITE["arguments"]]
+    environ = {"PYTHONPATH": str(Path(about["path"]).resolve())} if "path" in about else {}
     try:
-        session.run("python", "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", *arguments)
+        command = ["python", "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", *arguments]
+        session.run(*command, env=environ)
         notebook = "notebooks/01_fastai_collab.ipynb"
         folder = f"--output={RESULTS / name}"
-        session.run("python", "notebooks/execute.py", notebook, folder, env={"NBDIST_SMALL": "1"}, silent=True)
+        session.run(
+            "python", "notebooks/execute.py", notebook, folder, env={**environ, "NBDIST_SMALL": "1"}, silent=True
+        )
         result["notebook"] = "runs"
     finally:  # a session that fails is in the table, too
         if report.exists():

@@ -1,14 +1,37 @@
-"""Which device each rank of this machine works with, and where its collectives' tensors have to be."""
+"""Which device each rank of this machine works with, what it sees of the GPUs, and by what backend ranks talk."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+#: By which CUDA, and so everything that uses it, is told its GPUs: numbers, or names as `nvidia-smi -L` has them.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: torch's own choice for ranks with a GPU each: collectives of CPU tensors, and of objects, work as well.
+NCCL = "cpu:gloo,cuda:nccl"
+
+_NAME = re.compile(r"cpu|cuda:\d+|GPU-[\w-]+|MIG-[\w/-]+")
+_SUPPORTED = (
+    "ranks work on NVIDIA GPUs ('cuda'; in a list 'cuda:1', or a name of `nvidia-smi -L`, such as 'GPU-6e5f...' or "
+    "'MIG-8f1c...') and on CPUs ('cpu')"
+)
+
+
+class Place(NamedTuple):
+    """What a rank sees of the GPUs, and which of them is its own."""
+
+    visible: str | None
+    """Its CUDA_VISIBLE_DEVICES; None leaves it as it is."""
+    device: str
+    """`cpu`, or `cuda:N`, N counted among those."""
 
 
 def visible_gpus() -> int:
@@ -20,25 +43,154 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def choose_devices(nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-    """A device for each rank. Raises `ValueError` where there are not enough."""
+def gpu_names() -> list[str]:
+    """The UUIDs of this machine's GPUs, in the order of their numbers; nothing where NVML does not say."""
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        import torch
+
+        return torch.cuda._raw_device_uuid_nvml() or []
+    return []
+
+
+def choose_devices(
+    nranks: int, devices: str | Sequence[Any] | None, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """A device for each rank: `cpu`, `cuda:N` with N counted among the visible GPUs, or the name of a GPU.
+
+    `environ` are the ranks' variables. Raises `ValueError` for devices that there are not, or that do not go together.
+    """
     if devices == "cpu":
         return ["cpu"] * nranks
+    entries = _entries(environ.get(VISIBLE))
     if devices is not None and not isinstance(devices, str):
-        if len(devices) != nranks:
-            raise ValueError(f"devices={list(devices)!r} names {len(devices)} devices for {nranks} ranks")
-        return [str(device) for device in devices]
+        return _listed(nranks, devices, entries, environ)
     if devices not in (None, "cuda"):
-        raise ValueError(f"devices={devices!r}: 'cpu', 'cuda', or a list with one device for each rank")
-    gpus = visible_gpus()
+        raise ValueError(f"devices={devices!r}: {_SUPPORTED}")
+    if entries and all(entry.startswith("MIG-") for entry in entries):
+        gpus = len(entries)  # of which a process sees the first only
+    else:
+        gpus = _count(entries, environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
     if nranks > gpus:
         raise ValueError(
-            f"{nranks} ranks want a GPU each, but {gpus} GPU{'s are' if gpus != 1 else ' is'} visible. Ask for "
+            f"{nranks} ranks want a GPU each, but {_are_visible(gpus)}. Ask for "
             f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...)'
         )
     return [f"cuda:{rank}" for rank in range(nranks)]
+
+
+def _listed(
+    nranks: int, devices: Sequence[Any], entries: Sequence[str] | None, environ: Mapping[str, str]
+) -> list[str]:
+    names = [f"cuda:{one}" if type(one) is int else str(one) for one in devices]
+    if len(names) != nranks:
+        raise ValueError(f"devices={names!r} names {len(names)} devices for {nranks} ranks")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"devices={names!r}: {name!r} is not one of them: {_SUPPORTED}")
+    if len({re.split("[:-]", name)[0] for name in names}) > 1:
+        raise ValueError(f"devices={names!r}: all of one kind, CPUs, numbers of GPUs, or names of GPUs")
+    if names[0].startswith("GPU-"):
+        return [_uuid(name, entries) for name in names]
+    if names[0].startswith("MIG-"):
+        for name in names:
+            if entries is not None and name not in entries:
+                raise ValueError(f"devices={names!r}: {VISIBLE}={environ[VISIBLE]} does not let {name} be used")
+    elif names[0] != "cpu":
+        migs = entries is not None and all(entry.startswith("MIG-") for entry in entries)
+        gpus = len(entries or ()) if migs else _count(entries, environ)
+        unknown = [name for name in names if int(name[5:]) >= gpus]
+        if unknown:
+            raise ValueError(f"devices={names!r}: there is no {unknown[0]}, {_are_visible(gpus)}")
+    return names
+
+
+def _uuid(name: str, entries: Sequence[str] | None) -> str:
+    """The whole name of a GPU of which the beginning is given."""
+    known = gpu_names()
+    allowed = known
+    if entries is not None:
+        allowed = [known[int(e)] if e.isdigit() and int(e) < len(known) else e for e in entries]
+    if not allowed:  # nobody knows here: CUDA will
+        return name
+    found = [one for one in allowed if one.startswith(name)]
+    if len(found) != 1:
+        what = "is not one GPU, but the beginning of several" if found else "is no GPU that this notebook may use"
+        raise ValueError(f"devices: {name} {what}: {', '.join(allowed)}")
+    return found[0]
+
+
+def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
+    """How many GPUs ranks with this environment may use."""
+    here = environ.get(VISIBLE) == os.environ.get(VISIBLE)
+    return visible_gpus() if here or entries is None else len(entries)
+
+
+def _are_visible(gpus: int) -> str:
+    return f"{gpus} GPU{'s are' if gpus != 1 else ' is'} visible"
+
+
+def _entries(visible: str | None) -> list[str] | None:
+    """The GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first that makes no sense. None: all."""
+    if visible is None:
+        return None
+    entries: list[str] = []
+    for entry in map(str.strip, visible.split(",")):
+        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
+            break
+        entries.append(entry)
+    return entries
+
+
+def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
+    """What each rank sees, of devices that `choose_devices` gave. `visible` is the CUDA_VISIBLE_DEVICES that holds.
+
+    As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of their own among these:
+    what chooses by it chooses right. Where ranks share a GPU, and with parts of GPUs (MIG), of which CUDA shows a
+    process the first only, each rank sees nothing but its own.
+    """
+    if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved
+        return [Place("" if device == "cpu" else None, device) for device in devices]
+    own = own_gpus(devices, visible)
+    if shared(own):
+        return [Place(entry, "cuda:0") for entry in own]
+    return [Place(",".join(own), f"cuda:{number}") for number in range(len(own))]
+
+
+def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
+    """The GPU of each rank, of `choose_devices`' on this machine, as CUDA_VISIBLE_DEVICES is to name it."""
+    entries = _entries(visible)
+
+    def name(device: str) -> str:
+        if not device.startswith("cuda:"):
+            return device
+        return device[5:] if entries is None else entries[int(device[5:])]
+
+    return [name(device) for device in devices]
+
+
+def shared(devices: Sequence[str]) -> bool:
+    """Whether several ranks use one GPU, or one of its parts each."""
+    return len(set(devices)) < len(devices) or devices[0].startswith("MIG-")
+
+
+def choose_backend(devices: Sequence[str], asked: str | None, visible: str | None = None) -> tuple[str, str]:
+    """The backend of the process group, and what to say of it; `asked` is what the user wants.
+
+    Raises `ValueError` for NCCL where it cannot work.
+    """
+    gpus = devices[0] != "cpu"
+    several = gpus and len(devices) > 1 and devices[0] != "cuda" and shared(own_gpus(devices, visible))
+    if asked is not None:
+        if "nccl" in asked and not gpus:
+            raise ValueError(f"backend={asked!r}: NCCL is for ranks with GPUs, and these are CPU ranks")
+        if "nccl" in asked and several:
+            raise ValueError(f"backend={asked!r}: NCCL wants a whole GPU for each rank. Leave it out, or take 'gloo'")
+        return asked, ""
+    if several:
+        return "gloo", "ranks that share a GPU talk through gloo: NCCL wants a whole one for each"
+    return (NCCL if gpus else "gloo"), ""
 
 
 def collective_device() -> torch.device:
@@ -49,3 +201,10 @@ def collective_device() -> torch.device:
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def rank_device() -> torch.device:
+    """In a rank: its GPU, otherwise the CPU. CPU ranks see no GPU."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -27,7 +27,11 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
 
     The process has a session of its own, so that the notebook's interrupts do not reach it, and no standard input.
     """
-    path = os.pathsep.join(part or os.getcwd() for part in sys.path)
     options = {"stdin": subprocess.DEVNULL, **options}
-    environ = {**os.environ, "PYTHONPATH": path, **env}
+    environ = {**os.environ, **module_path(), **env}
     return subprocess.Popen(command(module, *arguments), env=environ, start_new_session=True, **options)
+
+
+def module_path() -> dict[str, str]:
+    """The variable that lets a fresh interpreter find modules where this one does."""
+    return {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}

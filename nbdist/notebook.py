@@ -135,6 +135,31 @@ def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) ->
     return lambda: shell.Completer.custom_matchers.remove(matcher)
 
 
+def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]]) -> Callable[[], None]:
+    """In a kernel: where a front end asks about a name (Shift-Tab), show what `inspect` finds; the way to undo it.
+
+    Args:
+        shell: The kernel's.
+        inspect: Given the cell's text, the cursor's place in it, and 0 or 1 for how much is wanted. Returns texts by
+            their MIME types; none: IPython looks in the notebook.
+    """
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return lambda: None
+    original = kernel.do_inspect
+
+    def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **options: Any) -> Any:
+        found = inspect(code, cursor_pos, detail_level)
+        if not found:
+            return original(code, cursor_pos, detail_level, *args, **options)
+        if not shell.enable_html_pager:
+            found.pop("text/html", None)
+        return {"status": "ok", "found": True, "data": found, "metadata": {}}
+
+    kernel.do_inspect = do_inspect
+    return lambda: delattr(kernel, "do_inspect")
+
+
 def show_figures() -> None:
     """In a kernel that has not plotted yet: let it show figures that were made elsewhere as it shows its own."""
     backend = "matplotlib_inline.backend_inline"

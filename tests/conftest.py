@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +20,10 @@ import psutil
 import pytest
 from jupyter_client.manager import KernelManager
 
+from nbdist.wire import rank_memory
+
+#: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
+LINUX = rank_memory.POSSIBLE
 #: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.
 NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
@@ -41,6 +46,24 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+class Deadly:
+    """Kills the process in which it is "read", or that which has it "written" there; see `die`."""
+
+    def __init__(self, when: str, moment: Path) -> None:
+        self.when, self.moment = when, moment
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.when == "written":
+            die(self.moment)
+        return die, (self.moment,)
+
+
+def die(moment: Path) -> None:
+    """Note the time, and be killed."""
+    moment.write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:
@@ -183,6 +206,7 @@ class Kernel:
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle":
                 result.seconds = time.monotonic() - begin
+                self._await_reply(message_id, timeout)
                 return result
             if kind == "execute_input":
                 result.number = content["execution_count"]
@@ -198,6 +222,11 @@ class Kernel:
             if until is not None and until(result):
                 return result
         raise TimeoutError(f"the cell is not done after {timeout} s; so far: {result}")
+
+    def _await_reply(self, message_id: str, timeout: float) -> None:
+        """ipykernel 7.0 to 7.3 may lose a request that comes while it sends a reply (ipython/ipykernel#1529)."""
+        while self.client.get_shell_msg(timeout=timeout)["parent_header"].get("msg_id") != message_id:
+            pass
 
     def run(self, code: str, timeout: float = 60.0) -> Result:
         """Run a cell to its end."""

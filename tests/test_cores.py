@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
+from conftest import LINUX
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,7 +38,7 @@ def test_a_rank_stays_on_a_node() -> None:
     assert shares(range(8), [[0, 2, 4, 6], [1, 3, 5, 7]], 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds processes to cores")
+@pytest.mark.skipif(not LINUX, reason="only Linux binds processes to cores")
 def test_bound_ranks() -> None:
     with Session(2, devices="cpu", threads="bind") as session:
         bound = session.run_all(lambda: sorted(os.sched_getaffinity(0)))

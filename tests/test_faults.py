@@ -20,6 +20,8 @@ from nbdist import RayOptions
 
 #: Seconds from failure to exception that no row may take beyond what it waits for; benchmarks/ has the real figures.
 PATIENCE = 5.0
+#: Seconds until a session has new ranks, also where the new fork server has to import torch before: a build for CUDA.
+RESTART = 30.0
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -87,7 +89,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("live"))
     try:
         kernel.ok(PRELUDE + LIVE)
-        kernel.ok("assert staying.run(sums) == 2.0")
+        # At the first print of a thread ipykernel opens a descriptor, for good.
+        assert kernel.ok("print(staying.run(sums))").text == "2.0\n"
         yield kernel
     finally:
         kernel.close()
@@ -104,7 +107,7 @@ def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
     for part in fault.shows if fault.live == fault.error else ():
         assert part in seen, seen
     again = live.ok("staying.restart()\nprint(staying.run(sums))")
-    assert again.text == "2.0\n" and again.seconds < PATIENCE
+    assert again.text == "2.0\n" and again.seconds < RESTART
     assert poll(lambda: len(ranks_of(live.pid)) == 2), ranks_of(live.pid)
     assert poll(lambda: psutil.Process(live.pid).num_fds() <= fds), "descriptors are left"
 

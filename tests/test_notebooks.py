@@ -274,6 +274,29 @@ def test_cluster(run: Run) -> None:
             assert original.partition("\nset_seed")[0] in "\n".join(own), begin
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
+def test_ten_movies(run: Run) -> None:
+    done = run("08_ten_movies")
+    assert "Synthetic ratings, NOT MovieLens" in done.text
+    # Ten each, asked by raw ids, none that the user has seen.
+    assert done.tables("movie", "chance", "title") == 3 and "seen before: 0" in done.text
+    # The next day: codes stay, new movies are recommended.
+    grown = re.findall(r"(\w+): (\d+) codes, now (\d+); those of yesterday kept: True", done.text)
+    assert [name for name, *_ in grown] == ["user", "movie", "genres"]
+    assert all(int(now) > int(before) for name, before, now in grown if name != "genres")
+    (share,) = map(float, re.findall(r"new movies among the tens of all users: ([\d.]+)%", done.text))
+    assert share > 0
+    auc, new_auc = map(float, re.findall(r"AUC of the click model ([\d.]+) yesterday, ([\d.]+) today", done.text)[0])
+    assert min(auc, new_auc) > 0.6
+    table = re.findall(r"^(\w+, .*?) +([\d.]+) +([\d.]+)$", done.result, re.MULTILINE)
+    found = {name: (float(before), float(now)) for name, before, now in table}
+    who = ("users of yesterday", "new users")
+    assert set(found) == {f"{what}, {one}" for what in ("towers", "popularity") for one in who}
+    assert min(found["towers, users of yesterday"]) > 2 * 10 / 400, "by chance it were 10 of 400 movies"
+
+
 def test_a_failing_cell_is_shown_and_what_ran_is_kept(execute: ModuleType, tmp_path: Path) -> None:
     shown: list[str] = []
     path = notebook(tmp_path, "print('before')", "1 / 0", "print('after')")

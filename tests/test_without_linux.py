@@ -12,7 +12,7 @@ import pytest
 from conftest import Kernel
 
 ROOT = Path(__file__).parent.parent
-#: What a user would miss first. The whole suite: PYTHONPATH=$PWD/tests/without_linux make quick
+#: What a user would miss first. The whole core: make matrix ENVIRONMENTS=without-linux
 CORE = ["tests/test_everyday_cells.py", "tests/wire/test_parcel.py"]
 
 

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,12 @@ def from_making_to_results(context):
     with context.Pool(2) as pool:
         assert pool.map(scaled, range(4)) == [0, 3, 6, 9]
 
-def per_item(map_one_by_one, items, repeats):
+def per_item(map_items, items):
     def action():
-        assert map_one_by_one(scaled, range(items))[-1] == scaled(items - 1)
-    return [seconds / items for seconds in timed(action, repeats)]
+        assert map_items(scaled, range(items))[-1] == scaled(items - 1)
+    begin = time.perf_counter()
+    action()
+    return (time.perf_counter() - begin) / items
 
 class Rows(torch.utils.data.Dataset):
     def __init__(self):
@@ -92,33 +94,29 @@ if __name__ == "__main__":
 
 CONTEXTS = {'nbdist.context("multiprocessing")': "standard", "nbdist.context()": "dill"}
 
-PER_ITEM = {
-    "`nbdist.context().Pool`": "per_item(lambda f, items: dill_pool.map(f, items, chunksize=1), {items}, {repeats})",
-    '`nbdist.context("multiprocessing").Pool`': (
-        "per_item(lambda f, items: standard_pool.map(f, items, chunksize=1), {items}, {repeats})"
+#: Each with an expression that maps `f` over `items`: a message for every item.
+ONE_BY_ONE = {
+    "`nbdist.context().Pool`": "dill_pool.map(f, items, chunksize=1)",
+    '`nbdist.context("multiprocessing").Pool`': "standard_pool.map(f, items, chunksize=1)",
+    "`nbdist.parallel_map`, its start included": "nbdist.parallel_map(f, items, 2, chunk=1, progress=False)",
+    "`multiprocess.Pool`, `fork`": "forked_dill.map(f, items, chunksize=1)",
+    "`multiprocessing.Pool`, `fork`": "forked.map(f, items, chunksize=1)",
+    "`concurrent.futures`, `fork`": "list(executor.map(f, items))",
+    "joblib (loky), batches of 1": "parallel(joblib.delayed(f)(i) for i in items)",
+    "ipyparallel, load balanced": "balanced.map_sync(f, items, chunksize=1)",
+}
+#: As many at once as each takes by itself, or as it is told where it takes one.
+AT_ONCE = {
+    "`nbdist.parallel_map`, its start included": "nbdist.parallel_map(f, items, 2, progress=False)",
+    "`nbdist.context().Pool`": "dill_pool.map(f, items)",
+    '`nbdist.context("multiprocessing").Pool`': "standard_pool.map(f, items)",
+    "`multiprocess.Pool`, `fork`": "forked_dill.map(f, items)",
+    "`multiprocessing.Pool`, `fork`": "forked.map(f, items)",
+    "`concurrent.futures`, `fork`, `chunksize` an eighth of a worker's": (
+        "list(executor.map(f, items, chunksize=len(items) // 16))"
     ),
-    "`nbdist.parallel_map`, its start included": (
-        "per_item(lambda f, items: nbdist.parallel_map(f, items, 2, chunk=1, progress=False), {items}, {repeats})"
-    ),
-    "`nbdist.parallel_map` with chunks of its own, its start included": (
-        "per_item(lambda f, items: nbdist.parallel_map(f, items, 2, progress=False), {items}, {repeats})"
-    ),
-    "`multiprocess.Pool`, `fork`": (
-        "per_item(lambda f, items: forked_dill.map(f, items, chunksize=1), {items}, {repeats})"
-    ),
-    "`multiprocessing.Pool`, `fork`": (
-        "per_item(lambda f, items: forked.map(f, items, chunksize=1), {items}, {repeats})"
-    ),
-    "`concurrent.futures`, `fork`": "per_item(lambda f, items: list(executor.map(f, items)), {items}, {repeats})",
-    "joblib (loky), batches of 1": (
-        "per_item(lambda f, items: parallel(joblib.delayed(f)(i) for i in items), {items}, {repeats})"
-    ),
-    "ipyparallel, load balanced": (
-        "per_item(lambda f, items: balanced.map_sync(f, items, chunksize=1), {items}, {repeats})"
-    ),
-    "ipyparallel, direct view, all items at once": (
-        "per_item(lambda f, items: view.map_sync(f, items), {items}, {repeats})"
-    ),
+    "joblib (loky), batches of its own": "free(joblib.delayed(f)(i) for i in items)",
+    "ipyparallel, direct view": "view.map_sync(f, items)",
 }
 #: What each has to have beside `COMMON` and `SETUP`; those who fork the kernel do so before there is more.
 LIVE = {
@@ -129,7 +127,8 @@ LIVE = {
         "list(executor.map(scaled, [1]))"
     ),
     "joblib": (
-        "parallel = joblib.Parallel(n_jobs=2, batch_size=1)\nparallel(joblib.delayed(scaled)(i) for i in range(4))"
+        "parallel, free = joblib.Parallel(n_jobs=2, batch_size=1), joblib.Parallel(n_jobs=2)\n"
+        "parallel(joblib.delayed(scaled)(i) for i in range(4))"
     ),
     "ipyparallel": (
         "import ipyparallel; cluster = ipyparallel.Cluster(n=2, log_level=40)\n"
@@ -202,72 +201,98 @@ def milliseconds(times: list[float], digits: int = 1) -> str:
     return f"{statistics.median(times) * 1000:.{digits}f} ms"
 
 
+def per_item_rows(kernel: Kernel, contestants: Mapping[str, str], items: int, rounds: int) -> list[str]:
+    """Rows of the time for an item, of contestants that take turns; the first is what the others are compared with."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    failures: dict[str, str] = {}
+    for number in range(rounds + 1):  # the first is to get warm
+        for name, expression in contestants.items():
+            if name in failures:
+                continue
+            try:
+                value = kernel.value(f"per_item(lambda f, items: {expression}, {items})", 60)
+            except (CellError, TimeoutError) as error:
+                failures[name] = f"fails: {type(error).__name__}: {str(error).splitlines()[-1][:80]}"
+                continue
+            times[name] += [value] if number else []
+    rows, first = [], next(iter(contestants))
+    for name, own in times.items():
+        if name in failures:
+            rows.append(f"| {name} | {failures[name]} | |")
+            continue
+        ratio = statistics.median(mine / other for mine, other in zip(own, times[first], strict=True))
+        rows.append(f"| {name} | {statistics.median(own) * 1e6:.1f} µs | {ratio:.2f} × |")
+    return rows
+
+
+def starts_and_loaders(kernel: Kernel, rounds: int, repeats: int) -> list[str]:
+    """From making a pool to its results, and a loader's first batch and throughput, in turns with clean processes."""
+    started: dict[str, list[float]] = {}
+    loaded: dict[str, list[list[float]]] = {}
+    kernel.run("from_making_to_results(standard); loading(standard)")
+    for number in range(rounds):  # in turns: what disturbs one disturbs all
+        for name, contestant in CONTEXTS.items():
+            times = kernel.value(f"timed(lambda: from_making_to_results({contestant}), {repeats})")
+            started.setdefault(f"`{name}`, in the kernel", []).extend(times)
+        loaded.setdefault('`nbdist.context("multiprocessing")`, in the kernel', []).append(
+            kernel.value("loading(standard)")
+        )
+        for method in ("fork", "spawn")[: 2 if number == 0 else 1]:
+            found = script(method, repeats if method == "fork" else 1, 1)
+            started.setdefault(f"`{method}`, in a clean process", []).extend(found["pool"])
+            loaded.setdefault(f"`{method}`, in a clean process", []).extend(found["loader"])
+    fork = statistics.median(started["`fork`, in a clean process"])
+    lines = ["| `Pool(2).map` of a function, from making the pool to its results | | |", "|---|---:|---:|"]
+    for name, times in started.items():
+        lines.append(f"| {name} | {milliseconds(times)} | {statistics.median(times) / fork:.2f} × `fork` |")
+    lines += ["", "| `DataLoader(num_workers=4)` | first batch | rows/s after it |", "|---|---:|---:|"]
+    for name, found in loaded.items():
+        rows = statistics.median(rate for _, rate in found)
+        lines.append(f"| {name} | {milliseconds([first for first, _ in found], 0)} | {rows:,.0f} |")
+    return lines
+
+
+def memory_and_deaths(kernel: Kernel, rounds: int) -> list[str]:
+    """What big data take in 8 workers, and how soon the death of a worker is known."""
+    kernel.run(MEMORY)
+    grown, private = kernel.value("grown(standard)")
+    lines = ["", f"8 workers that have read a frame of 500 MB: {grown / 1e6:.0f} MB more in all (sum of their "]
+    lines[-1] += f"proportional set sizes), {private / 1e6:.0f} MB of its own for the one that has most."
+    kernel.run(DEATHS)
+    lines += ["", "| workers killed | until `WorkerDied` |", "|---|---:|"]
+    for phase in ("idle", "in the initializer", "in a task", "while a result is sent"):
+        times = [kernel.value(f"dying({phase!r})") for _ in range(rounds)]
+        lines.append(f"| {phase} | {milliseconds([time for time in times if time is not None])} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="show that everything works")
+    parser.add_argument("--items", action="store_true", help="the time for an item alone; leaves results/ alone")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
     rounds, repeats, items = (1, 3, 200) if options.quick else (3, 7, 2000)
     lines = ["# Pools and processes", ""]
-
-    def attempt(action: Callable[[], Any], show: Callable[[Any], str]) -> str:
-        try:
-            return show(action())
-        except (CellError, RuntimeError, TimeoutError, subprocess.TimeoutExpired) as error:
-            return f"fails: {type(error).__name__}: {str(error).splitlines()[-1][:80]}"
-
     kernel = Kernel()
     try:
         kernel.run(COMMON)
         kernel.run(LIVE["ipyparallel"])
         kernel.run(SETUP)
-        started: dict[str, list[float]] = {}
-        loaded: dict[str, list[list[float]]] = {}
-        kernel.run("from_making_to_results(standard); loading(standard)")
-        for number in range(rounds):  # in turns: what disturbs one disturbs all
-            for name, contestant in CONTEXTS.items():
-                times = kernel.value(f"timed(lambda: from_making_to_results({contestant}), {repeats})")
-                started.setdefault(f"`{name}`, in the kernel", []).extend(times)
-            loaded.setdefault('`nbdist.context("multiprocessing")`, in the kernel', []).append(
-                kernel.value("loading(standard)")
-            )
-            for method in ("fork", "spawn")[: 2 if number == 0 else 1]:
-                found = script(method, repeats if method == "fork" else 1, 1)
-                started.setdefault(f"`{method}`, in a clean process", []).extend(found["pool"])
-                loaded.setdefault(f"`{method}`, in a clean process", []).extend(found["loader"])
-        fork = statistics.median(started["`fork`, in a clean process"])
-        lines += ["| `Pool(2).map` of a function, from making the pool to its results | | |", "|---|---:|---:|"]
-        for name, times in started.items():
-            lines.append(f"| {name} | {milliseconds(times)} | {statistics.median(times) / fork:.2f} × `fork` |")
-        lines += ["", "| `DataLoader(num_workers=4)` | first batch | rows/s after it |", "|---|---:|---:|"]
-        for name, found in loaded.items():
-            rows = statistics.median(rate for _, rate in found)
-            lines.append(f"| {name} | {milliseconds([first for first, _ in found], 0)} | {rows:,.0f} |")
-        kernel.run(MEMORY)
-        grown, private = kernel.value("grown(standard)")
-        lines += ["", f"8 workers that have read a frame of 500 MB: {grown / 1e6:.0f} MB more in all (sum of their "]
-        lines[-1] += f"proportional set sizes), {private / 1e6:.0f} MB of its own for the one that has most."
-        kernel.run(DEATHS)
-        lines += ["", "| workers killed | until `WorkerDied` |", "|---|---:|"]
-        for phase in ("idle", "in the initializer", "in a task", "while a result is sent"):
-            times = [kernel.value(f"dying({phase!r})") for _ in range(rounds)]
-            lines.append(f"| {phase} | {milliseconds([time for time in times if time is not None])} |")
-        lines += ["", f"| {items} items, one by one, on 2 workers: time for each | |", "|---|---:|"]
-        for name, expression in PER_ITEM.items():
-            live = next((code for key, code in LIVE.items() if name.startswith(key)), "")
-            if live and not name.startswith("ipyparallel"):
-                failure = attempt(lambda live=live: kernel.run(live), lambda _: "")
-                if failure:
-                    lines.append(f"| {name} | {failure} |")
-                    continue
-            code = expression.format(items=items, repeats=max(3, repeats // 2))
-            shown = attempt(
-                lambda code=code: kernel.value(code, 60), lambda times: f"{statistics.median(times) * 1e6:.0f} µs"
-            )
-            lines.append(f"| {name} | {shown} |")
+        if not options.items:
+            lines += [*starts_and_loaders(kernel, rounds, repeats), *memory_and_deaths(kernel, rounds)]
+        for live in dict.fromkeys(LIVE.values()):
+            if live != LIVE["ipyparallel"]:
+                kernel.run(live)
+        for title, contestants, number in (
+            (f"{items} items, one by one", ONE_BY_ONE, items),
+            (f"{100 * items} items, as many at once as each takes", AT_ONCE, 100 * items),
+        ):
+            lines += ["", f"| {title}, on 2 workers: time for each | | |", "|---|---:|---:|"]
+            lines += per_item_rows(kernel, contestants, number, rounds * 2 + 1)
     finally:
         kernel.close()
-    save("pools", [*lines, "", *conditions(PACKAGES)], keep=not (options.print or options.quick))
+    save("pools", [*lines, "", *conditions(PACKAGES)], keep=not (options.print or options.quick or options.items))
 
 
 if __name__ == "__main__":

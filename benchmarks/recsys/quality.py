@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -182,7 +183,7 @@ def main() -> None:
             text += [
                 f"## {name}",
                 "",
-                f"{likes.source.partition(': http')[0]}. Liked are ratings above 3: "
+                f"{re.split(': http| from the folder', likes.source)[0]}. Liked are ratings above 3: "
                 f"{len(likes.train):,} to train on; of each user the last one is to be found "
                 f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
                 f"({len(likes.test):,} users); the one before it chose among settings, by NDCG@{K}. The standard error "

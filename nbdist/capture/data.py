@@ -156,7 +156,14 @@ def _untyped_storage(data: Any, cuda: bool) -> Any:
     if view.nbytes < OUT_OF_BAND:  # own memory for small ones: they can be resized, and do not pin the pickle
         tensor = tensor.clone()
     storage = tensor.untyped_storage()
-    return storage.cuda() if cuda else storage
+    return storage.cuda() if cuda and torch.cuda.is_available() else storage
+
+
+def own_device() -> Any:
+    """In a rank: what a GPU of the notebook is there, its own. CPU ranks see none."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def typed_storage(untyped: Any, dtype: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from . import classes, data, reading, reducers
-from .data import OUT_OF_BAND, Storage, reduce_data, reduce_tensor, typed_storage
+from .data import OUT_OF_BAND, Storage, own_device, reduce_data, reduce_tensor, typed_storage
 from .mapped import MappedFiles
 from .names import (
     Outputs,
@@ -43,6 +43,9 @@ from .steps import (
     is_constant,
     is_definition,
 )
+
+#: Types that any reader knows, and that refer to nothing.
+_PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes])
 
 #: Of code, and of data that it refers to.
 Steps = tuple[list[Any], list[Any]]
@@ -160,7 +163,7 @@ class Pickler(cloudpickle.Pickler):
                 return typed_storage, (self._storage(obj), None)
             if type(obj) is torch.device and obj.type == "cuda":
                 # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
-                return torch.device, ("cpu",) if self._to_cpu else ("cuda",)
+                return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())
         return super().reducer_override(obj)
 
     def _number(self, obj: Any) -> None:
@@ -286,6 +289,11 @@ class Pickler(cloudpickle.Pickler):
     def _storage(self, untyped: Any) -> Storage:
         # Each access to a tensor's storage makes a new Python object: only its address tells that two are one.
         return self._storages.setdefault(untyped._cdata, Storage(untyped, self._to_cpu, self._files))
+
+
+def dumps_plain(values: list[Any]) -> memoryview | None:
+    """The pickle of a list of numbers and texts, which needs no `Pickler`; None for other lists."""
+    return memoryview(pickle.dumps(values, protocol=5)) if _PLAIN.issuperset(map(type, values)) else None
 
 
 #: What pickles call when they are read: there wherever a reader is.

@@ -33,13 +33,18 @@ def use(engine: str | RayOptions) -> None:
     _default = engine
 
 
-def resolve(engine: str | RayOptions | None, env: Mapping[str, str] | None = None) -> Engine:
-    """The engine of that name or with these options; None: the one in use. `env` are variables for its ranks."""
+def resolve(engine: str | RayOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver") -> Engine:
+    """The engine of that name or with these options; None: the one in use.
+
+    `env` are variables for its ranks, `start` is how these start: "forkserver" or "spawn".
+    """
     engine = _default if engine is None else engine
     if engine == "local":
-        return LocalEngine(env)
+        return LocalEngine(env, start)
     if engine == "ray":
         engine = RayOptions(address="auto")
+    if isinstance(engine, RayOptions) and start == "spawn":
+        raise ValueError('start="spawn" is for ranks of this machine: those of a cluster are forked on their nodes')
     if isinstance(engine, RayOptions):
         from .ray.ranks import RayEngine
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from ..wire.connections import Connection
+from ..wire.connections import Address, Connection
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.rendezvous import RendezvousAddress
@@ -109,6 +109,10 @@ class Ranks(Protocol):
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank's process, if it still lives."""
 
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        """Let a rank break off what it waits for in its process groups. `peers` are the other ranks' ends of its
+        connections to them."""
+
     def connections(self) -> list[list[Connection]]:
         """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""
 
@@ -131,6 +135,9 @@ class Engine(Protocol):
 
     def start(self, world_size: int, notice: Callable[[str], None]) -> Ranks:
         """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for."""
+
+    def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> Ranks:
+        """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""
 
     def warm(self, modules: Iterable[str]) -> None:
         """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from .. import interpreter
 from ..notebook import kernel_shell
+from ..server.driver import WITHOUT_DRIVER
 from ..wire.channel import Channel
 from ..wire.processes import blind, forget_in_children, own_pidfd
 
@@ -30,7 +31,10 @@ READ_AT_IMPORT = (
 )
 #: Those of them that hold without that: ranks size the pools of threads themselves, NCCL is asked when a process group
 #: is made, and the rest are set by libraries (scikit-learn, torch) in the notebook when these are imported or used.
-_HOLD = re.compile(r"\w+_NUM_THREADS|TORCH_NCCL_\w+|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK|TORCHINDUCTOR_CACHE_DIR")
+_HOLD = re.compile(
+    r"\w+_NUM_THREADS|TORCH_NCCL_\w+|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK|TORCHINDUCTOR_CACHE_DIR"
+    r"|PYTORCH_NVML_BASED_CUDA_CHECK"
+)
 #: Seconds after which a server that is not the first one ends when nothing uses it.
 _IDLE = 300.0
 
@@ -53,6 +57,7 @@ class ForkServer:
         self._launches = itertools.count()
         # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
         env = {**dict(variables), "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        env |= WITHOUT_DRIVER  # nor may one that has initialised CUDA
         if sys.platform == "darwin":  # or what imports have used of Objective-C ends a fork that uses it, too
             env["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"
         kind = "notebook" if _works_for_notebook or kernel_shell() is not None else "script"
@@ -100,12 +105,19 @@ class ForkServer:
 
     def stop(self) -> None:
         """Hang up, and wait for the server's end."""
+        with contextlib.suppress(OSError):
+            self.ask("folder", None)  # this process removes its own at its end
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 
 
 _works_for_notebook = False
+
+
+def remove_at_the_end(folder: str) -> None:
+    """See to it that a folder goes, even if this process is killed."""
+    with_server(lambda server: server.ask("folder", folder))
 
 
 def for_notebook(is_one: bool) -> None:

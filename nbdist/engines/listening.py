@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import select
 import selectors
 import time
 from collections.abc import Callable
@@ -56,7 +57,10 @@ class Listener:
         self._paused = [(rank, which) for rank in self._living for which in (0, 1)]  # outputs that were just read
         self._selector = selectors.DefaultSelector()
         self.watch(ranks.exits_fd, self._exits)
+        self._written = [select.poll() for _ in ranks.channels]  # asked once for each message: there may be very many
         for rank, channel in enumerate(ranks.channels):
+            for fd in ranks.outputs[rank]:
+                self._written[rank].register(fd, select.POLLIN)
             self.watch(channel, functools.partial(self._message, rank))
         self.resume()
 
@@ -97,8 +101,8 @@ class Listener:
 
     def drain(self, rank: int) -> None:
         """Pass on all that a rank has written so far."""
-        for which, fd in enumerate(self._ranks.outputs[rank]):
-            while readable(fd) and self._on_output(rank, which):
+        for fd, _ in self._written[rank].poll(0):
+            while self._on_output(rank, self._ranks.outputs[rank].index(fd)) and readable(fd):
                 pass
 
     def close(self) -> None:

@@ -16,11 +16,12 @@ from typing import Any
 
 import psutil
 
+from .. import interpreter
 from ..cores import numa_nodes, shares, usable_cores
 from ..devices import choose_devices
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
-from ..wire.connections import Connection, connections
+from ..wire.connections import Address, Connection, connections
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
@@ -39,29 +40,37 @@ class LocalEngine:
     """Starts ranks through this process's fork server, which it starts at first use and again whenever it died.
 
     `env` is what the ranks will find beside the environment of this process: a server of its own imports what they
-    need where that depends on it.
+    need where that depends on it. `start` is how ranks start: "forkserver", or "spawn", each in an interpreter of its
+    own, where nothing is imported yet.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
-        self._env = dict(env or {})
+    def __init__(self, env: Mapping[str, str] | None = None, start: str = "forkserver") -> None:
+        self._env, self._fresh = dict(env or {}), start == "spawn"
         self._modules: dict[str, None] = {}
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        return choose_devices(nranks, devices)
+        return choose_devices(nranks, devices, {**os.environ, **self._env})
 
     def start(self, world_size: int, notice: Callable[[str], None] | None = None) -> LocalRanks:
         self._tell_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:
+            if self._fresh:
+                return LocalRanks(world_size, server, {**_inherited(), **interpreter.module_path(), **self._env})
             server.preload(self._modules)  # it may be new since the last call
             return LocalRanks(world_size, server)
 
-        return with_server(start, self._variables())
+        return with_server(start, None if self._fresh else self._variables())
+
+    def start_workers(
+        self, count: int, modules: Iterable[str], notice: Callable[[str], None] | None = None
+    ) -> LocalRanks:
+        return start_workers(count, modules)
 
     def warm(self, modules: Iterable[str]) -> None:
         before = len(self._modules)
         self._modules.update(dict.fromkeys(["torch", "torch.distributed", *modules]))
-        if len(self._modules) != before:
+        if len(self._modules) != before and not self._fresh:
             self._load()
 
     def _tell_interfaces(self, notice: Callable[[str], None] | None) -> None:
@@ -104,8 +113,11 @@ class LocalRanks:
 
     patience = 0.0  # they are this machine's children: it knows at once
 
-    def __init__(self, world_size: int, server: ForkServer) -> None:
-        """All of them come from one server, which alone hears of their ends. Raises `ConnectionError` if it is lost."""
+    def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:
+        """All of them come from one server, which alone hears of their ends. Raises `ConnectionError` if it is lost.
+
+        With an `environ` they are fresh interpreters that start with it.
+        """
         self.channels: list[Channel] = []
         self.outputs: list[tuple[int, int]] = []
         self._stacks: list[socket.socket] = []  # for each rank, where it is asked for its stack
@@ -119,7 +131,7 @@ class LocalRanks:
             self._number = server.launch(world_size, self._watch.report)
             try:
                 for rank in range(world_size):
-                    self._fork(rank)
+                    self._start(rank, environ)
             except BaseException:
                 with contextlib.suppress(OSError):
                     server.ask("abandon", self._number, world_size - len(self.channels))
@@ -131,11 +143,12 @@ class LocalRanks:
             self.close()
             raise
 
-    def _fork(self, rank: int) -> None:
+    def _start(self, rank: int, environ: Mapping[str, str] | None) -> None:
         asks, answers = socket.socketpair()
         try:
             with answers, open_descriptors(pipes=2) as (channel, reads, (own, out, err)):
-                self._server.ask("fork", self._number, rank, fds=RankDescriptors(own, out, err, answers.fileno()))
+                fds = RankDescriptors(own, out, err, answers.fileno())
+                self._server.ask("fork", self._number, rank, environ, fds=fds)
         except BaseException:
             asks.close()
             raise
@@ -181,7 +194,7 @@ class LocalRanks:
         return Listener(self, **handlers)
 
     def inherited(self) -> Mapping[str, str]:
-        return {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
+        return _inherited()
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
         return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), rank_memory.POSSIBLE)
@@ -207,6 +220,10 @@ class LocalRanks:
             if not self._stacks:
                 return ""
             return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
+
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        if rank in self._watch.alive:
+            stacks.ask_to_abort(self._stacks[rank], peers)
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}
@@ -243,6 +260,11 @@ class LocalRanks:
             if not readable(self.exits_fd, max(0.0, deadline - time.monotonic())):
                 return
             self.exits()
+
+
+def _inherited() -> dict[str, str]:
+    """What of this process's environment holds in ranks of this machine."""
+    return {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
 
 
 def _private_memory(pid: int | None) -> int | None:

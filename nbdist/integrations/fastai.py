@@ -59,7 +59,7 @@ def _mend_distributed(module: types.ModuleType) -> _Originals:
     import torch
     import torch.distributed as dist
 
-    from ..devices import collective_device
+    from ..devices import collective_device, rank_device
     from ..wire.shared_collectives import SharedCollectives, open_shared_collectives
 
     core = sys.modules["fastai.torch_core"]
@@ -84,7 +84,7 @@ def _mend_distributed(module: types.ModuleType) -> _Originals:
                 parameter.requires_grad_(False)
         prepare(self)
         nonlocal shared
-        shared = open_shared_collectives() if collective_device().type == "cpu" else None
+        shared = open_shared_collectives() if rank_device().type == "cpu" else None
         if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
             self.learn.model.register_comm_hook(shared, _mean_of_gradients)
 

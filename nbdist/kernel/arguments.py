@@ -61,3 +61,10 @@ def check_output(output: Any) -> str:
     if output not in _OUTPUTS:
         raise ValueError(f"output={output!r}: one of {', '.join(map(repr, _OUTPUTS))}")
     return str(output)
+
+
+def check_start(start: Any) -> str:
+    """Raise `ValueError` for what `start=` does not take."""
+    if start not in ("forkserver", "spawn"):
+        raise ValueError(f"start={start!r}: 'forkserver', or 'spawn' for a fresh interpreter for each rank")
+    return str(start)

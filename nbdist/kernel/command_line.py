@@ -69,6 +69,8 @@ def cell_parser() -> Parser:
     parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
     parser.add_argument("--output", **_OUTPUT)
     parser.add_argument(WHOLE, dest="whole", action="store_true", help=SUPPRESS)  # of `%autoddp`
+    parser.add_argument("--profile", type=int, nargs="?", const=20, metavar="STEPS", help="show where their time goes")
+    parser.add_argument("--skip", type=int, default=3, metavar="STEPS", help="that are made before those")
     parser.add_argument("--pdb", action="store_true", help="open the debugger in a rank that raises")
     parser.add_argument("--need", default="", help="notebook variables to send first")
     parser.add_argument("--imports", default="", help="import statements to run first")

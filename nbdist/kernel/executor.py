@@ -137,7 +137,7 @@ class Executor:
             if waiting.pending:
                 stuck = sorted(waiting.pending)
                 who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
-                self._lost = f"{who} did not leave the last call"
+                self._lost = waiting.ended or f"{who} did not leave the last call"
                 self.end(grace=0.0)
             group.underway = False
             raise
@@ -165,6 +165,8 @@ class Executor:
             self._lost = "the last call was broken off"
             self.end(grace=0.0)
         if self.group is None:
+            if self.layout.notice:
+                cell.notice(self.layout.notice)
             self.group = Group(self._engine, self.layout, cell)
             self.logs = self.group.relay.logs
         return self.group
@@ -182,6 +184,17 @@ class Executor:
         group.join()  # so that the user can ask it for its rank, and the like
         group.send(rank, "debug")
         self._wait_for(group, Waiting(group, [rank], "post_mortem", keyboard=Keyboard(group, commands)))
+
+    def empty_cache(self, cell: Cell) -> None:
+        """Let the ranks, if there are any, give back memory of their GPUs that is free."""
+        if self.group is None or self._dead:
+            return
+        group = self._ready(cell)
+        group.relay.begin(cell, "rank0", 0)
+        targets = range(len(self.layout.devices))
+        for rank in targets:
+            group.send(rank, "empty_cache")
+        self._wait_for(group, Waiting(group, targets, "empty_cache"))
 
     def restart(self, cell: Cell) -> None:
         """End the ranks and start fresh ones, also after a rank has died."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..devices import VISIBLE, own_gpus, place_ranks
 from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
 from ..wire.messages import World
 from .cell import Cell
+from .gpu_errors import explain_gpu_error
 from .output import Relay
 
 #: Seconds that ranks get to leave in good order: for what they have registered with `atexit`, and their open files.
@@ -38,6 +41,14 @@ class Layout:
     seed: int | None
     seed_ranks: bool = False
     """Whether each rank adds its number to the seeds."""
+    notice: str = ""
+    """What the cell is told when ranks are started."""
+
+    def gpus(self) -> list[str]:
+        """Of each rank, as CUDA_VISIBLE_DEVICES names it; nothing for CPU ranks, and for those of a cluster."""
+        if self.devices[0] in ("cpu", "cuda"):
+            return []
+        return own_gpus(self.devices, {**os.environ, **self.env}.get(VISIBLE))
 
     def seeds(self, rank: int, seeds: Sequence[int] | None) -> Sequence[int] | None:
         """Those of one rank."""
@@ -86,11 +97,13 @@ class Group:
         environ = {**self.ranks.inherited(), **layout.env}
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
-            for rank, (device, slot) in enumerate(zip(layout.devices, self.ranks.slots, strict=True)):
+            places = place_ranks(layout.devices, environ.get(VISIBLE))
+            for rank, (place, slot) in enumerate(zip(places, self.ranks.slots, strict=True)):
                 world = World(
                     rank=rank,
                     world_size=len(layout.devices),
-                    device=device,
+                    device=place.device,
+                    visible=place.visible,
                     backend=layout.backend,
                     options=layout.options,
                     slot=slot,
@@ -135,6 +148,17 @@ class Group:
         """Send a rank a message. That it is dead is noticed when its answer is waited for."""
         with contextlib.suppress(ConnectionError):
             self.ranks.send(rank, message, **parts)
+
+    def explain_gpu_error(self, rank: int, error: BaseException) -> list[str]:
+        """What to show under a rank's exception, if it is one of CUDA's."""
+        if self._layout.devices[0] == "cpu":
+            return []
+        self.relay.drain(rank)
+        pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
+        gpus = self._layout.gpus()
+        return explain_gpu_error(
+            error, rank, self._layout.devices[rank], gpus[rank] if gpus else None, pids, self.relay.logs[rank].text()
+        )
 
     def record_death(self, exit: Exit) -> RankDied:
         """Keep in mind that a rank has died, and how."""

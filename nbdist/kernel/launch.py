@@ -13,7 +13,7 @@ from .. import engines
 from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.scattering import for_each_rank, own
-from ..devices import choose_devices
+from ..devices import choose_backend, choose_devices
 from ..engines.local import LocalEngine
 from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry
@@ -59,6 +59,7 @@ def options(
     seed_ranks: bool = False,
     settings: bool = True,
     engine: str | RayOptions | None = None,
+    start: str = "forkserver",
     hold_on_error: bool = False,
     restarts: int = 0,
 ) -> Launcher:
@@ -272,13 +273,16 @@ def _group_of_one() -> Iterator[None]:
         yield
         return
     device = choose_devices(1, None)[0]
+    if device != "cpu":  # the one that the notebook works with
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else device
     environ = dict(os.environ)
     with contextlib.closing(Rendezvous()) as rendezvous:
         world = World(
             rank=0,
             world_size=1,
             device=device,
-            backend="nccl" if device.startswith("cuda") else "gloo",
+            visible="" if device == "cpu" else None,
+            backend=choose_backend([device], None)[0],
             slot=Slot(0, 0, 1, LOOPBACK_INTERFACE, torch.get_num_threads(), ()),
             rendezvous=rendezvous.address,
             threads=torch.get_num_threads(),

@@ -10,12 +10,14 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
+from IPython.utils.tokenutil import token_at_cursor
 
 from ..errors import entry
-from ..notebook import cell_numbers, complete_alone, complete_also, label_cells
+from ..notebook import cell_numbers, complete_alone, complete_also, inspect_also, label_cells
 from ..rank import cells
 from .command_line import WHOLE, Parser, cell_parser, line_parser
 from .launch import warm
+from .profile import Profile, profiled
 from .session import Session
 
 #: Cells that begin so are the notebook's own, also under `%autoddp`.
@@ -32,6 +34,7 @@ def load(shell: Any) -> None:
     shell.input_transformers_cleanup.append(magics.send_cell)
     magics.undo = [complete_alone(shell, word, magics.complete) for word in ("%ddp", "%%ddp")]
     magics.undo.append(complete_also(shell, magics.complete_cell))
+    magics.undo.append(inspect_also(shell, magics.inspect_cell))
 
 
 def unload(shell: Any) -> None:
@@ -79,7 +82,9 @@ class DdpMagics(Magics):
         %ddp stop                                     end the ranks
 
         %%ddp [--ranks 0,2-3] [--output rank0|all|tabs|none] [--need "NAMES"] [--imports "STATEMENTS"] [--pdb]
-        code that runs in `__main__` of every rank, or of some; the value of its last expression is shown
+              [--profile [STEPS]] [--skip STEPS]
+        code that runs in `__main__` of every rank, or of some; the value of its last expression is shown, or with
+        --profile a picture of where the time of its optimizer steps went: see `Session.profile`
 
         Examples:
             >>> %load_ext nbdist
@@ -205,18 +210,18 @@ class DdpMagics(Magics):
             compile(text, cells.file_of(number), "exec", cells.FLAGS, dont_inherit=True)
         return lines
 
-    def run_cell(self, arguments: Namespace, cell: str) -> None:
+    def run_cell(self, arguments: Namespace, cell: str) -> Profile | None:
         number = max(cell_numbers().values(), default=0)  # the latest: the cell that runs
         who = "" if arguments.ranks is None else f" --ranks {','.join(map(str, arguments.ranks))}"
         self._history.append(f"# In[{number}]{who}\n{cell.rstrip()}\n")
-        self._running().call(
-            cells.run,
-            (cell, number, arguments.whole, arguments.pdb),
-            imports=arguments.imports,
-            need=arguments.need,
-            ranks=arguments.ranks,
-            output=arguments.output,
-        )
+        session = self._running()
+        options: dict[str, Any] = {name: getattr(arguments, name) for name in ("imports", "need", "ranks", "output")}
+        given = cell, number, arguments.whole, arguments.pdb
+        if arguments.profile is None:
+            session.call(cells.run, given, **options)
+            return None
+        options["ranks"] = options["ranks"] or list(range(session.nranks))
+        return profiled(session.call, cells.run, given, {}, skip=arguments.skip, steps=arguments.profile, **options)
 
     def complete_cell(self, text: str, line: str, cursor: int) -> list[str]:
         """What rank 0 offers inside a `%%ddp` cell, while the ranks have nothing else to do."""
@@ -225,6 +230,16 @@ class DdpMagics(Magics):
         if self.session is None or not self.session.idle():
             return []
         found: list[str] = self.session.call(cells.complete, (line, cursor), ranks=[0], output="none")[0]
+        return found
+
+    def inspect_cell(self, text: str, cursor: int, detail: int) -> dict[str, Any]:
+        """What rank 0 knows of the name at the cursor of a `%%ddp` cell, while the ranks have nothing else to do."""
+        if not text.startswith("%%ddp") or "\n" not in text[:cursor]:
+            return {}
+        if self.session is None or not self.session.idle():
+            return {}
+        name = token_at_cursor(text, cursor)
+        found: dict[str, Any] = self.session.call(cells.describe, (name, detail), ranks=[0], output="none")[0]
         return found
 
     def complete(self, line: str, token: str) -> list[str]:

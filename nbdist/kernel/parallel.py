@@ -11,7 +11,7 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from .. import engines
@@ -20,10 +20,10 @@ from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
 from ..capture.imports import modules_named, run_imports
 from ..capture.need import Names, main_namespace
-from ..capture.pickler import Pickler
+from ..capture.pickler import Pickler, dumps_plain
 from ..cores import usable_cores
-from ..engines.contract import Engine, Exit, Listening, Ranks
-from ..engines.local import LocalEngine, LocalRanks, start_workers
+from ..engines.contract import Exit, Listening, Ranks
+from ..engines.local import LocalEngine, LocalRanks
 from ..errors import CaptureError, RemoteTraceback, WorkerDied, text_of
 from ..wire.board import Board
 from ..wire.cache import KEPT, SentCache
@@ -110,16 +110,8 @@ def parallel_map(
             with contextlib.closing(call.parcel):
                 count = min(workers or len(usable_cores()), len(items))
                 modules = [*modules_named(block), *sorted(call.modules)]
-                ranks = _start(engine, count, modules)
+                ranks = engine.start_workers(count, modules, Cell().notice)
                 return _Map(call, items, ranks, chunk, cache, advance).run()
-
-
-def _start(engine: Engine, count: int, modules: Sequence[str]) -> Ranks:
-    """Workers: ranks that will be in no process group."""
-    if isinstance(engine, LocalEngine):
-        return start_workers(count, modules)
-    engine.warm(modules)
-    return engine.start(count, Cell().notice)
 
 
 @contextlib.contextmanager
@@ -151,7 +143,7 @@ class _Map:
     def __init__(
         self,
         call: Call,
-        items: Sequence[Any],
+        items: list[Any],
         ranks: Ranks,
         chunk: int | None,
         cache: SentCache,
@@ -228,6 +220,9 @@ class _Map:
 
     def _pack(self, chunk: _Chunk) -> Parcel:
         items = self._items[chunk.start : chunk.stop]
+        plain = dumps_plain(items)
+        if plain is not None:
+            return pack(plain, [])
 
         def write() -> Pickler:
             has = self._call.names
@@ -277,8 +272,9 @@ class _Map:
 
     def _take(self, worker: int, seconds: float, parcel: Parcel | None) -> None:
         assert parcel is not None
-        chunk = self._has[worker].popleft()
-        if self._error is not None:
+        # A worker that was interrupted before it had the function says so, and then answers for each chunk, too.
+        chunk = self._has[worker].popleft() if self._has[worker] else None
+        if chunk is None or self._error is not None:
             parcel.close()
             return
         try:

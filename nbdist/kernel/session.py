@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 import threading
@@ -17,16 +18,18 @@ from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.scattering import for_each_rank
+from ..devices import VISIBLE, choose_backend
 from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
-from .arguments import check_call, check_count, check_output, check_platform
+from .arguments import check_call, check_count, check_output, check_platform, check_start
 from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
+from .profile import Profile, profiled
 from .status import Snapshot, Status, look
 
 T = TypeVar("T")
@@ -44,11 +47,13 @@ class Session:
 
     Args:
         nranks: How many ranks, at least one.
-        backend: Of the process group, such as "gloo". None: NCCL where ranks have GPUs, gloo where they do not. A
-            mapping gives further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
+        backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
+            objects gloo beside it: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
+            further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
             collective that has waited for 60 seconds.
-        devices: "cpu", "cuda", or one device per rank (`["cuda:0", "cuda:2"]`). None: a GPU per rank where there
-            is any GPU at all, else CPUs.
+        devices: "cpu", "cuda", or one device per rank: by numbers among the visible GPUs (`["cuda:0", "cuda:2"]`) or
+            names as `nvidia-smi -L` has them (`["GPU-6e5f...", "GPU-8f1c..."]`, or "MIG-..."). Ranks
+            may share one. None: a GPU per rank where there is any GPU at all, else CPUs.
         threads: Threads per rank. None: the notebook's OMP_NUM_THREADS, or else cores divided by ranks. "bind": the
             same, and each rank is bound to its own share of the cores, on one NUMA node where that is possible.
         timeout: Seconds that a call may take before it ends with `RankTimeout`. None: any time.
@@ -70,6 +75,9 @@ class Session:
             changes of it in a rank stays until the notebook changes it.
         engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
             other. None: what `nbdist.use` said, or else this machine.
+        start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
+            "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
+            without being refused there, and for variables of `env` that any library reads while it is imported.
         hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
@@ -103,6 +111,7 @@ class Session:
         seed_ranks: bool = False,
         settings: bool = True,
         engine: str | RayOptions | None = None,
+        start: str = "forkserver",
         hold_on_error: bool = False,
         restarts: int = 0,
     ) -> None:
@@ -117,11 +126,12 @@ class Session:
             check_count(lines, least=0, name="lines")
         self._output, self._lines = check_output(output), lines
         self.nranks = nranks
-        self._engine = engines.resolve(engine, env)
+        self._engine = engines.resolve(engine, env, check_start(start))
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
-        name = options.pop("backend", None) or ("nccl" if chosen[0].startswith("cuda") else "gloo")
-        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks)
+        visible = {**os.environ, **(env or {})}.get(VISIBLE)
+        name, notice = choose_backend(chosen, options.pop("backend", None), visible)
+        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
         self._settings = settings
         self._executor = Executor(self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts)
         self._lock = futures.FairLock()
@@ -179,6 +189,54 @@ class Session:
     ) -> list[T]:
         """Like `run`, but returns the values of all ranks, or of those in `ranks`, in their order."""
         return self.call(fn, args, kwargs, imports, need, ranks=ranks, everyone=True)
+
+    @entry
+    def profile(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        ranks: Iterable[int] | None = None,
+        skip: int = 3,
+        steps: int = 20,
+        **kwargs: Any,
+    ) -> Profile:
+        """Like `run`, with torch's profiler around some of the function's optimizer steps on every rank.
+
+        A notebook shows the result as a picture of where the time went: to loaders, computing, communication, and
+        waiting for other ranks, for each rank and step. `profile.save("trace.json")` writes all ranks' traces as one
+        for Chrome or Perfetto; `profile.value` is what the function returned.
+
+        Args:
+            skip: How many steps at the beginning are left out: they make what later ones find. 0 begins with the
+                function itself, and so sees functions without an optimizer, too.
+            steps: How many are profiled after them: only these are slower, and every operator in them takes memory.
+            fn, *args, imports, need, ranks, **kwargs: As for `run`.
+
+        Raises:
+            As `run`.
+
+        Examples:
+            >>> import torch
+            >>> def train():
+            ...     weight = torch.nn.Parameter(torch.zeros(3))
+            ...     optimizer = torch.optim.SGD([weight], lr=0.1)
+            ...     for _ in range(10):
+            ...         optimizer.zero_grad()
+            ...         weight.sum().backward()
+            ...         optimizer.step()
+            ...     return float(weight.sum())
+            >>> with Session(2, devices="cpu") as session:
+            ...     profile = session.profile(train, skip=1, steps=2)
+            >>> round(profile.value, 4), len(profile.steps)
+            (-3.0, 4)
+        """
+        check_call(fn, imports, need)
+        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
+        options = {"imports": imports, "need": need}
+        return profiled(self.call, fn, args, kwargs, ranks=targets, skip=skip, steps=steps, **options)
 
     @entry
     def submit(
@@ -240,7 +298,8 @@ class Session:
         return self._executor.logs[rank].text() if self._executor.logs else ""
 
     def status(self) -> Status:
-        """A table of the ranks: process, device, state, what each runs, memory, and its last line of output.
+        """A table of the ranks: process, device, state, what each runs, memory, and its last line of output. Where
+        nvidia-ml-py is installed, the devices have their memory and load.
 
         In a notebook the table follows a running call until that is over.
         """
@@ -304,6 +363,16 @@ class Session:
         self._cancel_background()
         self._lock.in_turn(lambda: self._executor.restart(Cell()))
 
+    @entry
+    def empty_cache(self) -> None:
+        """Let the ranks give back memory of their GPUs that torch keeps for later calls, once they are idle.
+
+        What variables of the ranks refer to stays, and so does a context of some hundred megabytes for each rank, until
+        `close`.
+        """
+        self._executor.check_open()
+        self._lock.in_turn(lambda: self._executor.empty_cache(Cell()))
+
     def close(self) -> None:
         """Stop what runs in the background and end the ranks. A closed session takes no more calls.
 
@@ -331,7 +400,7 @@ class Session:
             state = "starting"
         elif state == "running" and not busy:
             state = "idle"
-        return look(state, self._executor.layout.devices, group, busy)
+        return look(state, self._executor.layout, group, busy)
 
     def _check_rank(self, rank: Any) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int):

@@ -16,6 +16,7 @@ from typing import Any
 from ..capture import messages, reading
 from ..capture.call import Call, capture_call
 from ..cores import usable_cores
+from ..engines.forkserver import remove_at_the_end
 from ..wire.cache import SentCache
 from ..wire.messages import ProcessStart
 from ..wire.processes import forget_in_children, own_pidfd
@@ -55,6 +56,9 @@ class Starter:
         """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
         role = self.roles.pop(process, None) or Role(Cell(background=True))
         trackers = self._trackers()
+        # Or each process would make its own, and leave it behind where it is killed. This one travels with the process.
+        process._config["tempdir"] = folder = importlib.import_module(f"{self.library}.util").get_temp_dir()
+        remove_at_the_end(folder)
         start = ProcessStart(
             library=self.library,
             preparation=self._preparation(process.name),

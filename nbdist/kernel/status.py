@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..capture.explain import html_table, size
+from ..gpus import GpuUse, gib
+from ..gpus import look as look_at_gpu
 from .cell import Cell
-from .group import Group
+from .group import Group, Layout
 
 _HEAD = ("rank", "pid", "device", "state", "runs", "memory", "since", "last line of output")
 #: Seconds from one look at the ranks to the next, while the table is shown.
@@ -70,8 +72,9 @@ class Status:
             cell.close()
 
 
-def look(state: str, devices: Sequence[str], group: Group | None, busy: bool) -> Snapshot:
-    """The table of a session that has this state, these devices, and this group if it runs."""
+def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapshot:
+    """The table of a session that has this state, this layout, and this group if it runs."""
+    devices = _with_use(layout)
     title = f"{len(devices)} rank{'s' if len(devices) != 1 else ''}, {state}"
     if group is None:
         return Snapshot(
@@ -94,6 +97,20 @@ def look(state: str, devices: Sequence[str], group: Group | None, busy: bool) ->
             )
         )
     return Snapshot(title, rows, busy)
+
+
+def _with_use(layout: Layout) -> list[str]:
+    """The ranks' devices, with memory and load of GPUs where these can be told."""
+    gpus = layout.gpus()
+    uses = {gpu: look_at_gpu(gpu) for gpu in set(gpus)}
+
+    def describe(device: str, use: GpuUse | None) -> str:
+        if use is None:
+            return device
+        load = "" if use.load is None else f", {use.load} %"
+        return f"{device}: {use.used / (1 << 30):.1f} of {gib(use.total)}{load}"
+
+    return [describe(device, uses[gpu]) for device, gpu in zip(layout.devices, gpus, strict=True)] or [*layout.devices]
 
 
 def duration(seconds: float) -> str:

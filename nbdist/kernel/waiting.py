@@ -30,6 +30,8 @@ GRACE_AFTER_FAILURE = 0.8
 GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
+#: Seconds after which it breaks off what they wait for in their process groups, unless one has left these before.
+GRACE_BEFORE_ABORT = 2.0
 
 #: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch, or have a
 #: progress bar, are spared a kernel that wakes up each time, on a core that they need. The first line after a pause is
@@ -38,7 +40,9 @@ OUTPUT_INTERVAL = 0.3
 
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
 _LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed", re.I
+    r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed"
+    r"|ncclRemoteError|remote process exit|NCCL communicator was aborted",
+    re.I,
 )
 
 
@@ -57,7 +61,7 @@ class Waiting:
     """One call being waited for, until each of its ranks has answered, failed, died or been given up.
 
     Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave, or
-    cannot take another call.
+    cannot take another call. `ended`, why one of these has ended after its answer, if one has.
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class Waiting:
         self.pending = set(targets)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
+        self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
+        self._grace = 0.0  # seconds that they get after that
         self._given_up = False
+        self.ended = ""
         self._patient = False  # the loss of a rank was waited for
         self._unfit: set[int] = set()  # not waited for any more, and not fit for another call
         self._answers: dict[int, Parcel | None] = {}
@@ -113,7 +120,7 @@ class Waiting:
                         if interrupted:  # a second one: no more patience
                             break
                         interrupted = True
-                        self._ask_to_leave(GRACE_AFTER_INTERRUPT)
+                        self._ask_to_leave(GRACE_AFTER_INTERRUPT, GRACE_BEFORE_ABORT)
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
@@ -169,6 +176,8 @@ class Waiting:
         if left is None or left > 0:
             listener.select(self._keyboard.soon(left))
             self._ask_user()
+        elif self._leaving and not self._aborted:
+            self._abort()
         elif self._leaving and self._cause_may_follow():
             self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
         elif self._leaving:  # they had their chance
@@ -192,8 +201,8 @@ class Waiting:
         lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
         return lost and self._ranks.patience > 0 and not self._patient
 
-    def _ask_to_leave(self, grace: float) -> None:
-        self._leaving = True
+    def _ask_to_leave(self, grace: float, before_abort: float = 0.0) -> None:
+        self._leaving, self._grace = True, grace
         self._keyboard.close()
         self._group.leave()
         with self._ranks.together():
@@ -207,11 +216,25 @@ class Waiting:
             for rank in range(len(self._ranks.pids)):
                 if rank not in self.pending:
                     self._dismiss(rank)
-        self._deadline = time.monotonic() + grace  # from here on: many ranks have many connections to be found
+            if not before_abort:
+                self._abort()
+        if not self._aborted:
+            self._deadline = time.monotonic() + before_abort
+
+    def _abort(self) -> None:
+        """Let the ranks that are left break off what they wait for in their process groups."""
+        if not self._aborted:
+            self._aborted = True
+            with self._ranks.together():
+                for rank in self.pending:
+                    self._ranks.abort(rank, self._peers[rank])
+            # From here on: many ranks have many connections to be found.
+            self._deadline = time.monotonic() + self._grace
 
     def _dismiss(self, rank: int) -> None:
         """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
         self._group.send(rank, "leave", self._peers[rank])
+        self._abort()
 
     @functools.cached_property
     def _peers(self) -> list[list[Address]]:
@@ -247,9 +270,13 @@ class Waiting:
             _, text, rendered, spare, ends = message
             if ends:
                 self._unfit.add(rank)
+                self.ended = self.ended or f"rank {rank} {ends}"
             self._group.note(rank, "raised")
             self._group.raised.append(rank)
-            self._fail(rank, rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals))
+            error = rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals)
+            if isinstance(error.__cause__, RemoteTraceback):
+                error.__cause__.hints += self._group.explain_gpu_error(rank, error)
+            self._fail(rank, error)
         else:
             self.pending.discard(rank)
             self._answers[rank] = parcel

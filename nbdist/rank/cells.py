@@ -59,6 +59,11 @@ def complete(line: str, cursor: int) -> list[str]:
     return shell.complete(line, cursor)
 
 
+def describe(name: str, detail: int) -> dict[str, Any]:
+    """What is known of one of the rank's variables, or of what they have: see `shell.inspect`."""
+    return shell.inspect(name, detail)
+
+
 def run(cell: str, number: int, whole: bool, pdb: bool) -> None:
     """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
 

@@ -61,16 +61,16 @@ class Mapper:
             shell.after_call()
 
     def _run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
-        fn, worker, note, over = self._fn, self._worker, self._board.note, self._board.over
-        note(worker, first)
+        fn, board, mine = self._fn, self._board.cells, self._worker + 1
+        board[mine] = first
         try:
             items = read(*parcel.open(), originals=self._caller.originals, keep=lambda key, namespace, name: True)
         except Unreadable as exc:
             raise explain_unreadable(exc, self._where) from exc.__cause__
         start, values = time.monotonic(), []
         for number, item in enumerate(items, first):
-            if over():
+            if board[0]:  # the call is over
                 break
-            note(worker, number)
+            board[mine] = number
             values.append(fn(item))
         return time.monotonic() - start, values

@@ -12,7 +12,7 @@ from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
-from . import cells, process, shell, streams
+from . import cells, gpu_state, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
 from .interrupts import Interrupts
@@ -58,10 +58,12 @@ class Rank:
             "join": self._join,
             "call": self._call,
             "debug": self._debug,
+            "empty_cache": self._empty_cache,
             "begin": self._mapper.begin,
             "items": self._items,
         }
         while True:
+            ends = ""  # why the rank does, after its answer
             try:
                 (request, *arguments), parcel, fds = self._channel.receive()
             except EOFError:
@@ -89,7 +91,11 @@ class Rank:
             except BaseException as exc:
                 if os.getpid() == pid:
                     self._channel.send(("raised",))  # it may take a while to tell what
-                answer = self._error(exc, ends=request == "join")
+                if request == "join":
+                    ends = "could not join the process group"
+                elif request == "call" and gpu_state.is_lost(exc):
+                    ends = "cannot use its GPU any more, after a CUDA error"
+                answer = self._error(exc, ends)
             if os.getpid() != pid:  # a process that the function forked must not answer in its place
                 return 0
             if answer is not None:
@@ -98,7 +104,7 @@ class Rank:
                 self._channel.send(message, parcel)
                 if parcel is not None:
                     parcel.close()
-                if request == "join":  # it has failed
+                if ends:
                     return 0
             del answer, parcel
 
@@ -130,6 +136,10 @@ class Rank:
         grouped = sys.modules["torch.distributed"].is_initialized()
         return self._outcomes.value(value, grouped, answers)
 
+    def _empty_cache(self, _parcel: None, _fds: list[int]) -> Answer:
+        gpu_state.empty_cache()
+        return ("done", True), None
+
     def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
         assert self._frames is not None
         self._debugger.post_mortem(self._frames)
@@ -140,7 +150,7 @@ class Rank:
         seconds, values = self._mapper.run(first, parcel)
         return self._outcomes.items(seconds, values)
 
-    def _error(self, exc: BaseException, ends: bool) -> Answer:
+    def _error(self, exc: BaseException, ends: str) -> Answer:
         tb = own_frames_dropped(exc)
         if self._keep_frames:
             self._frames = tb

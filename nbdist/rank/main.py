@@ -19,6 +19,7 @@ from ..wire.channel import Channel
 from ..wire.forking import RankDescriptors
 from . import leaving, streams
 from .loop import Rank
+from .world import abort
 
 _PR_SET_PDEATHSIG = 1
 
@@ -55,7 +56,7 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.close(fds.stdout)
         os.close(fds.stderr)
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
-        stacks.answer(fds.stacks)
+        stacks.answer(fds.stacks, abort)
         code = Rank(Channel(socket.socket(fileno=fds.channel))).serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()

@@ -16,7 +16,7 @@ from ..capture import imports
 from ..capture.data import OUT_OF_BAND
 from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
-from ..capture.pickler import Pickler
+from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
 from ..errors import NbdistError, stand_ins
 from ..wire import rank_memory
@@ -58,17 +58,20 @@ class Outcomes:
         """
         return ("done", grouped), self._pack(value, self._caller.originals, offer=True) if wanted else None
 
-    def items(self, seconds: float, values: Sequence[Any]) -> Answer:
+    def items(self, seconds: float, values: list[Any]) -> Answer:
         """The answer of a worker: what its items took, and gave."""
+        plain = dumps_plain(values)
+        if plain is not None:
+            return ("values", seconds), pack(plain, [])
         return ("values", seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
 
-    def error(self, exc: BaseException, tb: types.TracebackType | None, ends: bool) -> Answer:
+    def error(self, exc: BaseException, tb: types.TracebackType | None, ends: str) -> Answer:
         """The answer of a request that has raised. `exc` loses its traceback.
 
         Args:
             exc: What it raised.
             tb: What to show of the traceback.
-            ends: Whether the rank ends after this.
+            ends: Why the rank ends after this; empty if it does not.
         """
         spare = []
         for stand_in in stand_ins(exc):

@@ -59,6 +59,7 @@ def make() -> None:
     builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
     builtins.display = display  # type: ignore[attr-defined]
     notebook.connect_widgets(_shell, writer.message, _PARENT)
+    _shell.set_hook("show_in_pager", _page, 0)
 
 
 def enter() -> None:
@@ -74,6 +75,11 @@ def after_call() -> None:
         _shell.events.trigger("post_execute")
 
 
+def _page(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
+    """What `name?` tells goes to the cell: a rank has no pager of the front end's."""
+    print(data["text/plain"] if isinstance(data, dict) else data)
+
+
 def transform(cell: str) -> str:
     """The text of a cell as Python: with what a notebook makes of `%magic` and `!command`."""
     return cell if _shell is None else str(_shell.transform_cell(cell))
@@ -87,6 +93,16 @@ def complete(line: str, cursor: int) -> list[str]:
         # Not by Jedi, which looks into sources: variables are at hand.
         _shell.Completer.use_jedi = False
         return [str(match) for match in _shell.Completer.complete(line_buffer=line, cursor_pos=cursor)[1]]
+
+
+def inspect(name: str, detail: int) -> dict[str, Any]:
+    """What `name?` (0) or `name??` (1) shows, by MIME type; nothing for a name that is not there."""
+    if _shell is None:
+        return {}
+    try:
+        return dict(_shell.object_inspect_mime(name, detail_level=detail))
+    except KeyError:
+        return {}
 
 
 def show(value: Any) -> None:

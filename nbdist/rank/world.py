@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
+import re
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+from ..devices import VISIBLE
+from ..errors import NbdistError
 from ..wire.connections import Address, cut_off
 from ..wire.limits import allow_open_files
 from ..wire.messages import Setting, World
@@ -20,6 +26,9 @@ from . import threads
 LATE = "TORCH_GLOO_LAZY_INIT"
 #: Ranks from which on that is so unless the user says otherwise: connecting each with every other takes seconds then.
 MANY = 128
+#: Seconds that process groups may take to be left.
+PATIENCE_TO_LEAVE = 5.0
+_NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 
 def enter_setting(setting: Setting) -> None:
@@ -58,10 +67,11 @@ def environ(world: World) -> dict[str, str]:
             variables[name] = os.environ.get(name, slot.interface)
     if world.world_size >= MANY:
         variables[LATE] = os.environ.get(LATE, "1")
+    if world.visible is not None:
+        variables[VISIBLE] = world.visible
     if world.device == "cpu":
-        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told; both would choose a GPU
-        # that they see.
-        variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
+        variables["ACCELERATE_USE_CPU"] = "true"
     return variables
 
 
@@ -87,24 +97,106 @@ def join(world: World, fds: Sequence[int]) -> Any:
             options.setdefault("device_id", device)
     store = open_store(world.rank, world.world_size, world.rendezvous, fds)
     group_store = dist.PrefixStore("nbdist", store)
-    dist.init_process_group(world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options)
-    if os.environ.get(LATE, "0") != "0" and "gloo" in dist.get_backend():
-        # Connects each rank with those one, two, four and so on away, which is who most collectives speak to. A rank
-        # that waits for one with which it was never connected would not notice that this one fails.
-        dist.barrier()
+    with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
+        dist.init_process_group(
+            world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options
+        )
+        if os.environ.get(LATE, "0") != "0" and "gloo" in dist.get_backend():
+            # Connects each rank with those one, two, four and so on away, which is who most collectives speak to. A
+            # rank that waits for one with which it was never connected would not notice that this one fails.
+            dist.barrier()
     return store
+
+
+def abort(peers: Sequence[Address]) -> None:
+    """End, from any thread, what waits in a process group of this rank: it fails, or goes on without its result.
+
+    A rank that waits in NCCL, or for a result of it, hears no signal, and does not notice that another has left.
+    `peers` are the other ranks' ends of the connections to this one, at which gloo waits.
+    """
+    _cut_off(peers)
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = {} if c10d is None else dict(c10d._world.pg_names)
+    with contextlib.ExitStack() as together:
+        nccl = _nccl_backend()
+        if nccl is not None:  # communicators that are aborted one by one may wait for each other
+            nccl._group_start()  # https://github.com/pytorch/pytorch/issues/119797
+            together.callback(nccl._group_end)
+        for group in sorted(groups, key=lambda group: groups[group], reverse=True):
+            if hasattr(group, "abort"):
+                group.abort()
+
+
+def _cut_off(peers: Sequence[Address]) -> None:
+    try:
+        cut_off(peers)
+    except OSError:  # out of descriptors: those of a call that has raised may wait for the garbage collector
+        gc.collect()
+        cut_off(peers)
+
+
+def _nccl_backend() -> Any:
+    """That of the default process group; None where it has none."""
+    torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
+    if torch is None or dist is None or not dist.is_initialized() or not dist.is_nccl_available():
+        return None
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+
+
+def _destroy_groups() -> None:
+    import torch.distributed as dist
+
+    abort(())  # what is still queued on the GPU will never be done
+    dist.destroy_process_group()
+
+
+def tells(torch_version: str) -> bool:
+    """Whether the gloo of this torch writes to standard output that a rank has found the others."""
+    major, minor = torch_version.split(".")[:2]
+    return (2, 7) <= (int(major), int(minor)) < (2, 11)
+
+
+@contextlib.contextmanager
+def without_notice() -> Iterator[None]:
+    """Keep what gloo says of its connections out of the cell; what others write meanwhile comes at the end."""
+    try:
+        own = os.dup(1)
+    except OSError:  # closed by the user's function
+        yield
+        return
+    with tempfile.TemporaryFile(buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(own, 1)
+            os.close(own)
+            file.seek(0)
+            rest = _NOTICE.sub(b"", file.read())
+            while rest:
+                rest = rest[os.write(1, rest) :]
 
 
 class Membership:
     """The process group that this rank is in, and the store of it."""
 
     def __init__(self) -> None:
+        self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
         self._store: Any = None
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the group that there is, and enter that of `world`."""
         self.leave()
+        if self._leaving is not None and self._leaving.is_alive():
+            raise NbdistError(
+                f"rank {world.rank} could not leave its process group within {PATIENCE_TO_LEAVE:g} s: something in it "
+                f"does not end, such as a kernel on the GPU. The next call starts fresh ranks"
+            )
         listening = [fds.pop()] if world.rank == 0 and world.rendezvous.store_port else []
         for old, new in zip(self._fds, fds, strict=False):
             # In the place of the old ones: a store that somebody still holds must not write to some other file.
@@ -118,19 +210,18 @@ class Membership:
             os.close(fd)
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
-        """Leave the process group, so that ranks which wait for this one there fail now.
+        """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.
 
         `peers` are the other ranks' ends of the connections to this one.
         """
         dist = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_initialized():
             return
-        cut_off(peers)
-        group = dist.group.WORLD
-        if "nccl" in dist.get_backend() and hasattr(group, "abort"):
-            group.abort()  # what is still queued on the GPU will never be done
-        dist.destroy_process_group()
-        del group
+        _cut_off(peers)
+        if self._leaving is None or not self._leaving.is_alive():
+            self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
+            self._leaving.start()
+        self._leaving.join(PATIENCE_TO_LEAVE)
         self._store = None
         gc.collect()
 

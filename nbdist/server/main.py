@@ -39,3 +39,4 @@ def main(fd: str, kind: str, kernel: str, state: str = "") -> None:
         server.serve()
     finally:
         end_all()
+        server.remove_folders()

@@ -8,6 +8,8 @@ import traceback
 
 import psutil
 
+from . import driver
+
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
 #: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's
 #: `prepare` looks for DTensors.
@@ -43,13 +45,10 @@ class Preloaded:
                 traceback.print_exc()
                 self.refused.append(name)
                 continue
-            if _spoilt():
+            if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                print(
-                    f"nbdist: {refused} starts threads or CUDA when imported: ranks import it themselves",
-                    file=sys.stderr,
-                )
+                print(f"nbdist: {refused} {why} when imported: ranks import it themselves", file=sys.stderr)
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)
@@ -68,7 +67,8 @@ def _imported_at_use(modules: list[str]) -> list[str]:
     ]
 
 
-def _spoilt() -> bool:
-    """Whether a fork of this process would be unsafe."""
-    torch = sys.modules.get("torch")
-    return psutil.Process().num_threads() > 1 or (torch is not None and torch.cuda.is_initialized())
+def _spoilt() -> str:
+    """What keeps this process from being forked; empty where nothing does."""
+    if psutil.Process().num_threads() > 1:
+        return "starts threads"
+    return "initialises CUDA" if driver.initialised() else ""

@@ -14,17 +14,20 @@ import json
 import math
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from ..interpreter import command
+from ..rank import fresh
 from ..rank.main import main as rank_main
 from ..rank.threads import find_pools
-from ..wire.channel import Channel, LostDescriptors
+from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
 from .memory import gather, huge_pages
 from .orphans import end_leftovers
@@ -57,6 +60,7 @@ class Server:
         self._launches: dict[int, Launch] = {}
         self._preloaded = Preloaded()
         self._idle = IDLE
+        self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nobody else removes them
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
@@ -85,6 +89,7 @@ class Server:
                 if not ready and self._scattered:
                     gather(self._scattered.pop())
                 elif not ready and self._retire():
+                    self._folders = []  # the notebook lives, and uses them
                     return
                 if wake_read in ready:
                     with contextlib.suppress(BlockingIOError):
@@ -111,6 +116,7 @@ class Server:
         requests: dict[str, Any] = {
             "preload": self.preload,
             "idle": self._stay,
+            "folder": self._watch_folder,
             "launch": self._launch,
             "abandon": self._abandon,
             "fork": self._fork,
@@ -122,7 +128,7 @@ class Server:
             return False
         except LostDescriptors as lost:
             if lost.message[0] == "fork":
-                _, number, rank = lost.message
+                _, number, rank, _ = lost.message
                 self._refuse(number, rank, errno.EMFILE)
         except Exception:
             traceback.print_exc()
@@ -138,6 +144,16 @@ class Server:
 
     def _stay(self, seconds: float) -> None:
         self._idle = seconds
+
+    def _watch_folder(self, folder: str | None) -> None:
+        """Remove a folder if the notebook is killed. None: it ends in good order, and removes its own itself."""
+        self._folders = list(dict.fromkeys([*self._folders, folder])) if folder is not None else []
+
+    def remove_folders(self) -> None:
+        """Remove the notebook's temporary files, once it has ended."""
+        if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
+            for folder in self._folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
@@ -155,13 +171,14 @@ class Server:
         for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
             if fd >= 0:
                 os.set_inheritable(fd, True)
-        state = json.dumps([self._ranks, launches, modules, self._preloaded.refused, sys.path, self._idle])
+        refused, folders = self._preloaded.refused, self._folders
+        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, folders])
         arguments = str(self._control.fileno()), self._kind, str(self._kernel), state
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
-        ranks, launches, modules, self._preloaded.refused, path, self._idle = json.loads(state)
+        ranks, launches, modules, self._preloaded.refused, path, self._idle, self._folders = json.loads(state)
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
         self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
         for launch in self._launches.values():
@@ -188,7 +205,8 @@ class Server:
             os.close(launch.report)
             del self._launches[number]
 
-    def _fork(self, number: int, rank: int, *fds: int) -> None:
+    def _fork(self, number: int, rank: int, environ: Mapping[str, str] | None, *fds: int) -> None:
+        """Start a rank: a fork of this process, or with an `environ`, a fresh interpreter that has it."""
         server = os.getpid()
         try:
             if number not in self._launches:  # there was no descriptor for it
@@ -197,6 +215,8 @@ class Server:
         except OSError as exc:
             self._refuse(number, rank, exc.errno or errno.EAGAIN)
         else:
+            if pid == 0 and environ is not None:
+                self._become_fresh(server, RankDescriptors(*fds), environ)
             if pid == 0:
                 reports = [launch.report for launch in self._launches.values()]
                 rank_main(server, RankDescriptors(*fds), [*self._private_fds, *reports])
@@ -205,6 +225,14 @@ class Server:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _become_fresh(self, server: int, fds: RankDescriptors, environ: Mapping[str, str]) -> NoReturn:
+        try:
+            fresh.execute(server, self._kind, fds, environ)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
     def _refuse(self, number: int, rank: int, why: int) -> None:
         """Report that a rank cannot be started."""

@@ -30,7 +30,7 @@ class World:
     rank: int
     world_size: int
     device: str
-    """`cpu` or `cuda:N`, N counted among the visible GPUs; `cuda` is that of the rank's number on its node."""
+    """`cpu` or `cuda:N`, N counted among the GPUs that it sees; `cuda` is that of the rank's number on its node."""
     backend: str
     slot: Slot
     rendezvous: RendezvousAddress
@@ -38,6 +38,8 @@ class World:
     """Threads for the kernels of torch and BLAS."""
     cores: Sequence[int] | None = None
     """The cores that the rank is bound to; None leaves it all of them."""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES; None leaves it as it is."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
 

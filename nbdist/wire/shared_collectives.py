@@ -62,9 +62,10 @@ class SharedCollectives:
 
     def mean_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Put the mean over all ranks, the same bits on each, into a contiguous `tensor` of floats. Returns it."""
-        for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
-            with self._exchanged(part) as parts:
-                torch.sum(parts, 0, out=part)
+        with _noted("nbdist:mean"):
+            for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
+                with self._exchanged(part) as parts:
+                    torch.sum(parts, 0, out=part)
         return tensor.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -72,9 +73,10 @@ class SharedCollectives:
         flat = tensor.reshape(-1)
         gathered = flat.new_empty(self._size, len(flat))
         width = _PIECE // tensor.element_size()
-        for part, whole in zip(flat.split(width), gathered.split(width, 1), strict=True):
-            with self._exchanged(part) as parts:
-                whole.copy_(parts)
+        with _noted("nbdist:gather"):
+            for part, whole in zip(flat.split(width), gathered.split(width, 1), strict=True):
+                with self._exchanged(part) as parts:
+                    whole.copy_(parts)
         return [one.view(tensor.shape) for one in gathered]
 
     @contextlib.contextmanager
@@ -157,6 +159,12 @@ def _open(offer: _Offer, file: _File, flags: int, machine: str) -> int:
         os.close(fd)
         raise OSError("another file: the processes do not see each other")
     return fd
+
+
+def _noted(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Lets a profiler, where there is one, see what is done in the block."""
+    profiled = torch.autograd.profiler._is_profiler_enabled
+    return torch.profiler.record_function(name) if profiled else contextlib.nullcontext()
 
 
 def _close(fds: list[int]) -> None:

@@ -1,4 +1,5 @@
-"""Asking a rank for the Python stack of its main thread, whatever it does meanwhile: both ends of that.
+"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, and breaks off what it
+waits for in a process group. Both ends of that.
 
 `faulthandler` alone would do, at any moment, but it reads frames that a thread is just changing, and a rank that is
 busy in Python code may die of that (python/cpython#116008; with 3.13 some asking is enough). So a thread of the rank's
@@ -11,17 +12,22 @@ from __future__ import annotations
 import _thread
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from .channel import readable
+from .connections import Address
 from .forking import STACK_SIGNAL
 
+#: What is no question, but asks to abort: then the size of a list of addresses, and the list.
+_ABORT = b"\0"
+_SIZE = struct.Struct("<I")
 #: A zero, which no text has; the number of the question; the length of the text that follows.
 _ANSWER = struct.Struct("<ccI")
 #: Seconds without an answer after which C code must have the GIL: a thread gets it from Python code in milliseconds,
@@ -80,20 +86,46 @@ def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
     return answers, written
 
 
-def answer(fd: int) -> None:
-    """In a rank's main thread: from now on, answer at `fd`."""
+def ask_to_abort(sock: socket.socket, peers: Sequence[Address]) -> None:
+    """In the kernel: let a rank break off what it waits for in its process groups.
+
+    Args:
+        sock: The kernel's end of the socket at which the rank answers.
+        peers: The other ranks' ends of the rank's connections to them.
+    """
+    addresses = json.dumps(peers).encode()
+    with contextlib.suppress(OSError):  # it is gone, or has not read what it was asked before
+        sock.send(_ABORT + _SIZE.pack(len(addresses)) + addresses)
+
+
+def answer(fd: int, abort: Callable[[Sequence[Address]], None]) -> None:
+    """In a rank's main thread: from now on, answer at `fd`, and `abort` when asked to, in a thread."""
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
-    _thread.start_new_thread(_serve, (fd, _thread.get_ident()))
+    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), abort))
 
 
-def _serve(fd: int, main: int) -> None:
+def _serve(fd: int, main: int, abort: Callable[[Sequence[Address]], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
         while question := os.read(fd, 1):
+            if question == _ABORT:
+                peers = json.loads(_read(fd, *_SIZE.unpack(_read(fd, _SIZE.size))))
+                # In a thread of its own: a communicator may take its time, and stacks are still asked for.
+                _thread.start_new_thread(abort, ([tuple(peer) for peer in peers],))
+                continue
             text = _written(sys._current_frames().get(main)).encode(errors="backslashreplace")
             data = _ANSWER.pack(b"\0", question, len(text)) + text
             while data:
                 data = data[os.write(fd, data) :]
+
+
+def _read(fd: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (part := os.read(fd, size - len(data))):
+            raise OSError("the kernel is gone")
+        data += part
+    return data
 
 
 def _written(frame: FrameType | None) -> str:

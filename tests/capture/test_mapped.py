@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from conftest import LINUX
 
 from nbdist import NbdistError, Session
 from nbdist.capture.call import capture_call
 from nbdist.wire.cache import SentCache
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="where data lie is read from /proc")
+pytestmark = pytest.mark.skipif(not LINUX, reason="where data lie is read from /proc")
 
 ROWS = 3 << 20  # of eight bytes: more than is worth a look
 

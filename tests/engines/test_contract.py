@@ -265,7 +265,7 @@ def test_an_exception_leaves_ranks_and_state(session: Session, fn: Callable[[], 
         begin = time.monotonic()
         with pytest.raises(ValueError, match="boom") as caught:
             session.run(fn)
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60  # DDP may have to be imported; gloo itself gives up after half an hour
         assert "# the culprit" in str(caught.value.__cause__) and "on rank" in str(caught.value.__cause__)
         assert session.run(sums) == 2.0
     assert [kept[:2] for kept in session.run_all(remember, 2)] == before

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from conftest import Kernel
 
 from nbdist import NbdistError, RayOptions, Session, in_ddp
 from nbdist.engines import forkserver
@@ -88,3 +89,41 @@ def test_a_ray_without_tokens_is_not_started(version: str, monkeypatch: pytest.M
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} knows no tokens"):
         session.run(os.getpid)
+
+
+OWN_VARIABLE = """
+import os
+seen = os.environ.get("READ_AT_IMPORT"), os.environ["LOCAL_RANK"]
+"""
+
+
+@pytest.mark.slow
+def test_fresh_interpreters_have_all_variables_before_any_import(kernel: Kernel) -> None:
+    """What a library reads when it is imported comes too late for the fork server, unless it is known to be read."""
+    (kernel.cwd / "reads_variables.py").write_text(OWN_VARIABLE)
+    kernel.ok("""
+import os, sys
+import torch, torch.distributed as dist
+from nbdist import RankDied, Session, in_ddp
+def look():
+    import reads_variables
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item(), *reads_variables.seen, sys.flags.hash_randomization, hash("nbdist"), os.getppid()
+fresh = Session(2, start="spawn", env={"READ_AT_IMPORT": "yes", "PYTHONHASHSEED": "7"})
+first, second = fresh.run_all(look)
+assert first[:4] == (2.0, "yes", "0", 1) and second[:4] == (2.0, "yes", "1", 1), (first, second)
+assert first[4] == second[4], "the seed of hashes is read when Python starts"
+assert first[5] == in_ddp(1, os.getppid), "they are the server's children, which ends what they leave"
+""")
+    assert kernel.ok("fresh.run(display, 3)").text == "3\n", "they look like the notebook"
+    died = kernel.run("fresh.run(os._exit, 3)")
+    assert died.error == "RankDied" and "exit code 3" in died.message
+    kernel.ok("fresh.restart()\nassert fresh.run(look)[0] == 2.0\nfresh.close()")
+
+
+def test_ways_to_start_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match="start='fork': 'forkserver', or 'spawn'"):
+        Session(1, start="fork")
+    with pytest.raises(ValueError, match='start="spawn" is for ranks of this machine'):
+        Session(1, engine=RayOptions(), start="spawn")

@@ -1,7 +1,8 @@
-"""multiprocess' own test suite, run over our context: `python tests/kernel/multiprocess_adapter.py [METHOD]`.
+"""multiprocess' own test suite, run over our context: `python tests/kernel/multiprocess_adapter.py FOLDER [METHOD]`.
 
-The suite is the one that is installed with multiprocess. It is run as the library runs it for its own start methods:
-with METHOD, "nbdist" or one of those, as the start method of everything in it.
+FOLDER holds the unpacked source distribution of the release that is installed (`make multiprocess` fetches it); library
+and suite are taken from there. The suite is run in one piece, as the library runs it for its own start methods: with
+METHOD, "nbdist" or one of those, as the start method of everything in it. It fails, too, if files are left behind.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import multiprocess.tests
 
 import nbdist
 
+assert multiprocess.tests.__file__.startswith({release!r}), multiprocess.tests.__file__
 nbdist.context("multiprocess")
 multiprocess.tests.install_tests_in_module_dict(globals(), {method!r})
 """
@@ -40,16 +42,19 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def main(method: str = "nbdist", *arguments: str) -> int:
-    here = Path(__file__).resolve()
-    with tempfile.TemporaryDirectory() as folder:
-        suite = Path(folder) / "test_suite.py"
-        suite.write_text(SUITE.format(method=method))
-        path = os.pathsep.join([folder, str(here.parent), str(here.parents[2])])
-        env = {**os.environ, "PYTHONPATH": path, "NBDIST_SUITE_METHOD": method}
+def main(folder: str, method: str = "nbdist", *arguments: str) -> int:
+    here, release = Path(__file__).resolve(), Path(folder).resolve() / "py{}.{}".format(*sys.version_info)
+    with tempfile.TemporaryDirectory() as suite, tempfile.TemporaryDirectory(prefix="mp", dir="/tmp") as temporary:
+        (Path(suite) / "test_suite.py").write_text(SUITE.format(method=method, release=str(release)))
+        path = os.pathsep.join([str(release), suite, str(here.parent), str(here.parents[2])])
+        env = {**os.environ, "PYTHONPATH": path, "TMPDIR": temporary, "NBDIST_SUITE_METHOD": method}
         command = [sys.executable, "-m", "pytest", "-p", "multiprocess_adapter", "-p", "no:cacheprovider"]
-        options = ["-c", os.devnull, "--rootdir", folder, "-q", "-rfE", "--timeout", "90", "-W", "ignore"]
-        return subprocess.call([*command, *options, "test_suite.py", *arguments], cwd=folder, env=env)
+        options = ["-c", os.devnull, "--rootdir", suite, "-q", "-rfE", "--timeout", "90", "-W", "ignore"]
+        status = subprocess.call([*command, *options, "test_suite.py", *arguments], cwd=suite, env=env)
+        left = sorted(str(path.relative_to(temporary)) for path in Path(temporary).rglob("*"))
+    if left:
+        print(f"left behind in the folder for temporary files: {left}")
+    return status or bool(left)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import concurrent.futures.process
+import functools
 import gc
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import Cell, Kernel, living, open_fds, poll
+from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
@@ -339,38 +341,43 @@ def test_lost_worker(ctx: Any, how: str, call: str) -> None:
     assert poll(lambda: open_fds() <= fds + 3), "but for the library's tracker, and the interrupts' pipe"
 
 
-PHASES = ["idle, holding the lock", "in a task", "while a result is sent", "in the initializer"]
+PHASES = ["starting", "in the initializer", "idle, holding the lock", "in a task", "while a result is sent", "closing"]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_worker_killed_in_each_phase(ctx: Any, phase: str) -> None:
+def test_worker_killed_in_each_phase(ctx: Any, phase: str, tmp_path: Path) -> None:
+    moment = tmp_path / "moment"
+
     def work(i: int) -> Any:
-        if phase == "in a task":
+        if phase in ("in a task", "closing"):
             time.sleep(60)
         return b"x" * 50_000_000 if phase == "while a result is sent" else i
 
-    def begin() -> None:
+    def begin(*args: Any) -> None:
         if phase == "in the initializer":
             time.sleep(60)
 
-    with ctx.Pool(2, begin) as pool:
-        workers = [psutil.Process(worker.pid) for worker in pool._pool]
+    with ctx.Pool(2, begin, (Deadly("read", moment),) if phase == "starting" else ()) as pool:
+        workers = [] if phase == "starting" else list(pool._pool)
         if phase == "while a result is sent":
             pool._outqueue._wlock.acquire()  # so that they are at it, and stay there
-        result = pool.map_async(work, range(4), chunksize=1)
+        call = functools.partial(pool.map, work, range(4))
         if phase == "idle, holding the lock":
-            assert result.get(10) == [0, 1, 2, 3]
-        time.sleep(0.3)
+            assert call() == [0, 1, 2, 3]
+        elif phase != "starting":
+            call = pool.map_async(work, range(4), chunksize=1).get
+        if phase == "closing":
+            pool.close()
+        time.sleep(0.3 if workers else 0.0)
         for worker in workers[: 1 if phase != "idle, holding the lock" else 2]:
-            worker.kill()
-        start = time.monotonic()
+            moment.write_text(str(time.monotonic()))
+            os.kill(worker.pid, signal.SIGKILL)  # not by the library, which would know
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            if phase == "idle, holding the lock":
-                pool.map(work, range(4))
-            else:
-                result.get(20)
-        assert time.monotonic() - start < 5
-        assert poll(lambda: not living(workers), 5)
+            call()
+        assert time.monotonic() - float(moment.read_text()) < 1
+        if phase == "closing":
+            pool.join()
+        assert poll(lambda: not any(worker.is_alive() for worker in workers), 5)
 
 
 def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -407,6 +414,25 @@ def test_random_numbers(ctx: Any) -> None:
     assert first[0] != second[0] and first[1] != second[1]
     assert state[:2] == (random.getstate(), np.random.get_state()[2]), "the notebook's own is as it was"
     assert torch.equal(state[2], torch.get_rng_state())
+
+
+def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Any) -> None:
+    """Whoever is killed: the libraries' sockets lie there."""
+    script = """
+        import multiprocessing.util, os, signal, nbdist
+        ctx = nbdist.context("multiprocessing")
+        manager = ctx.Manager()
+        with ctx.Pool(1) as pool:
+            folders = {multiprocessing.util.get_temp_dir(), pool.apply(lambda: multiprocessing.util.get_temp_dir())}
+        print(len(folders), os.listdir(os.environ["TMPDIR"]) == [os.path.basename(*folders)])
+        os.kill(manager._process.pid, signal.SIGKILL)
+    """
+    for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
+        command = [sys.executable, "-c", f"{dedent(script)}\n{end}"]
+        env = {**os.environ, "TMPDIR": str(tmp_path)}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert "1 True" in done.stdout, done
+        assert poll(lambda: not list(tmp_path.iterdir())), list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------------- those who take a context
@@ -564,6 +590,37 @@ def test_after_threads_in_the_kernel(cell: Cell) -> None:
     cell("import torch; torch.set_num_threads(2); a = torch.ones(1000, 1000); a @ a")
     text = cell("with ctx.Pool(2) as pool: print(pool.map(lambda i: float((a @ a)[0, 0]) + i, range(2)))").text
     assert "[1000.0, 1001.0]" in text
+
+
+def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
+    """Without a GPU, as far as that goes: what torch knows of a live CUDA is set, a fork would be a bad one, as torch
+    calls it, and a thread holds a lock that a fork would find locked for ever, as those of CUDA's driver do."""
+    cell(POOL)
+    cell("""
+        import threading, torch
+        torch.cuda._initialized = True
+        os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork", lambda: True))
+        driver = threading.Lock()
+        threading.Thread(target=lambda: driver.acquire() and time.sleep(600), daemon=True).start()
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                locked = "driver" in globals()
+                return torch.tensor([torch.cuda._is_in_bad_fork(), torch.cuda._initialized, locked, os.getpid()])
+
+        if (child := os.fork()) == 0:
+            os._exit(torch.cuda._is_in_bad_fork() + 2 * torch.cuda._initialized + 4 * driver.locked())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "so it is in a fork of the kernel"
+    """)
+    text = cell("""
+        ctx = nbdist.context("multiprocessing")
+        batches = list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=ctx))
+        print([batch[0, :3].tolist() for batch in batches], len({int(batch[0, 3]) for batch in batches}))
+        print(nbdist.parallel_map(lambda i: torch.cuda._is_in_bad_fork(), range(2), progress=False))
+    """).text
+    assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
 
 
 def test_script_ends_with_its_processes(tmp_path: Any) -> None:

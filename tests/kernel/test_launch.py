@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import left_in_shared_memory, open_fds, poll, ranks_of, shared_memory_names
+from conftest import LINUX, left_in_shared_memory, open_fds, poll, ranks_of, shared_memory_names
 
 from nbdist import CaptureError, RankDied, Session, devices, in_ddp, warm
 from nbdist.cores import usable_cores
@@ -206,7 +206,7 @@ def at_the_store() -> int:
     return sum(int(os.environ["MASTER_PORT"]) in [place.port for place in pair if place] for pair in ports)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a file can be opened by its descriptor on Linux only")
+@pytest.mark.skipif(not LINUX, reason="a file can be opened by its descriptor on Linux only")
 def test_ranks_meet_without_tcp_and_so_without_looking_up_names(session: Session) -> None:
     assert session.run_all(at_the_store) == [0, 0]
 
@@ -386,7 +386,7 @@ def test_a_rank_that_is_killed() -> None:
         begin = time.monotonic()
         with pytest.raises(RankDied, match=r"rank 1.*SIGKILL") as caught:
             own.run(fail_on_rank_1, kill_itself)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 10
         died = caught.value
         assert (died.rank, died.pid, died.status) == (1, pid, -signal.SIGKILL)
         assert "last words" in died.output and "last words" in str(died)

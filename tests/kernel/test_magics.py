@@ -148,6 +148,21 @@ def test_who_and_history(notebook: Kernel) -> None:
     assert history.rstrip().endswith("--ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
 
 
+def test_inspection_from_the_ranks(notebook: Kernel) -> None:
+    notebook.ok('%%ddp\ndef only_there(amount):\n    """Tells how much."""')
+
+    def told(text: str) -> str | None:
+        reply = notebook.client.inspect(text, len(text), reply=True, timeout=30)["content"]
+        return reply["data"].get("text/plain", "") if reply["found"] else None
+
+    assert "Tells how much." in str(told("%%ddp\nonly_there"))
+    assert "amount" in str(told("%%ddp --ranks 1\nx = only_there("))
+    assert told("only_there") is None, "the notebook has no such name"
+    assert "Return the absolute value" in str(told("%%ddp\nabs")) and told("%%ddp\nnowhere") is None
+    assert "Ranks that stay" in str(told("%%ddp"))
+    assert "Tells how much." in notebook.ok("%%ddp\nonly_there?").text
+
+
 @pytest.mark.skipif(not hasattr(completer, "context_matcher"), reason="IPython before 8.6 cannot be given a matcher")
 def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
     notebook.ok("%%ddp\nonly_in_ranks = {'a': 1}.keys()")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from conftest import Cell, Kernel, open_fds, poll, ranks_of
+from conftest import Cell, Deadly, Kernel, die, open_fds, poll, ranks_of
 
 import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
+from nbdist.engines.ray import process
 
 
 class Point:
@@ -83,6 +87,7 @@ def test_first_exception() -> None:
             raise Mine(f"no {i}")
         return i
 
+    parallel_map(abs, [1], progress=False)  # the server is there now
     begin = time.monotonic()
     with pytest.raises(Mine, match="no 13") as caught:
         parallel_map(work, range(1000), 2, progress=False)
@@ -110,6 +115,82 @@ def test_lost_worker(end: Callable[[], Any], status: int, chunk: int) -> None:
     assert time.monotonic() - begin < 5
     assert caught.value.status == status and "last words" in str(caught.value)
     assert parallel_map(abs, [-1], progress=False) == [1]
+
+
+@pytest.mark.parametrize("phase", ["starting", "reading an item", "in a task", "sending its result", "idle"])
+def test_worker_killed_in_each_phase(phase: str, tmp_path: Path) -> None:
+    moment = tmp_path / "moment"
+    deadly = Deadly("read", moment)
+    phases: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+        "starting": (lambda i: (deadly, i), [1, 2]),
+        "reading an item": (lambda item: item, [1, deadly]),
+        "in a task": (lambda i: die(moment) if i else time.sleep(60), [0, 1]),
+        "sending its result": (lambda i: Deadly("written", moment) if i else time.sleep(60), [0, 1]),
+        "idle": (lambda i: (tmp_path / str(i)).write_text(str(os.getpid())) if i else time.sleep(60), [0, 1]),
+    }
+
+    def kill_idle() -> None:
+        assert poll(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
+        time.sleep(0.2)
+        moment.write_text(str(time.monotonic()))
+        os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
+
+    if phase == "idle":
+        threading.Thread(target=kill_idle).start()
+    fn, items = phases[phase]
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        parallel_map(fn, items, 2, progress=False)
+    assert time.monotonic() - float(moment.read_text()) < 1
+
+
+def test_worker_killed_at_its_end() -> None:
+    """All values are there: the call is as good as over."""
+
+    def work(i: int) -> int:
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+        return i
+
+    begin = time.monotonic()
+    assert parallel_map(work, range(4), 2, progress=False) == [0, 1, 2, 3]
+    assert time.monotonic() - begin < 5
+
+
+class SlowToRead:
+    """Takes a minute in the first process that reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SlowToRead.read, (self.folder,)
+
+    @staticmethod
+    def read(folder: Path) -> None:
+        try:
+            (folder / "reads").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(60)
+
+
+def test_stopped_before_a_worker_has_the_function(tmp_path: Path) -> None:
+    slow = SlowToRead(tmp_path)
+
+    def work(i: int) -> Any:
+        (tmp_path / "works").touch()
+        try:
+            time.sleep(60)
+        finally:
+            time.sleep(1)  # so that the other's answers come first
+        return slow
+
+    def stop() -> None:
+        poll(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(work, range(8), 2, chunk=1, progress=False)
 
 
 def test_sys_exit_is_an_exception() -> None:
@@ -218,29 +299,51 @@ def test_fastcore_parallel(cell: Cell) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     scale, table = 10, np.arange(1_000_000)
 
-    def scaled(i: int) -> tuple[int, str]:
+    def scaled(i: int) -> tuple[int, float, np.ndarray[Any, Any]]:
         print("item", i)
-        return scale * int(table[i]), os.environ.get("RAY_JOB_ID", "") and "ray"
+        table[0] = i  # it is this worker's own
+        return scale * int(table[i]) if i else 0, random.random(), table[i : i + 500_000]
 
     def failing(i: int) -> None:
         raise KeyError(f"no {i}")
 
-    nbdist.use(nbdist.RayOptions(address=ray_cluster.address, linger=0.0))
+    def slow(i: int) -> None:
+        try:
+            (tmp_path / f"begun {i}").touch()
+            time.sleep(60)
+        finally:
+            (tmp_path / f"cleaned up {i}").touch()
+
+    def stop() -> None:
+        poll(lambda: len(list(tmp_path.glob("begun*"))) == 2, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    # Each node has room for one: the third worker's tasks wait for those of the others.
+    nbdist.use(nbdist.RayOptions(address=ray_cluster.address, cpus=3))
     try:
         with pytest.raises(ValueError, match="say how many"):
             parallel_map(scaled, range(8), progress=False)
-        values = parallel_map(scaled, range(8), 2, progress=False)
-        assert [value for value, _ in values] == [10 * i for i in range(8)]
-        assert sorted(capfd.readouterr().out.split("item ")[1:]) == [f"{i}\n" for i in range(8)]
-        with pytest.raises(KeyError, match="no 0") as caught:
-            parallel_map(failing, range(2), 1, chunk=1, progress=False)
-        assert "at item 0" in str(caught.value.__cause__)
+        values = parallel_map(scaled, range(12), 3, chunk=2, progress=False)
+        assert [value for value, _, _ in values] == [10 * i for i in range(12)]
+        assert len({number for _, number, _ in values}) == 12, "no two workers draw the same numbers"
+        assert all(part[1] == i + 1 for i, (_, _, part) in enumerate(values)), "big values come back"
+        assert sorted(capfd.readouterr().out.split("item ")[1:]) == sorted(f"{i}\n" for i in range(12))
+        assert table[0] == 0
+        with pytest.raises(KeyError, match="no") as caught:
+            parallel_map(failing, range(3), 3, chunk=1, progress=False)
+        assert "at item" in str(caught.value.__cause__) and 'raise KeyError(f"no {i}")' in str(caught.value.__cause__)
         with pytest.raises(WorkerDied, match="exit code 3"):
-            parallel_map(os._exit, [3], 1, progress=False)
+            parallel_map(os._exit, [3, 3, 3], 3, progress=False)
+        threading.Thread(target=stop).start()
+        with pytest.raises(KeyboardInterrupt):
+            parallel_map(slow, range(10), 3, progress=False)
+        assert len(list(tmp_path.glob("cleaned up*"))) == 2 and len(list(tmp_path.glob("begun*"))) == 2
+        assert parallel_map(abs, [-1, -2, -3], 3, progress=False) == [1, 2, 3]
         nbdist.context("multiprocessing")
         assert "run on this machine, not on the cluster" in capfd.readouterr().err
     finally:
         nbdist.use("local")
+        process.release()

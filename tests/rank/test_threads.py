@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import LINUX
 
 from nbdist import Session
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a thread's own CPU time is read from /proc")
+pytestmark = pytest.mark.skipif(not LINUX, reason="a thread's own CPU time is read from /proc")
 
 
 def thread_times() -> dict[str, float]:

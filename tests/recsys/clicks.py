@@ -58,10 +58,10 @@ def clicks(rows: int, seed: int) -> dict[str, torch.Tensor]:
     return {"user": user, "movie": movie, "liked": liked}
 
 
-def build(how: str, dropout: float = 0.0, optimizer: Any = None) -> Any:
+def build(how: str, dropout: float = 0.0, optimizer: Any = None, tables: dict[str, Any] | None = None) -> Any:
     """A model, "sharded" or "replicated", that begins with the same weights either way, and learns by Adagrad.
 
-    Another `optimizer` is that of the dense layers or, if it is replicated, of all.
+    Another `optimizer` is that of the dense layers or, if it is replicated, of all; `tables` is for `shard`.
     """
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
@@ -74,7 +74,8 @@ def build(how: str, dropout: float = 0.0, optimizer: Any = None) -> Any:
     if how == "replicated":
         return replicate(model, dense)
     strategies = {"user": "row_wise", "movie": "table_wise"}
-    return shard(model, strategies, batch_size=64, optimizer="adagrad", lr=0.1, dense_optimizer=dense)
+    options = {"optimizer": "adagrad", "lr": 0.1, **(tables or {})}
+    return shard(model, strategies, batch_size=64, dense_optimizer=dense, **options)
 
 
 def loaders(rows: int, batch_size: int, seed: int = 3) -> tuple[MemoryLoader, MemoryLoader]:

@@ -17,7 +17,20 @@ import torch.distributed as dist
 from conftest import Kernel, poll
 
 from nbdist import RankDied, Session, in_ddp
-from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow, inputs
+from nbdist.recsys.etl import (
+    Categorify,
+    Compute,
+    DifferenceLag,
+    Drop,
+    FillMissing,
+    Filter,
+    Join,
+    JoinGroupby,
+    Normalize,
+    TargetEncoding,
+    Workflow,
+    inputs,
+)
 from nbdist.recsys.loader import ParquetLoader
 
 pytestmark = pytest.mark.slow
@@ -122,6 +135,44 @@ def test_any_number_of_ranks_gives_the_same(
         assert sorted(os.listdir(tmp_path / str(world))) == ["out", "workflow"]
         for path in (tmp_path / "1" / "workflow").iterdir():
             assert path.read_bytes() == (tmp_path / str(world) / "workflow" / path.name).read_bytes()
+
+
+def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    rows = 1500
+    frame = ratings(rows).with_columns(
+        price=pl.Series(np.where(rng.random(rows) < 0.1, np.nan, rng.lognormal(3, 4, rows))), label=rng.random(rows)
+    )
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, (start, stop) in enumerate([(0, 1), (1, 1), (1, 800), (800, rows)]):
+        frame[start:stop].write_parquet(folder / f"{number}.parquet", row_group_size=400)
+
+    def run(path: Path, memory: int = 50_000) -> list[bytes]:
+        one = Workflow(
+            DifferenceLag("row", "price", by="movie", shift=[1, -3]),
+            Filter(pl.col("rating") > 1),
+            JoinGroupby("user", ("user", "movie"), columns="price", stats=["count", "mean", "std", "max"]),
+            TargetEncoding("movie", ("user", "movie"), target="label", folds=3),
+            FillMissing("price", value=0),
+            Normalize("price", "user_price_mean", "TE_movie_label"),
+        ).fit(folder, memory=memory)
+        one.save(path / "workflow")
+        options: dict[str, Any] = {"row_group_size": 200, "memory": memory, "files": 3, "training": True}
+        files = one.transform(folder, path / "out", seed=3, **options)
+        files += one.transform(folder, path / "plain", shuffle=False, **options)
+        few = Workflow(*one.steps[2:4]).fit(frame[:2], progress=False)  # some ranks have no rows
+        files += few.transform(frame[:2], path / "few", training=True, progress=False)
+        return [file.read_bytes() for file in [*files, *sorted((path / "workflow").iterdir())]]
+
+    expected = {}
+    for name, memory in (("1", 50_000), ("whole", 1 << 30)):
+        (tmp_path / name).mkdir()
+        expected[name] = run(tmp_path / name, memory)
+    assert expected["1"] == expected["whole"]
+    for world, session in sessions.items():
+        (tmp_path / str(world)).mkdir()
+        assert all(theirs == expected["1"] for theirs in session.run_all(run, tmp_path / str(world)))
 
 
 def test_frames_in_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:

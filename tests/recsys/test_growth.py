@@ -81,7 +81,10 @@ def today(how: str, optimizer: str, folder: Path, parts: torch.Tensor, **options
 
 @pytest.mark.parametrize(
     ("how", "optimizer"),
-    [*((how, optimizer) for how in STRATEGIES for optimizer in ("rowwise_adagrad", "adagrad")), ("replicate", "")],
+    [
+        *((how, optimizer) for how in STRATEGIES for optimizer in ("rowwise_adagrad", "adagrad")),
+        *(("row_wise", "adam"), ("column_wise", "adam"), ("replicate", "")),
+    ],
 )
 def test_old_rows_train_on_and_new_ones_begin_as_unknown(
     session: Session, tmp_path: Path, how: str, optimizer: str

@@ -233,9 +233,10 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
 
 
 @pytest.mark.slow  # exports to ONNX
-def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [[], [8]])
+def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path, layers: list[int]) -> None:
     torch.manual_seed(0)
-    model = build(workflow, [8])
+    model = build(workflow, layers)
 
     def vector(model: TwoTower, batch: Any) -> torch.Tensor:
         return model.query(batch)

@@ -10,6 +10,7 @@ import onnxruntime
 import polars as pl
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
@@ -188,6 +189,51 @@ def test_nothing_later_is_seen() -> None:
         assert same.tolist() == [True] * 4 + [False] * 2 + [True] * 6
     with pytest.raises(ValueError, match="a column of lists is needed"):
         model.query({"history": torch.tensor([1])})
+
+
+def test_a_batch_without_rows() -> None:
+    torch.manual_seed(0)
+    model = SASRec(30, length=6, embedding_dim=8, blocks=2, heads=2)
+    nothing = {"history": Ragged(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))}
+    logits, first = model(nothing, torch.tensor([3, 7, 20]))
+    assert logits.shape == (0, 4) and first.shape == (0,)
+    assert model.eval().query(nothing).shape == (0, 8)
+    logits.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_rank_without_rows_trains_on() -> None:
+    """The gradient is the mean of the ranks': half of that of the rank which has some."""
+    negatives = torch.tensor([2, 5, 11])
+
+    def step(rows: int, share: float, parallel: Any) -> torch.Size:
+        lists = Ragged(torch.tensor([2, 3, 4, 5, 6, 7])[: 3 * rows], torch.arange(rows + 1) * 3)
+        logits, first = parallel.model({"history": lists}, negatives)
+        parallel.optimizer.zero_grad()
+        (share * cross_entropy(logits, first) if rows else logits.sum()).backward()
+        parallel.optimizer.step()
+        return logits.shape
+
+    def train() -> Any:
+        torch.manual_seed(0)
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        model = SASRec(12, length=4, embedding_dim=8, blocks=1, dropout=0.0)
+        model = shard(model, {"history": "row_wise"}, batch_size=2, optimizer="sgd", lr=0.1, dense_optimizer=sgd)
+        rows, share = (2, 1.0) if dist.get_world_size() == 1 or dist.get_rank() == 0 else (0, 0.0)
+        shape = step(rows, share / (2 if dist.get_world_size() == 1 else 1), model)
+        return shape, model.gather()
+
+    (shape, model), (empty, _) = on_ranks(train, 2)
+    [(_, alone)] = on_ranks(train, 1)
+    assert shape == (4, 4) and empty == (0, 4)
+    torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-6)
+
+
+def on_ranks(train: Any, nranks: int) -> list[Any]:
+    warm("import torchrec.distributed")
+    with Session(nranks, timeout=100) as session:
+        return session.run_all(train)
 
 
 @pytest.mark.slow  # exports to ONNX

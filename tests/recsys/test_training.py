@@ -21,7 +21,7 @@ from torch import nn
 from nbdist import Session, warm
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
-from nbdist.recsys.parallel.sharded import _fused
+from nbdist.recsys.parallel.sharded import kernels
 from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
 from nbdist.recsys.training.history import History, Record
 
@@ -32,7 +32,7 @@ States = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def sessions() -> Iterator[dict[int, Session]]:
     warm("import torchrec.distributed")
-    with Session(1, timeout=60) as one, Session(2, timeout=60) as two, Session(4, timeout=60) as four:
+    with Session(1, timeout=100) as one, Session(2, timeout=100) as two, Session(4, timeout=100) as four:
         yield {1: one, 2: two, 4: four}
 
 
@@ -49,13 +49,14 @@ def numbers(history: History) -> list[Any]:
 def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, States]:
     """In a rank: train, and gather; `breaks_after` so many steps there is an error."""
     dropout, left = options.pop("dropout", 0.0), options.pop("breaks_after", 10**9)
+    tables = options.pop("tables", None)
 
     def forward(module: nn.Module, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal left
         left -= module.training
         return (noisy if dropout else predict)(module, features) if left >= 0 else 1 / 0
 
-    model = build(how, dropout)
+    model = build(how, dropout, tables=tables)
     history = fit(model, forward, *loaders(rows, batch), **options)
     whole = model.gather()
     return history, {} if whole is None else whole.state_dict()
@@ -235,6 +236,47 @@ def test_early_stop(sessions: dict[int, Session], tmp_path: Path) -> None:
     assert numbers(again) == numbers(history), "a run that was stopped stays stopped"
 
 
+# --- gradients that wait for the step ---
+
+WAITING: dict[str, dict[str, Any]] = {"sharded": {"tables": {"fused": False}}, "replicated": {}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_accumulated_batches_are_one_large_batch(sessions: dict[int, Session], how: str) -> None:
+    """325 rows: the last step of an epoch has fewer batches, and fewer rows in them."""
+    options = {"steps": 7, "every": 2, "show": False, **WAITING[how]}
+    large, expected = sessions[2].run(train, how, 325, 96, **options)
+    history, weights = sessions[2].run(train, how, 325, 32, accumulate=3, **options)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+    assert [(r.step, r.epoch) for r in history] == [(r.step, r.epoch) for r in large]
+    assert [r.loss for r in history] == pytest.approx([r.loss for r in large], abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOWS)
+def test_gradients_are_clipped_by_the_norm_of_all(sessions: dict[int, Session], how: str) -> None:
+    """Against a plain loop in this process, over the rows of both ranks."""
+    clip, steps = 0.02, 6
+    _, trained = sessions[2].run(train, how, 400, 50, steps=steps, clip=clip, show=False, **WAITING[how])
+    torch.manual_seed(1)
+    model, norms = Clicks(), []
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
+    parts = [MemoryLoader(clicks(400, 1), 50, shuffle=True, seed=3, rank=r, world_size=2) for r in range(2)]
+    for pair in itertools.islice(itertools.chain(zip(*parts, strict=True), zip(*parts, strict=True)), steps):
+        optimizer.zero_grad()
+        logits, labels = predict(model, {name: torch.cat([part[name] for part in pair]) for name in pair[0]})
+        nn.functional.binary_cross_entropy_with_logits(logits, labels.float()).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+    assert min(norms) > clip, "each step was"
+    torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"clip= needs gradients that wait .*: use shard\(..., fused=False\)"):
+        sessions[2].run(train, "sharded", 400, 50, steps=steps, clip=clip, show=False)
+    with pytest.raises(ValueError, match=r"accumulate= needs gradients that wait"):
+        sessions[2].run(train, "sharded", 400, 50, steps=steps, accumulate=2, show=False)
+
+
 # --- snapshots ---
 
 LONG: dict[str, Any] = {"dropout": 0.2, "steps": 23, "every": 4, "schedule": warmup_decay(23, warmup=5), "show": False}
@@ -254,6 +296,62 @@ def test_resumed_as_if_never_broken_off(sessions: dict[int, Session], tmp_path: 
         resumed, weights = sessions[2].run(train, how, 1200, 64, **options)
         assert numbers(resumed) == numbers(history)
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: dict[int, Session], tmp_path: Path) -> None:
+    options = LONG | {"tables": {"optimizer": {"user": "adam", "*": "adagrad"}, "lr": 0.01, "fused": False}}
+    options |= {"clip": 0.05, "accumulate": 2}
+    history, expected = sessions[2].run(train, "sharded", 1200, 32, **options)
+    options["snapshots"] = Snapshots(tmp_path, every=3, keep=1, resume=True)
+    with pytest.raises(ZeroDivisionError):
+        sessions[2].run(train, "sharded", 1200, 32, breaks_after=17, **options)
+    assert [path.name for path in Snapshots(tmp_path).all()] == ["step-6"]
+    resumed, weights = sessions[2].run(train, "sharded", 1200, 32, **options)
+    assert numbers(resumed) == numbers(history)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_the_best_snapshot_is_kept(sessions: dict[int, Session], tmp_path: Path) -> None:
+    """Training first makes it better, and then, with labels turned round, worse."""
+
+    def turning(left: int, folder: Path) -> tuple[History, float, Path]:
+        model, seen = build("sharded"), 0
+
+        def forward(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal seen
+            seen += module.training
+            if seen > left:
+                raise InterruptedError
+            logits, labels = predict(module, batch)
+            return logits, ~labels if module.training and seen > 12 else labels
+
+        snapshots = Snapshots(folder, every=5, keep=1, keep_best="auc", resume=True)
+        options = {"steps": 24, "every": 2, "evaluate_every": 4, "snapshots": snapshots, "show": False}
+        history = fit(model, forward, *loaders(1200, 64), **options)
+        model.load(snapshots.best())
+        auc = evaluate(model.model, predict, loaders(1200, 64)[1], {"auc": AUC()})["auc"]
+        return history, auc, snapshots.best()
+
+    history, auc, best = sessions[2].run(turning, 10**9, tmp_path / "whole")
+    assert [record.step for record in history] == list(range(2, 25, 2))
+    assert [record.step for record in history if record.metrics] == list(range(4, 25, 4))
+    found = {record.step: record.metrics["auc"] for record in history if record.metrics}
+    assert max(found, key=lambda step: found[step]) == 12 and auc == max(found.values())
+    assert best.name == "step-12" and sorted(one.name for one in (tmp_path / "whole").iterdir()) == [
+        "best.json",
+        "step-12",
+        "step-24",
+    ]
+    assert len(history.values("auc")) == 6 and "<td></td>" in history._repr_html_()
+    history.plot()
+    # Broken off after the best one, which later ones are measured by.
+    with pytest.raises(InterruptedError):
+        sessions[2].run(turning, 17, tmp_path / "broken")
+    assert Snapshots(tmp_path / "broken").best().name == "step-12"
+    with pytest.raises(FileNotFoundError, match="no best snapshot"):
+        Snapshots(tmp_path).best()
 
 
 @pytest.mark.slow
@@ -377,10 +475,10 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], t
         if load:
             model.load(tmp_path)
         else:
-            for lookup in _fused(model.optimizer):
+            for lookup in kernels(model.optimizer):
                 lookup.iter.fill_(5)
             model.save(tmp_path)
-        return {(int(lookup.iter), int(lookup.iter_cpu)) for lookup in _fused(model.optimizer)}
+        return {(int(lookup.iter), int(lookup.iter_cpu)) for lookup in kernels(model.optimizer)}
 
     assert sessions[2].run_all(counts, False) == [{(5, 0)}] * 2
     assert sessions[2].run_all(counts, True) == [{(5, 5)}] * 2
@@ -401,6 +499,13 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], t
         ({"epochs": 1, "patience": 1, "valid": None}, "patience= needs valid="),
         ({"epochs": 1, "loss": nn.functional.mse_loss}, r"metrics=\{"),
         ({"epochs": 1, "train": [1, 2, 3]}, "train is a list: a ParquetLoader or MemoryLoader"),
+        ({"epochs": 1, "evaluate_every": 2, "valid": None}, "evaluate_every= needs valid="),
+        ({"epochs": 1, "accumulate": 0}, "accumulate=0: at least 1"),
+        ({"epochs": 1, "clip": 0.0}, "clip=0.0: a norm above 0"),
+        (
+            {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
+            "keep_best='ndcg' needs valid=, .* valid loss, auc",
+        ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
     ],
 )

@@ -420,6 +420,60 @@ def test_a_repository_takes_the_place_of_its_own_kind_only(small: Workflow, tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Workflow], dict[int, Scores]]:
+    """A repository with two versions, whose workflows code the users in another order each; and these, and models."""
+    path = tmp_path_factory.mktemp("versions") / "repository"
+    workflows, models = {}, {}
+    for number, users in ((2, [1, 2, 2]), (1, [1, 1, 2])):
+        workflows[number] = Workflow(Categorify("user")).fit(pl.DataFrame({"user": users}), progress=False)
+        models[number] = Scores(4)
+        export_ensemble(workflows[number], models[number], path, "some", backend="python", version=number)
+    return path, workflows, models
+
+
+@pytest.mark.slow
+def test_each_version_answers_with_its_own_codes_and_model(versions: Any) -> None:
+    path, workflows, models = versions
+    users = pl.DataFrame({"user": [1, 2, 3]})
+    inputs = tritonclient.http.InferInput("user", (3, 1), "INT64")
+    inputs.set_data_from_numpy(users.to_numpy())
+    with serve(path) as server:
+        client = tritonclient.http.InferenceServerClient(server.http)
+        answers = {name: client.infer(name, [inputs]).as_numpy("output") for name in ("some", "some.1", "some.2")}
+        client.close()
+    for number in (1, 2):
+        codes = torch.from_numpy(workflows[number].lazy(users).collect()["user"].to_numpy())
+        expected = models[number]({"user": codes}).detach().numpy()
+        np.testing.assert_allclose(answers[f"some.{number}"], expected, rtol=1e-6)
+    assert (answers["some"] == answers["some.2"]).all() and (answers["some"] != answers["some.1"]).any()
+
+
+@pytest.mark.slow
+def test_versions_come_and_go_by_themselves(versions: Any) -> None:
+    path, workflows, _ = versions
+    assert sorted(one.name for one in path.iterdir()) == ["some", "some.1", "some.2", "some_model", "some_preprocess"]
+    for part, kept in (("some", ["2"]), ("some.1", ["1"]), ("some.2", ["2"]), ("some_model", ["1", "2"])):
+        assert sorted(one.name for one in (path / part).iterdir() if one.is_dir()) == kept
+    first, second = (path / "some_model" / number / "model.onnx" for number in "12")
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    inode = second.stat().st_ino
+    options: dict[str, Any] = {"path": path, "name": "some", "backend": "python"}
+    for error, message, more in (
+        (FileExistsError, "has version 2 of some already", {"version": 2}),
+        (FileExistsError, r"holds some\.[12], which is no", {"overwrite": True}),
+        (ValueError, "version 3 of some has another output of some_model", {"output": "score", "version": 3}),
+        (ValueError, "version=0: at least 1", {"version": 0}),
+    ):
+        with pytest.raises(error, match=message):
+            export_ensemble(workflows[1], Scores(4), **options, **more)
+    assert before == {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    export_ensemble(workflows[1], Scores(4), **options, version=1, overwrite=True)
+    assert second.stat().st_ino == inode, "what other versions have is not written again"
+    assert first.read_bytes() != before[first] and list(path.parent.iterdir()) == [path]
+
+
 def test_the_configuration_of_both_backends_fits_the_onnx_model(
     workflow: Workflow, model: nn.Module, ensemble: Ensemble, tmp_path: Path
 ) -> None:

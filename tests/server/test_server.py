@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +193,50 @@ def test_a_package_that_starts_threads_is_refused_once_and_as_a_whole(
         in_ddp(1, os.getpid)
     said = capfd.readouterr().err
     assert said.count("starts threads") == 1 and "noisy_package starts threads" in said and server().pid == pid
+
+
+DRIVER = """
+static int initialised = 0;
+int cuInit(unsigned int flags) { initialised = 1; return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return initialised ? 0 : 3; }
+"""
+
+
+def driver_state(path: str) -> int | None:
+    """What the imitated driver answers in this process; None where it is not even loaded."""
+    try:
+        driver = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="imitates libcuda.so.1 with a C compiler")
+def test_modules_that_initialise_cuda_are_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`cuInit` in the server would keep each rank from its GPU, and torch does not know of it."""
+    library = str(tmp_path / "libcuda.so.1")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "driver.c"], check=True
+    )
+    (tmp_path / "loads_driver.py").write_text(f"import ctypes\ndriver = ctypes.CDLL({library!r})\n")
+    (tmp_path / "uses_driver.py").write_text("import loads_driver\nloads_driver.driver.cuInit(0)\n")
+    (tmp_path / "asks_torch.py").write_text("import os; asked = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']")
+    monkeypatch.syspath_prepend(tmp_path)
+    forkserver._stop_server()
+    pid = in_ddp(1, os.getppid)
+    for module in ("loads_driver", "uses_driver", "asks_torch"):
+        forkserver._server().ask("preload", [module], sys.path)
+    # A driver that is only loaded does no harm; that of which `cuInit` was called is gone with what called it.
+    assert in_ddp(1, lambda: ("uses_driver" in sys.modules, driver_state(library), os.getppid())) == (False, 3, pid)
+    assert in_ddp(1, lambda: (sys.modules["asks_torch"].asked, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))) == (
+        "1",
+        None,
+    )
+    assert in_ddp(1, driver_state, library, imports="import uses_driver") == 0
+    assert "uses_driver initialises CUDA when imported" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -12,11 +12,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import poll
+from conftest import LINUX, poll
 
 from nbdist import RankDied, Session
 from nbdist.wire import shared_collectives
 from nbdist.wire.shared_collectives import SharedCollectives, open_shared_collectives
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
 from types import ModuleType  # noqa: E402
 
+ROOT = Path(__file__).parent.parent.parent
 ABSENT: dict[ModuleType, str] = {
     os: "memfd_create MFD_CLOEXEC pidfd_open sched_getaffinity sched_setaffinity eventfd pipe2 splice copy_file_range "
     "posix_fallocate posix_fadvise",
@@ -29,7 +30,13 @@ ABSENT: dict[ModuleType, str] = {
     fcntl: "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS",
 }
 #: In nbdist's sources: what they ask for, and what they get.
-REPLACED = {b"sys.platform": b'"other"', b'"/proc/': b'"/no-proc/', b"process_vm_readv": b"process_vm_absent"}
+REPLACED = {
+    b'sys.platform == "linux"': b"False",
+    b'sys.platform != "linux"': b"True",
+    b"(sys.platform, ": b'("other", ',
+    b'"/proc/': b'"/no-proc/',
+    b"process_vm_readv": b"process_vm_absent",
+}
 
 for module, names in ABSENT.items():
     for name in names.split():
@@ -37,33 +44,28 @@ for module, names in ABSENT.items():
             delattr(module, name)
 
 
-class Loader(importlib.machinery.SourceFileLoader):
+class Loader(importlib.abc.FileLoader, importlib.abc.SourceLoader):
+    """Not a `SourceFileLoader`: pytest, which rewrites modules of its plugins, would read the sources itself."""
+
     def get_data(self, path: str) -> bytes:
         if not path.endswith(".py"):
             raise OSError("no bytecode: it is of the source as it stands")
-        data = super().get_data(path)
-        for old, new in REPLACED.items():
-            data = data.replace(old, new)
+        data = Path(path).read_bytes()
+        if self.name.partition(".")[0] == "nbdist":
+            for old, new in REPLACED.items():
+                data = data.replace(old, new)
         return data
 
 
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] != "nbdist":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if (
-            spec is not None
-            and spec.origin is not None
-            and isinstance(spec.loader, importlib.machinery.SourceFileLoader)
-        ):
-            spec.loader = Loader(name, spec.origin)
-        return spec
+def nbdist_folder(folder: str) -> importlib.machinery.FileFinder:
+    """Finds nbdist itself, and what is in it. Raises `ImportError` for any other folder."""
+    if not (Path(folder) == ROOT or ROOT / "nbdist" in (Path(folder), *Path(folder).parents)):
+        raise ImportError
+    return importlib.machinery.FileFinder(folder, (Loader, [".py"]))
 
 
-sys.meta_path.insert(0, Finder())
+sys.path_hooks.insert(0, nbdist_folder)
+sys.path_importer_cache.clear()
 # As small as macOS's: what is sent at once has to go in parts.
 pair = socket.socketpair
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import itertools
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import __version__
@@ -64,28 +64,95 @@ class Link:
                 await asyncio.sleep(0.2)
 
 
+def versions(same: Sequence[str]) -> dict[str, str]:
+    """What has to be the same on the nodes, as it is here. Raises `Refused`."""
+    here = {"Python": platform.python_version(), "nbdist": __version__}
+    try:
+        return here | {name: importlib.metadata.version(name) for name in (*PACKAGES, *same)}
+    except importlib.metadata.PackageNotFoundError as exc:
+        raise Refused(f"RayOptions(same=...) names {exc.name!r}, which is not installed here") from exc
+
+
+def version_check() -> Callable[[Mapping[str, str]], str]:
+    """Gives a function that says how the versions on a node differ. Ray sends it by value: nbdist may not be there."""
+
+    def differences(here: Mapping[str, str]) -> str:
+        import importlib.metadata
+        import platform
+
+        def base(version: str | None) -> str | None:
+            """Without the build's name: torch's `+cpu` and `+cu130` are the same to what travels."""
+            return None if version is None else version.partition("+")[0]
+
+        def there(name: str) -> str | None:
+            try:
+                if name == "nbdist":
+                    import nbdist
+
+                    return nbdist.__version__
+                return platform.python_version() if name == "Python" else importlib.metadata.version(name)
+            except ImportError:  # and PackageNotFoundError
+                return None
+
+        found = {name: base(there(name)) for name in here}
+        return "; ".join(
+            f"{name} is {found[name] or 'not installed'}, here {base(version)}"
+            for name, version in here.items()
+            if found[name] != base(version)
+        )
+
+    return differences
+
+
+def refusal(differences: str) -> str:
+    """What to say of versions that differ."""
+    return (
+        f"the notebook and the cluster's nodes differ: {differences}. Install the same there (an "
+        f"image, or RayOptions(runtime_env={{'pip': [...]}})), or here"
+    )
+
+
+def shortage(options: RayOptions, count: int) -> str:
+    """What is wanted for so many ranks and what there is, the scarcest first."""
+    import ray
+
+    wanted = {name: amount * count for name, amount in options.bundle().items()}
+    total, free = ray.cluster_resources(), ray.available_resources()
+    rows = []
+    for name in sorted(wanted, key=lambda name: free.get(name, 0.0) / wanted[name]):
+        rows.append(f"{name}: {wanted[name]:g} wanted, {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}")
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    text = f"{'; '.join(rows)}; {nodes} node{'s' if nodes != 1 else ''}, placement {options.placement!r}"
+    return f"{text}, labels {dict(options.labels)!r}" if options.labels else text
+
+
+def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
+    """Wait until the cluster has room for so many ranks; `there_is` waits a second for it. Raises `Refused`."""
+    begin = time.monotonic()
+    notice_at = begin + 3.0
+    while not there_is():
+        now = time.monotonic()
+        if now - begin > options.wait:
+            raise Refused(
+                f"the cluster had no room for {count} rank{'s' * (count > 1)} for {options.wait:g} s: "
+                f"{shortage(options, count)}. Ask for fewer ranks or less for each (RayOptions(cpus=...)), add nodes, "
+                f"or wait longer (RayOptions(wait=...))"
+            )
+        if now >= notice_at:
+            waited = f"waiting for room for {count} rank{'s' * (count > 1)} ({now - begin:.0f} s)"
+            say(f"{waited}: {shortage(options, count)}")
+            notice_at = now + 10.0
+
+
 def host_class() -> Any:
     """What runs on a node before nbdist is known to be there. Ray sends it by value."""
     import ray
 
+    find = version_check()
+
     class Host:
-        def versions(self, packages: Sequence[str]) -> dict[str, str | None]:
-            import importlib.metadata
-            import platform
-
-            found: dict[str, str | None] = {"Python": platform.python_version()}
-            try:
-                import nbdist
-
-                found["nbdist"] = nbdist.__version__
-            except ImportError:
-                found["nbdist"] = None
-            for name in packages:
-                try:
-                    found[name] = importlib.metadata.version(name)
-                except importlib.metadata.PackageNotFoundError:
-                    found[name] = None
-            return found
+        def differences(self, here: Mapping[str, str]) -> str:
+            return find(here)
 
         def open(self, surroundings: Sequence[Any], *arguments: Any) -> Any:
             import ray
@@ -137,32 +204,7 @@ class Cluster:
             strategy=STRATEGIES[options.placement],
             bundle_label_selector=[dict(options.labels)] * len(self._counts) if options.labels else None,
         )
-        begin = time.monotonic()
-        notice_at = begin + 3.0
-        while not self._group.wait(1):
-            now = time.monotonic()
-            if now - begin > options.wait:
-                raise Refused(
-                    f"the cluster had no room for {self._world_size} ranks for {options.wait:g} s: {self._shortage()}. "
-                    f"Ask for fewer ranks or less for each (RayOptions(cpus=...)), add nodes, or wait longer "
-                    f"(RayOptions(wait=...))"
-                )
-            if now >= notice_at:
-                say(f"waiting for room for {self._world_size} ranks ({now - begin:.0f} s): {self._shortage()}")
-                notice_at = now + 10.0
-
-    def _shortage(self) -> str:
-        """What is wanted and what there is, the scarcest first."""
-        import ray
-
-        wanted = {name: amount * self._world_size for name, amount in self._options.bundle().items()}
-        total, free = ray.cluster_resources(), ray.available_resources()
-        rows = []
-        for name in sorted(wanted, key=lambda name: free.get(name, 0.0) / wanted[name]):
-            rows.append(f"{name}: {wanted[name]:g} wanted, {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}")
-        nodes = sum(node["Alive"] for node in ray.nodes())
-        text = f"{'; '.join(rows)}; {nodes} node{'s' if nodes != 1 else ''}, placement {self._options.placement!r}"
-        return f"{text}, labels {dict(self._options.labels)!r}" if self._options.labels else text
+        wait_for_room(lambda: self._group.wait(1), options, self._world_size, say)
 
     def _start_hosts(self) -> None:
         from ray.util import placement_group_table
@@ -204,30 +246,14 @@ class Cluster:
     def _check_versions(self) -> None:
         import ray
 
-        packages = [*PACKAGES, *self._options.same]
-        here = {"Python": platform.python_version(), "nbdist": __version__}
+        here = versions(self._options.same)
         try:
-            here |= {name: importlib.metadata.version(name) for name in packages}
-        except importlib.metadata.PackageNotFoundError as exc:
-            raise Refused(f"RayOptions(same=...) names {exc.name!r}, which is not installed here") from exc
-        try:
-            there = ray.get([link.host.versions.remote(packages) for link in self.links])
+            found = ray.get([link.host.differences.remote(here) for link in self.links])
         except ray.exceptions.RayError as exc:
             raise Refused(f"no process could be started on a node: {exc}") from exc
-        lines = []
-        for link, found in zip(self.links, there, strict=True):
-            different = [
-                f"{name} is {_base(found[name]) or 'not installed'}, here {_base(here[name])}"
-                for name in here
-                if _base(found[name]) != _base(here[name])
-            ]
-            if different:
-                lines.append(f"node {link.number}: {'; '.join(different)}")
+        lines = [f"node {link.number}: {text}" for link, text in zip(self.links, found, strict=True) if text]
         if lines:
-            raise Refused(
-                f"the notebook and the cluster's nodes differ: {' | '.join(lines)}. Install the same there (an "
-                f"image, or RayOptions(runtime_env={{'pip': [...]}})), or here"
-            )
+            raise Refused(refusal(" | ".join(lines)))
 
     def close(self) -> None:
         """Give all back."""
@@ -238,8 +264,3 @@ class Cluster:
             ray.kill(link.host)
         remove_placement_group(self._group)
         ray.shutdown()
-
-
-def _base(version: str | None) -> str | None:
-    """A version without the build's name: torch's `+cpu` and `+cu130` are the same to what travels."""
-    return None if version is None else version.partition("+")[0]

@@ -2,8 +2,9 @@
 
 Ray ends a driver that has lost the head of its cluster ("Failed to connect to GCS within 60 seconds"), and starts
 threads, handlers and loggers in it; a kernel must outlive the one and be spared the other. To the kernel, this process
-is the other end of one connection. To the cluster, it is the owner of one agent on each node (`node.py`),
-which end with it. Each agent has one connection, through Ray, whatever the number of its ranks.
+is the other end of one connection. To the cluster, it is the owner of one agent on each node (`node.py`), which end
+with it. Each agent has one connection, through Ray, whatever the number of its ranks. For the workers of `parallel_map`
+there are tasks of Ray's instead (`tasks.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from .cluster import Cluster
 from .connecting import Refused
 from .forwarding import Forwarding, text
 from .options import RayOptions
+from .tasks import TaskCluster
 
 
-async def serve(control: Channel, kernel: int, cluster: Cluster) -> None:
+async def serve(control: Channel, kernel: int, cluster: Cluster | TaskCluster) -> None:
     """Do what the kernel asks until it hangs up, or its process ends."""
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
@@ -99,7 +101,7 @@ def main(fd: str, kernel: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = Channel(socket.socket(fileno=int(fd)))
-    (_, options, world_size), _, _ = control.receive()
+    (_, options, world_size, tasks), _, _ = control.receive()
 
     def say(text: str) -> None:
         if any(readable(end) for end in (control, int(kernel)) if end != -1):  # nobody waits for this any more
@@ -107,7 +109,7 @@ def main(fd: str, kernel: str) -> None:
         control.send(("notice", text))
 
     try:
-        cluster = Cluster(RayOptions(**options), world_size, say)
+        cluster = (TaskCluster if tasks else Cluster)(RayOptions(**options), world_size, say)
     except Refused as exc:
         control.send(("refused", str(exc)))
         return

@@ -21,6 +21,7 @@ import psutil
 
 from ...cores import numa_nodes, shares, usable_cores
 from ...wire.channel import readable
+from ...wire.connections import Address
 from ...wire.parcel import Parcel
 from ...wire.rendezvous import Rendezvous, RendezvousAddress
 from ..contract import Exit
@@ -76,14 +77,27 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
 
 class Agent:
-    """The ranks `first` to `first + count - 1` of a session."""
+    """The ranks `first` to `first + count - 1` of a session.
 
-    def __init__(self, first: int, count: int, modules: Iterable[str], notebook: bool, env: Mapping[str, str]) -> None:
+    `poll` answers after `heartbeat` seconds in any case. `grouped` says whether they will be in a process group.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        modules: Iterable[str],
+        notebook: bool,
+        env: Mapping[str, str],
+        heartbeat: float = HEARTBEAT,
+        grouped: bool = True,
+    ) -> None:
         for_notebook(notebook)
         engine = LocalEngine(env)
-        engine.warm(modules)
-        self._engine, self._first = engine, first
-        self._ranks = engine.start(count)
+        self._engine, self._first, self._heartbeat = engine, first, heartbeat
+        if grouped:
+            engine.warm(modules)
+        self._ranks = engine.start(count) if grouped else engine.start_workers(count, modules)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_number = 0
         self._opening = threading.Lock()
@@ -125,7 +139,7 @@ class Agent:
     def _gather(self) -> tuple[int, list[Event]]:
         if not self._closing:
             self._listener.resume()
-        self._due = min(self._due, time.monotonic() + HEARTBEAT) if not self._news else 0.0
+        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._news else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
         events, size, output = [], 0, 0
@@ -136,7 +150,7 @@ class Agent:
         if output:
             self._output_at = time.monotonic()
         self._due = float("inf")
-        return output, [("closed",)] if self._closing else list(_packed(events))
+        return output, [("closed",)] if self._closing else list(packed(events))
 
     def _tell(self, *event: Any, within: float = 0.0) -> None:
         self._news.append(event)
@@ -222,6 +236,7 @@ class Agent:
         """Answer a question, or do something that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
             "signals": self._signal,
+            "aborts": self._abort,
             "stacks": self._stacks,
             "memory": self._memory,
             "connections": self._ranks.connections,
@@ -235,6 +250,10 @@ class Agent:
     def _signal(self, signals: Iterable[tuple[int, int]]) -> None:
         for rank, signum in signals:
             self._ranks.signal(rank - self._first, signum)
+
+    def _abort(self, aborts: Iterable[tuple[int, Sequence[Address]]]) -> None:
+        for rank, peers in aborts:
+            self._ranks.abort(rank - self._first, peers)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of the ranks among these that are here."""
@@ -276,7 +295,7 @@ class Agent:
             os.close(self._wake)
 
 
-def _packed(events: Sequence[Event]) -> Iterator[Event]:
+def packed(events: Sequence[Event]) -> Iterator[Event]:
     """What goes to the kernel as it is, in as few pickles as keep its order; what ranks say alike is said once."""
     answered = {rank for kind, *what in events if kind == "message" and what[1][0] != "begun" for rank in what[0]}
     told: list[Event] = []
@@ -295,3 +314,8 @@ def _packed(events: Sequence[Event]) -> Iterator[Event]:
             told.append(event)
     if told:
         yield "told", pickle.dumps(told, protocol=5)
+
+
+def unpacked(items: Iterable[Event]) -> list[Event]:
+    """The events of which `packed` has made these."""
+    return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "told" else [item])]

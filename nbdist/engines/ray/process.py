@@ -30,13 +30,16 @@ ANSWER = 3.0
 
 
 class DriverProcess:
-    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster.
+    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or gives their
+    work to Ray in `tasks`.
 
     Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
     """
 
-    def __init__(self, options: RayOptions, world_size: int, notice: Callable[[str], None]) -> None:
-        self._options, self.world_size = options, world_size
+    def __init__(
+        self, options: RayOptions, world_size: int, notice: Callable[[str], None], tasks: bool = False
+    ) -> None:
+        self._options, self.world_size, self._tasks = options, world_size, tasks
         self.threads = max(1, int(options.cpus))
         self._numbers = itertools.count(1)
         self._asked: dict[int, concurrent.futures.Future[Any]] = {}
@@ -61,7 +64,7 @@ class DriverProcess:
         forget_in_children(self)
         try:
             plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-            self.send("connect", plain | {"address": address}, world_size)
+            self.send("connect", plain | {"address": address}, world_size, tasks)
             threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
             while (news := self._news.get())[0] == "notice":
                 notice(news[1])
@@ -155,7 +158,7 @@ class DriverProcess:
         if not self._options.linger:
             return self.stop()
         with _lock:
-            _idle.setdefault((os.getpid(), repr(self._options), self.world_size), []).append(self)
+            _idle.setdefault((os.getpid(), repr(self._options), self.world_size, self._tasks), []).append(self)
             self._timer = threading.Timer(self._options.linger, self._retire)
             self._timer.daemon = True
             self._timer.start()
@@ -197,18 +200,18 @@ class DriverProcess:
 
 
 _lock = threading.RLock()  # ranks that nobody refers to any more are given up at any time, in any thread
-_idle: dict[tuple[int, str, int], list[DriverProcess]] = {}  # by process, options, number of ranks
+_idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
 _private: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}  # by process: a Ray of its own, address, token
 
 
-def acquire(options: RayOptions, world_size: int, notice: Callable[[str], None]) -> DriverProcess:
+def acquire(options: RayOptions, world_size: int, notice: Callable[[str], None], tasks: bool = False) -> DriverProcess:
     """Room for so many ranks: what was kept after an earlier session, or new."""
     with _lock:
-        kept = _idle.get((os.getpid(), repr(options), world_size), [])
+        kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         driver = kept.pop() if kept else None
     if driver is not None and driver.reusable():
         return driver
-    return DriverProcess(options, world_size, notice)
+    return DriverProcess(options, world_size, notice, tasks)
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
@@ -259,7 +262,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def release() -> None:
     """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
     with _lock:
-        drivers = [driver for (pid, _, _), found in _idle.items() if pid == os.getpid() for driver in found]
+        drivers = [driver for (pid, *_), found in _idle.items() if pid == os.getpid() for driver in found]
         _idle.clear()
         ray, _, _ = _private.pop(os.getpid(), (None, "", ""))
     for driver in drivers:

@@ -20,7 +20,7 @@ import psutil
 
 from ...errors import NbdistError
 from ...notebook import kernel_shell
-from ...wire.connections import Connection
+from ...wire.connections import Address, Connection
 from ...wire.limits import allow_open_files
 from ...wire.messages import Setting, Slot
 from ...wire.parcel import Parcel
@@ -54,6 +54,10 @@ class RayEngine:
     def start(self, world_size: int, notice: Callable[[str], None]) -> RayRanks:
         _make_room()
         return RayRanks(acquire(self._options, world_size, notice), list(self._modules), self._env)
+
+    def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> RayRanks:
+        _make_room()
+        return RayRanks(acquire(self._options, count, notice, tasks=True), list(modules), self._env)
 
     def warm(self, modules: Iterable[str]) -> None:
         """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
@@ -105,7 +109,7 @@ class RayRanks:
             assert self._gathered is not None
             if self._gathered and self._gathered[-1].parcel is not parcel:
                 self._send_off()
-            self._gathered.append(_Sent(rank, message, parcel))
+            self._gathered.append(_Sent(rank, "messages", message, parcel))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -122,19 +126,17 @@ class RayRanks:
     def _send_off(self) -> None:
         """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
         gathered, self._gathered = self._gathered or [], []
-        signals: dict[int, list[tuple[int, int]]] = {}
-        messages: dict[int, list[tuple[int, tuple[Any, ...]]]] = {}
-        for rank, message, _ in gathered:
-            if isinstance(message, int):
-                signals.setdefault(self.slots[rank].node, []).append((rank, message))
-            else:
-                messages.setdefault(self.slots[rank].node, []).append((rank, message))
+        found: dict[str, dict[int, list[tuple[int, Any]]]] = {"messages": {}, "signals": {}, "aborts": {}}
+        for rank, kind, what, _ in gathered:
+            found[kind].setdefault(self.slots[rank].node, []).append((rank, what))
+        messages = found.pop("messages")
         with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
             if messages:
-                pickled = [(node, pickle.dumps(found, protocol=5)) for node, found in messages.items()]
+                pickled = [(node, pickle.dumps(own, protocol=5)) for node, own in messages.items()]
                 self._driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
-            for node, found in signals.items():
-                self._driver.send("ask", 0, [node], "signals", (found,), ANSWER)
+            for kind, asked in found.items():
+                for node, own in asked.items():
+                    self._driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
     def read(self, rank: int, which: int) -> bytes | None:
         return self._news.read(rank, which)
@@ -179,10 +181,18 @@ class RayRanks:
         return self._news.exits()
 
     def signal(self, rank: int, signum: int) -> None:
+        self._ask_for(rank, "signals", signum)
+
+    def abort(self, rank: int, peers: Sequence[Address]) -> None:
+        self._ask_for(rank, "aborts", peers)
+
+    def _ask_for(self, rank: int, what: str, argument: Any) -> None:
+        """Let the agent of a rank do something to it."""
         if rank in self._news.alive:
             with self.together():
                 assert self._gathered is not None
-                self._gathered.append(_Sent(rank, signum, self._gathered[-1].parcel if self._gathered else None))
+                parcel = self._gathered[-1].parcel if self._gathered else None
+                self._gathered.append(_Sent(rank, what, argument, parcel))
 
     def connections(self) -> list[list[Connection]]:
         several = len({node.address for node in self._nodes}) > 1
@@ -222,8 +232,10 @@ class _Sent(NamedTuple):
     """What is on its way to a rank."""
 
     rank: int
-    message: tuple[Any, ...] | int
-    """A message, or the number of a signal."""
+    kind: str
+    """`messages`; or what its agent is asked for: `signals`, `aborts`."""
+    what: Any
+    """The message, the number of the signal, or the connections to cut."""
     parcel: Parcel | None
 
 

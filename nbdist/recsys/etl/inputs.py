@@ -22,6 +22,8 @@ from ..io import remote
 from ..io.row_groups import RowGroup, slice_groups
 from ..io.storage import Paths, find
 
+_Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
+"""Rows of a file, or a frame, by the first of them and their number."""
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 
@@ -30,8 +32,8 @@ Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 class Part:
     """Consecutive rows of an input."""
 
-    slice: Callable[[int, int], pl.LazyFrame]
-    """Rows of the file, or the frame, that they are in, by the first of them and their number."""
+    slice: _Slice
+    """Of the file, or the frame, that they are in."""
     where: str
     start: int
     """The first of them, counted in that."""
@@ -76,7 +78,7 @@ class Input:
     def __init__(
         self,
         schema: pl.Schema,
-        slices: Sequence[Callable[[int, int], pl.LazyFrame]],
+        slices: Sequence[_Slice],
         names: Sequence[str],
         groups: Sequence[RowGroup],
     ) -> None:
@@ -120,6 +122,82 @@ class Input:
         names = schemas[0].names()  # another file may have them in another order
         slices = [frame.select(names).slice for frame in frames]
         return cls(schemas[0], slices, [str(path) for path in paths], groups)
+
+    def derived(self, change: Callable[[pl.LazyFrame], pl.LazyFrame]) -> Input:
+        """What `change` makes of the rows, one by one and in order."""
+
+        def changed(slice: _Slice) -> _Slice:
+            return lambda start, rows: change(slice(start, rows))
+
+        schema = change(pl.LazyFrame(schema=self.schema)).collect_schema()
+        return Input(schema, [changed(slice) for slice in self._slices], self._names, self._groups)
+
+    def numbered(self, name: str) -> Input:
+        """The rows with their numbers, from 0 on, in a further column; int64."""
+
+        def with_numbers(slice: _Slice, first: int) -> _Slice:
+            def run(start: int, rows: int) -> pl.LazyFrame:
+                frame = slice(start, rows).with_row_index(name)
+                return frame.with_columns(pl.col(name).cast(pl.Int64) + (first + start))
+
+            return run
+
+        slices = [with_numbers(*one) for one in zip(self._slices, self._offsets(), strict=True)]
+        return Input(pl.Schema({**self.schema, name: pl.Int64()}), slices, self._names, self._groups)
+
+    def filtered(self, condition: pl.Expr, size: int, engine: Any, progress: bool) -> Input:
+        """The rows for which a condition is true. All ranks have to call it: each counts those of its share.
+
+        Args:
+            size: Rows to read at a time.
+            engine: Polars' engine for what is on disk.
+            progress: Whether rank 0 shows a bar.
+
+        Raises:
+            ValueError: There are none.
+        """
+        condition = condition.fill_null(False)
+        parts = self.parts(0, self.rows, size)
+        counts: dict[int, int] = {}
+        mine = range(ranks.rank(), len(parts), ranks.world_size())
+        with ranks.progress_bar("filter", sum(parts[i].rows for i in mine), progress) as bar:
+            for i in mine:
+                (kept,) = parts[i].collect([parts[i].scan().select(condition.sum())], engine)
+                counts[i] = int(kept.item())
+                bar.update(parts[i].rows)
+        counts = {i: count for one in ranks.all_gather(counts) for i, count in one.items()}
+        if not any(counts.values()):
+            raise ValueError(f"{self.where}: Filter: {condition} is true for none of the {self.rows} rows")
+
+        def kept_of(part: Part) -> _Slice:
+            return lambda start, rows: part.scan().filter(condition).slice(start, rows)
+
+        groups = [RowGroup(i, 0, counts[i], 0) for i in range(len(parts))]
+        return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
+
+    def beside(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
+        """The rows with more columns, which are computed from rows up to `shifts` before (above 0) or after (below)."""
+        before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
+
+        def more_of(offset: int) -> _Slice:
+            def run(start: int, rows: int) -> pl.LazyFrame:
+                first = offset + start
+                low, high = max(0, first - before), min(self.rows, first + rows + after)
+                frames = [part.scan() for part in self.parts(low, high, high - low)]
+                return pl.concat(frames).with_columns(columns).slice(first - low, rows)
+
+            return run
+
+        slices = [more_of(offset) for offset in self._offsets()]
+        schema = pl.LazyFrame(schema=self.schema).with_columns(columns).collect_schema()
+        return Input(schema, slices, self._names, self._groups)
+
+    def _offsets(self) -> list[int]:
+        """Of each file's first row in the input."""
+        rows = [0] * len(self._slices)
+        for group in self._groups:
+            rows[group.file] += group.rows
+        return [0, *itertools.accumulate(rows)][:-1]
 
     def head(self, columns: Sequence[str]) -> pl.DataFrame:
         """Some columns of the first rows, of at most a thousand, at least one."""

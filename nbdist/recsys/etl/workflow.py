@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,12 @@ import torch
 from .. import ranks
 from ..io.folders import atomic_folder
 from . import output, saving
-from .inputs import Source, opened
-from .learning import learn
-from .pipeline import needed, pipeline
+from .fitted import ROW, FittedStep, Learnt
+from .inputs import Input, Source, opened
+from .learning import learn, numbered, with_rows
+from .moments import SQUARES, key
+from .pipeline import needed, pipeline, uses_row_numbers
+from .rows import Filter, RowStep
 from .steps import Categorify, Step, type_name
 from .vocabulary import Vocabulary, value_type
 
@@ -47,20 +50,22 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and others.
 
     Args:
-        *steps: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`, and those that change single values,
-            `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; in the order in which they are to be applied.
+        *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
+            those that change single values, `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; those that learn
+            numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows, `Filter`,
+            `DifferenceLag`.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Those of the columns that the steps make of them.
-        vocabularies: The `Vocabulary` of each categorified column.
-        rows: How many rows `fit` saw, those of the workflow that it went on from included.
+        learnt: What its steps have learnt.
+        rows: How many rows `fit` saw that no `Filter` left out, those of the workflow that it went on from included.
 
     `fitted` tells whether it is one.
 
     Raises:
         TypeError: Something else is among the steps.
-        ValueError: A column is categorified twice.
+        ValueError: A column is categorified, or normalized, twice.
 
     Examples:
         >>> import polars as pl
@@ -87,7 +92,7 @@ class Workflow:
     rows: int
     inputs: dict[str, str]
     outputs: dict[str, str]
-    vocabularies: dict[str, Vocabulary]
+    learnt: Learnt
 
     def __init__(self, *steps: Step) -> None:
         for step in steps:
@@ -98,6 +103,10 @@ class Workflow:
         coded = [name for step in steps if isinstance(step, Categorify) for name in step.adds]
         if twice := {name for name in coded if coded.count(name) > 1}:
             raise ValueError(f"column {min(twice)!r} is categorified twice")
+        numbers = [(step.kind, name) for step in steps if isinstance(step, FittedStep) for name in step.aggregates()]
+        if several := {one for one in numbers if numbers.count(one) > 1}:
+            kind, name = min(several)
+            raise ValueError(f"{name!r} is learnt by two steps {kind}: one is needed")
         self.steps = steps
         self.fitted = False
 
@@ -110,14 +119,15 @@ class Workflow:
         engine: str = "cpu",
         progress: bool = True,
     ) -> Workflow:
-        """Learn the vocabularies, in one pass over the rows for each `Categorify` in the workflow.
+        """Learn vocabularies and numbers, in one pass over the rows for each step that learns, and one for a `Filter`.
 
         Args:
             source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame. A lazy frame
                 is first streamed to a temporary file.
             previous: A fitted workflow, or the folder that one was saved to, whose vocabularies are to grow: all its
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
-                Columns that it did not have begin anew. `min_count` is of the rows of `source` alone.
+                Columns that it did not have begin anew. `min_count` is of the rows of `source` alone. Means, sums and
+                extremes are those of the rows of both.
             memory: Bytes that a rank may use for rows; the values to be counted come on top.
             engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
             progress: Whether to show a bar; in ranks, that of rank 0.
@@ -143,18 +153,36 @@ class Workflow:
             for step in self.steps:
                 schemas.append(step.check(schemas[-1], given.where))
             size = max(1, memory // (_COPIES * _width(given.head(given.schema.names()))))
-            known = {} if previous is None else previous.vocabularies
+            known = Learnt() if previous is None else previous.learnt
             self._check_growth(known, schemas)
-            self.vocabularies = learn(self.steps, schemas, given, size, chosen, progress, known)
-            self.rows = given.rows + (0 if previous is None else previous.rows)
+            self.learnt, rows = learn(self.steps, schemas, given, size, chosen, progress, known)
+            self.rows = rows + (0 if previous is None else previous.rows)
             self.inputs, self.outputs = (
                 {name: type_name(dtype) for name, dtype in schema.items()} for schema in (schemas[0], schemas[-1])
             )
         self.fitted = True
         return self
 
-    def _check_growth(self, previous: Mapping[str, Vocabulary], schemas: Sequence[pl.Schema]) -> None:
-        """Raise `ValueError` where the codes of vocabularies could not stay."""
+    @property
+    def vocabularies(self) -> dict[str, Vocabulary]:
+        """The `Vocabulary` of each categorified column."""
+        return self.learnt.vocabularies
+
+    def _check_growth(self, known: Learnt, schemas: Sequence[pl.Schema]) -> None:
+        """Raise `ValueError` where codes of vocabularies could not stay, or numbers not be added to what is known."""
+        for step, schema in zip(self.steps, schemas, strict=False):
+            if not isinstance(step, FittedStep):
+                continue
+            for name, one in step.aggregates().items():
+                table = known.tables.get((step.kind, name))
+                if table is None:
+                    continue
+                types = {key(each): value_type(schema[each], "fit") for each in one.keys if each in schema}
+                if {each: dtype for each, dtype in table.schema.items() if each.startswith(key(""))} != types:
+                    raise ValueError(f"{step}: {name!r} cannot go on from the previous workflow: its keys were others")
+                if one.squares and table[SQUARES].null_count():
+                    raise ValueError(f"{step}: {name!r} cannot go on from the previous workflow: it had no std or var")
+        previous = known.vocabularies
         pairs = [(step, schema) for step, schema in zip(self.steps, schemas, strict=False) if type(step) is Categorify]
         groups = [(step, schema, group) for step, schema in pairs for group in step.groups]
         for step, schema, group in groups:
@@ -175,7 +203,10 @@ class Workflow:
                 raise ValueError(f"column {group[0]!r} cannot keep the codes of the previous workflow: {why}")
 
     def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-        """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept.
+        """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept, and all of them.
+
+        It is for rows to be answered, not for those to be trained from: a `Filter` is left out, and a `TargetEncoding`
+        gives what it has learnt from all training rows.
 
         Args:
             frame: Needs no more columns than those wanted are made of: rows to predict need no label.
@@ -187,8 +218,8 @@ class Workflow:
                 than in `fit`.
         """
         wanted = self._wanted(columns)
-        self._needs(frame.collect_schema(), wanted, "the frame")
-        return pipeline(self.steps, self.vocabularies, wanted)(frame.lazy())
+        self._check_inputs(frame.collect_schema(), self.needs(wanted), "the frame")
+        return pipeline(self.steps, self.learnt, wanted)(frame.lazy())
 
     def transform(
         self,
@@ -196,6 +227,7 @@ class Workflow:
         folder: str | os.PathLike[str],
         *,
         columns: Sequence[str] | None = None,
+        training: bool | None = None,
         files: int = 8,
         shuffle: bool = True,
         seed: int = 0,
@@ -220,6 +252,7 @@ class Workflow:
             source: As for `fit`.
             columns: Which of the `outputs` to write, in this order. None: all. What they are not made of need not be
                 there, and is not read.
+            training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
             files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
             shuffle: Whether the rows come in a random order, over all files; otherwise in that of `source`.
             seed: What the random order follows from.
@@ -236,7 +269,8 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `lazy` and `fit`.
+            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `lazy` and `fit`;
+                or `training` is not said, and needed, or said of other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(engine)
         for name, value in (("files", files), ("row_group_size", row_group_size)):
@@ -245,24 +279,51 @@ class Workflow:
         if compression not in output.COMPRESSIONS:
             raise ValueError(f"compression={compression!r}: one of {', '.join(map(repr, output.COMPRESSIONS))}")
 
-        steps = pipeline(self.steps, self.vocabularies, wanted)
-
-        def apply(frame: pl.DataFrame) -> pl.DataFrame:
-            return steps(frame.lazy()).collect(engine=chosen)
-
-        with opened(source) as given:
-            raw = self._needs(given.schema, wanted, given.where)
-            sample = given.head(raw.names())
-            size = max(1, memory // (_COPIES * (_width(sample) + _width(apply(sample)))))
-            whole = given.rows * (_width(sample) + _POSITION) < memory // 4
-            described = output.OutputFiles(
-                min(files, given.rows), row_group_size, compression, seed if shuffle else None
+        if training is None and uses_row_numbers(self.steps, wanted):
+            raise ValueError(
+                "the workflow has a TargetEncoding: say training=True for the rows that it was fitted to, each of "
+                "which gets the mean of others then, and training=False for any other rows"
             )
-            alike = {**asdict(described), "columns": wanted, "folder": os.fspath(folder), "memory": memory}
-            ranks.agree("transform", workflow=self._digest(), rows=given.rows, **alike)
+        described = output.OutputFiles(files, row_group_size, compression, seed if shuffle else None)
+        alike = {"columns": wanted, "folder": os.fspath(folder), "memory": memory, "training": training}
+        with opened(source) as given:
+            self._check_inputs(given.schema, self._inputs(self.steps, wanted), given.where)
+            ranks.agree("transform", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
+                given, rest = self._rows(given, wanted, bool(training), memory, chosen, progress)
+                steps = pipeline(rest, self.learnt, wanted, bool(training))
+                if training and uses_row_numbers(rest, wanted):
+                    given = numbered(given, rest, self.learnt)
+                names = needed(rest, wanted)[0] | {ROW}
+                raw = pl.Schema({name: dtype for name, dtype in given.schema.items() if name in names})
+                raw = raw or pl.Schema([next(iter(given.schema.items()))])  # any, for the number of rows
+
+                def apply(frame: pl.DataFrame) -> pl.DataFrame:
+                    return steps(frame.lazy()).collect(engine=chosen)
+
+                sample = given.head(raw.names())
+                size = max(1, memory // (_COPIES * (_width(sample) + _width(apply(sample)))))
+                whole = given.rows * (_width(sample) + _POSITION) < memory // 4
+                described = replace(described, count=min(files, given.rows))
                 output.write(given, raw, apply, described, scratch, size, whole, chosen, progress)
         return [Path(folder) / name for name in described.names]
+
+    def _rows(
+        self, given: Input, wanted: Sequence[str], training: bool, memory: int, engine: Any, progress: bool
+    ) -> tuple[Input, Sequence[Step]]:
+        """The rows that no `Filter` leaves out, as they are after the last step about rows; and the steps after it."""
+        if not any(isinstance(step, RowStep) for step in self.steps):
+            return given, self.steps
+        columns, done = needed(self.steps, wanted), 0
+        size = max(1, memory // (_COPIES * _width(given.head(sorted(columns[0]) or given.schema.names()[:1]))))
+        for i, step in enumerate(self.steps):
+            if isinstance(step, RowStep) and (isinstance(step, Filter) or columns[i + 1].intersection(step.adds)):
+                before = sorted(columns[i])
+                given = with_rows(
+                    given, self.steps[done:i], step, self.learnt, before, training, size, engine, progress
+                )
+                done = i + 1
+        return given, self.steps[done:]
 
     @property
     def embedding_sizes(self) -> dict[str, tuple[int, int]]:
@@ -278,11 +339,14 @@ class Workflow:
     def describe(self) -> dict[str, Any]:
         """What the fitted steps do, as plain data: what ``workflow.json`` holds."""
         self._wanted(None)
-        return saving.describe(self.steps, self.vocabularies, self.inputs, self.outputs, self.rows)
+        return saving.describe(self.steps, self.learnt, self.inputs, self.outputs, self.rows)
 
     def needs(self, columns: Sequence[str]) -> dict[str, str]:
         """Names and types of the columns of `inputs` that some of the `outputs` are made of."""
-        there = needed(self.steps, self._wanted(columns))[0]
+        return self._inputs([step for step in self.steps if not isinstance(step, Filter)], self._wanted(columns))
+
+    def _inputs(self, steps: Sequence[Step], wanted: Sequence[str]) -> dict[str, str]:
+        there = needed(steps, wanted)[0]
         return {name: kind for name, kind in self.inputs.items() if name in there}
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -299,7 +363,7 @@ class Workflow:
         description = self.describe()
         with atomic_folder(folder, saving.FILES, overwrite) as scratch:
             if ranks.rank() == 0:
-                saving.write(scratch / "whole", description, self.steps, self.vocabularies)
+                saving.write(scratch / "whole", description, self.steps, self.learnt)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Workflow:
@@ -308,10 +372,10 @@ class Workflow:
         Raises:
             FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
         """
-        description, steps, vocabularies = saving.read(Path(folder).expanduser())
+        description, steps, learnt = saving.read(Path(folder).expanduser())
         workflow = cls(*steps)
         workflow.inputs, workflow.outputs = description["inputs"], description["outputs"]
-        workflow.rows, workflow.vocabularies, workflow.fitted = description["rows"], vocabularies, True
+        workflow.rows, workflow.learnt, workflow.fitted = description["rows"], learnt, True
         return workflow
 
     def __repr__(self) -> str:
@@ -330,15 +394,14 @@ class Workflow:
                 raise ValueError(f"columns: {name!r} is not among the outputs, {', '.join(map(repr, self.outputs))}")
         return list(columns)
 
-    def _needs(self, schema: pl.Schema, wanted: Sequence[str], where: str) -> pl.Schema:
-        """The columns of an input that `wanted` are made of; any one where that is none, for the number of rows."""
-        needs = self.needs(wanted)
+    @staticmethod
+    def _check_inputs(schema: pl.Schema, needs: Mapping[str, str], where: str) -> None:
+        """Raise `ValueError` where a column that is needed is not there, or of another type than in `fit`."""
         for name, kind in needs.items():
             if name not in schema:
                 raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
             if type_name(schema[name]) != kind:
                 raise ValueError(f"{where}: column {name!r} is {type_name(schema[name])}, but it was {kind} in fit")
-        return pl.Schema({name: schema[name] for name in needs or schema.names()[:1]})
 
     def _digest(self) -> str:
         return hashlib.blake2b(json.dumps(self.describe()).encode(), digest_size=8).hexdigest()

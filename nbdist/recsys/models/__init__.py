@@ -1,7 +1,10 @@
 """Recommender models, on TorchRec's modules where it has them: what `shard`, `replicate` and `export_ensemble` take."""
 
+from .dcn import DCNv2
+from .deepfm import DeepFM
+from .dlrm import DLRM
 from .sasrec import SASRec, padded
 from .softmax import draw_rows, softmax_logits
 from .two_tower import Tower, TwoTower
 
-__all__ = ["SASRec", "Tower", "TwoTower", "draw_rows", "padded", "softmax_logits"]
+__all__ = ["DLRM", "DCNv2", "DeepFM", "SASRec", "Tower", "TwoTower", "draw_rows", "padded", "softmax_logits"]

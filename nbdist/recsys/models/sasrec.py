@@ -94,12 +94,13 @@ class SASRec(nn.Module):
         """
         codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
         rows = len(codes)
-        # One look-up for all, in which each row has its history and, if it is the first, what was drawn.
-        lengths = torch.full((rows,), self.length + 1, device=codes.device)
-        lengths[:1] += len(negatives)
-        every = self._look_up(torch.cat([codes[:1].flatten(), negatives, codes[1:].flatten()]), lengths)
-        first, drawn, others = every.split([self.length + 1, len(negatives), (rows - 1) * (self.length + 1)])
-        vectors = torch.cat([first, others]).view(rows, self.length + 1, -1)
+        # One look-up for all: a row for what was drawn, and one for each history.
+        lengths = torch.full((rows + 1,), self.length + 1, device=codes.device)
+        lengths[0] = len(negatives)
+        drawn, whole = self._look_up(torch.cat([negatives, codes.flatten()]), lengths).split(
+            [len(negatives), codes.numel()]
+        )
+        vectors = whole.view(-1, self.length + 1, whole.shape[1])
         states = self._states(vectors[:, :-1], there[:, 1:].sum(1))[there[:, 1:]]  # (places, columns)
         following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
         own = (states * following).sum(1, keepdim=True)
@@ -114,7 +115,7 @@ class SASRec(nn.Module):
         codes, there = padded(batch[self.column], self.length)
         vectors = self._look_up(codes.flatten(), torch.full((len(codes),), self.length, device=codes.device))
         lengths = there.sum(1)
-        states = self._states(vectors.view(len(codes), self.length, -1), lengths)
+        states = self._states(vectors.view(-1, self.length, vectors.shape[1]), lengths)
         last = (lengths - 1).clamp(min=0)
         found = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2])).squeeze(1)
         return found * there[:, :1]
@@ -124,6 +125,7 @@ class SASRec(nn.Module):
         return self._look_up(codes, torch.ones_like(codes))
 
     def _look_up(self, codes: Tensor, lengths: Tensor) -> Tensor:
+        lengths = torch.cat([lengths, lengths.new_zeros(1)])  # TorchRec cannot look up no rows
         found: Tensor = self.embeddings(KeyedJaggedTensor([self.column], codes, lengths=lengths))[self.column].values()
         return found
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.modules.embedding_configs import PoolingType
 
 from ..loader.columns import Columns, keyed_jagged
+from .features import mean_tables
 
 
 class Tower(nn.Module):
@@ -46,19 +45,7 @@ class Tower(nn.Module):
         if not columns:
             raise ValueError("a tower needs a column")
         self.columns = list(columns)
-        self.embeddings = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=name,
-                    num_embeddings=size,
-                    embedding_dim=embedding_dim,
-                    feature_names=[name],
-                    pooling=PoolingType.MEAN,
-                )
-                for name, size in columns.items()
-            ],
-            device=torch.device(device),
-        )
+        self.embeddings = mean_tables(columns, embedding_dim, device)
         self.layers: nn.Sequential | None = None
         if layers:
             widths = [len(columns) * embedding_dim, *layers]
@@ -70,7 +57,7 @@ class Tower(nn.Module):
         pooled: Tensor = self.embeddings(keyed_jagged(batch, self.columns)).values()  # (rows, columns * dim)
         if self.layers is not None:
             return self.layers(pooled)  # type: ignore[no-any-return]
-        return pooled.view(len(pooled), len(self.columns), -1).sum(1)
+        return pooled.unflatten(1, (len(self.columns), -1)).sum(1)  # type: ignore[no-any-return]
 
 
 class TwoTower(nn.Module):

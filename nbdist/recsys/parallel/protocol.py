@@ -22,6 +22,13 @@ class Parallel(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """Of all its parameters on this rank."""
 
+    @property
+    def fused(self) -> bool:
+        """Whether there are tables that are updated in the backward pass already, before any `step`."""
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale all gradients so that their norm, that of all of them together, is at most `norm`; it before that."""
+
     def gather(self) -> nn.Module | None:
         """The whole model as one plain module, on the CPU of rank 0; None on the other ranks."""
 

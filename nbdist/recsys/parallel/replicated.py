@@ -40,6 +40,20 @@ class Replicated:
     model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
 
+    @property
+    def fused(self) -> bool:
+        """Whether there are tables that are updated in the backward pass: none."""
+        return False
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale all gradients so that their norm, that of all of them together, is at most `norm`.
+
+        Returns:
+            Their norm before.
+        """
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return float(nn.utils.clip_grad_norm_(every, norm))
+
     def gather(self) -> nn.Module | None:
         """The model as a plain module, on the CPU of rank 0; None on the other ranks."""
         return copy.deepcopy(self.model.module).cpu() if dist.get_rank() == 0 else None

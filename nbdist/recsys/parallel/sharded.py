@@ -17,8 +17,12 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from ...devices import collective_device
 from . import buffers, checkpoint, growth, optimizers
 from .checkpoint import no_future_warnings
+from .deferred import TablesOptimizer
 from .growth import Growth
 from .plan import Plan
+
+#: Bytes of a table that are gathered at once.
+BLOCK = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,71 @@ class Sharded:
 
     model: DistributedModelParallel
     """Call it like the model that was sharded. Its other parameters are data parallel."""
-    optimizer: CombinedOptimizer
-    """`step` it as usual. Tables are updated in the backward pass already; it does the copies of data_parallel tables
-    and the model's other parameters, and passes changed learning rates on."""
+    optimizer: TablesOptimizer
+    """`step` it as usual. Fused tables are updated in the backward pass already; it does the others, the copies of
+    data_parallel tables and the model's other parameters, and passes changed learning rates on."""
     plan: Plan
     template: nn.Module
     """The model as it was, its parameters on the meta device."""
+    fused: bool = True
+    """Whether there are tables that are updated in the backward pass."""
+
+    @torch.no_grad()
+    def clip_gradients(self, norm: float) -> float:
+        """Scale all gradients, those of tables too, so that their norm is at most `norm`. All ranks have to call it.
+
+        Args:
+            norm: Of the gradients of all parameters together, each number of a table once, on whatever rank.
+
+        Returns:
+            Their norm before.
+
+        Raises:
+            RuntimeError: Tables are fused, and updated already.
+
+        Examples:
+            >>> import torch
+            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+            >>> from nbdist import in_ddp
+            >>> from nbdist.recsys.loader import keyed_jagged
+            >>> from nbdist.recsys.sharding import shard
+            >>> def step():
+            ...     users = EmbeddingBagConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=["user"])
+            ...     model = EmbeddingBagCollection(tables=[users])
+            ...     sharded = shard(model, {"users": "row_wise"}, batch_size=1, fused=False)
+            ...     user = keyed_jagged({"user": torch.tensor([3])}, ["user"])
+            ...     sharded.model(user).values().sum().backward()
+            ...     return sharded.clip_gradients(0.5)
+            >>> in_ddp(2, step)  # of four gradients that are 1
+            2.0
+        """
+        if self.fused:
+            raise RuntimeError(
+                "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
+                "backward pass already: use shard(..., fused=False)"
+            )
+        waiting = self.optimizer.waiting
+        square = torch.zeros((), dtype=torch.float64, device=collective_device())
+        for tables in waiting:
+            for _, _, gradient in tables.gradients():
+                square += gradient.double().square().sum()
+        dist.all_reduce(square)
+        copies = [p.grad for one, _ in _dense(self.optimizer) for group in one.param_groups for p in group["params"]]
+        copies = [gradient for gradient in copies if gradient is not None]
+        for gradient in copies:
+            square += gradient.double().square().sum()
+        total = square.sqrt()
+        factor = (norm / (total + 1e-6)).clamp(max=1.0).float()  # as torch's clip_grad_norm_ has it
+        for gradient in copies:
+            gradient *= factor
+        for tables in waiting:
+            tables.scale(factor)
+        return float(total)
 
     def gather(self) -> nn.Module | None:
         """The whole model as one plain module, on the CPU of rank 0; None on the other ranks.
 
-        All ranks have to call it. Takes the whole model's memory on rank 0.
+        All ranks have to call it. Takes the whole model's memory on rank 0's machine, and of its GPU next to nothing.
         """
         on_rank_0 = dist.get_rank() == 0
         whole: dict[str, torch.Tensor] = {}
@@ -63,11 +121,9 @@ class Sharded:
                 if on_rank_0:
                     whole[key] = value.detach().cpu()
                 continue
-            with no_future_warnings():
-                out = torch.empty(value.size(), dtype=value.dtype, device=_device(value)) if on_rank_0 else None
-                value.gather(dst=0, out=out)
-            if out is not None:
-                whole[key] = out.cpu()
+            table = _gather_table(value)
+            if table is not None:
+                whole[key] = table
         if not on_rank_0:
             return None
         plain = copy.deepcopy(self.template)
@@ -84,7 +140,7 @@ class Sharded:
                 # Those that are not in the state dict come from the trained module, too.
                 value = trained.get(f"{path}.{name}".lstrip("."), buffer)
                 setattr(module, name, value.detach().cpu().clone())
-        plain.load_state_dict(whole)
+        plain.load_state_dict(whole, assign=True)  # and no copy
         return plain
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -123,7 +179,7 @@ class Sharded:
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state(dense, there, folder)
-            for kernel in _fused(self.optimizer):
+            for kernel in kernels(self.optimizer):
                 kernel.iter.fill_(int(there["steps"]))
                 kernel.iter_cpu.fill_(int(there["steps"]))
 
@@ -148,17 +204,19 @@ def share_buffers(model: DistributedModelParallel, names: Iterable[str]) -> None
     buffers.share([model.module.get_buffer(name) for name in names])
 
 
-def _fused(optimizer: Any) -> Iterator[Any]:
-    """FBGEMM's modules of this rank that update tables in the backward pass; the model does not list them."""
+def kernels(optimizer: Any) -> Iterator[Any]:
+    """FBGEMM's modules of this rank that hold tables and update them; the model does not list them."""
     for _, inner in getattr(optimizer, "optimizers", ()):
-        yield from _fused(inner)
+        yield from kernels(inner)
     if hasattr(optimizer, "_emb_module"):
         yield optimizer._emb_module
 
 
 def _steps(optimizer: CombinedOptimizer) -> torch.Tensor:
     """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
-    count = torch.tensor(max((int(kernel.iter) for kernel in _fused(optimizer)), default=0), device=collective_device())
+    count = torch.tensor(
+        max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
+    )
     dist.all_reduce(count, op=dist.ReduceOp.MAX)  # some ranks may hold no table
     return count.cpu()
 
@@ -172,6 +230,27 @@ def _dense(optimizer: CombinedOptimizer) -> list[optimizers.Named]:
     ]
 
 
-def _device(value: Any) -> torch.device:
-    shards = value.local_shards()
-    return shards[0].tensor.device if shards else torch.device("cpu")
+def _gather_table(value: Any) -> torch.Tensor | None:
+    """A sharded table on the CPU of rank 0; None on the other ranks.
+
+    It comes by blocks: the whole of it, and each rank's part beside it, may be more than a GPU has.
+    """
+    rank, device = dist.get_rank(), collective_device()
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    whole = torch.empty(value.size(), dtype=value.dtype) if rank == 0 else None
+    for part in value.metadata().shards_metadata:
+        (row, column), (rows, columns), owner = part.shard_offsets, part.shard_sizes, part.placement.rank()
+        step = max(1, BLOCK // (columns * value.dtype.itemsize))
+        for start in range(0, rows, step):
+            size = min(step, rows - start)
+            block = None
+            if rank == owner:
+                block = own[row, column][start : start + size].detach()
+                if owner != 0:
+                    dist.send(block.to(device).contiguous(), 0)
+            elif rank == 0:
+                block = torch.empty(size, columns, dtype=value.dtype, device=device)
+                dist.recv(block, owner)
+            if whole is not None and block is not None:
+                whole[row + start : row + start + size, column : column + columns] = block
+    return whole

@@ -23,6 +23,7 @@ each forward pass, as in DistributedDataParallel.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,15 +34,26 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel, comm
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
+from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
-from ..parallel.sharded import Sharded, share_buffers
+from ..parallel.sharded import Sharded, kernels, share_buffers
 from .hooks import check_ids, divide_means, look_up_singly, pad_batches, restore_order, sum_instead
 from .initial import common_seed, fill, materialise, without_memory
 from .planning import Planner, make_sharders
-from .strategies import EVERYWHERE, OPTIMIZERS, ROW_STRATEGIES, Table, check_optimizer, choose, find_tables
+from .strategies import (
+    EVERYWHERE,
+    OPTIMIZERS,
+    ROW_STRATEGIES,
+    Table,
+    check_optimizer,
+    choose,
+    find_tables,
+    fused_types,
+    of_each,
+)
 
 
 def shard(
@@ -49,10 +61,11 @@ def shard(
     strategies: Mapping[str, str] | None = None,
     *,
     batch_size: int,
-    optimizer: str = "rowwise_adagrad",
-    lr: float = 0.01,
+    optimizer: str | Mapping[str, str] = "rowwise_adagrad",
+    lr: float | Mapping[str, float] = 0.01,
     eps: float = 1e-8,
     dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    fused: bool | None = None,
     memory: int | None = None,
     checked: bool = True,
 ) -> Sharded:
@@ -71,13 +84,18 @@ def shard(
         strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
             Tables that nothing matches are left to TorchRec's planner.
         batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass. CPU ranks have sgd, adagrad and
-            rowwise_adagrad.
-        lr: Learning rate of the tables.
+        optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass where FBGEMM can; or table name or glob →
+            one. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. All leave alone the rows that a
+            batch does not touch, as `torch.optim.SparseAdam` does.
+        lr: Learning rate of the tables; or table name or glob → one.
         eps: What is added to the denominator, for those optimizers that have one.
         dense_optimizer: Makes the optimizer of all other parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any.
-        memory: Bytes per rank that the plan may use. None: what is free, divided by the ranks of this machine.
+        fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
+            this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
+            accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
+        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
+            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
             that; without it, such ids are those of other rows, and train them.
 
@@ -106,8 +124,10 @@ def shard(
     if not dist.is_initialized():
         raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
     device = collective_device()
-    check_optimizer(optimizer, device)
     tables = find_tables(model)
+    named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
+    for one in dict.fromkeys(named.values()):
+        check_optimizer(one, device, fused)
     chosen = choose(strategies or {}, tables)
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
@@ -115,16 +135,20 @@ def shard(
             f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
-    sharders = make_sharders({"optimizer": OPTIMIZERS[optimizer], "learning_rate": lr, "eps": eps})
+    sharders = make_sharders({"eps": eps})
+    for name, table in tables.items():  # where TorchRec looks for it
+        table.weight._optimizer_kwargs = [{"optimizer": OPTIMIZERS[named[name]], "learning_rate": rates[name]}]  # type: ignore[attr-defined]
     template = without_memory(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
-        torchrec_plan, plan = Planner(model, tables, chosen, sharders, optimizer, batch_size, memory, device).plan()
+        torchrec_plan, plan = Planner(model, tables, chosen, sharders, named, batch_size, memory, device).plan()
         seed = common_seed(device)
         materialise(model, device)
         _forget_old_groups()
         hooks = [_hooks(path, module, plan, checked) for path, module in model.named_modules()]
-        parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
+        types = fused_types(device, fused)
+        with deferring(types):
+            parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
         for add in hooks:
             add(parallel.module)
         fill(parallel.state_dict(), tables, seed)
@@ -135,16 +159,20 @@ def shard(
     _ignore_warnings_in_training()
     optimizers = [parallel.fused_optimizer]
     copies = _unsharded(parallel)
-    for mine, make in (
-        ({key: p for key, p in copies.items() if key in dense}, dense_optimizer),
-        (
-            {key: p for key, p in copies.items() if key not in dense},
-            lambda some: EVERYWHERE[optimizer](some, lr, eps),
-        ),
-    ):
-        if mine:
-            optimizers.append(KeyedOptimizerWrapper(mine, make))
-    return Sharded(parallel, CombinedOptimizer(optimizers), plan, template)
+    mine = {key: p for key, p in copies.items() if key in dense}
+    if mine:
+        optimizers.append(KeyedOptimizerWrapper(mine, dense_optimizer))
+    for table in tables.values():
+        if table.key in copies:
+            make = EVERYWHERE[named[table.name]]
+            rate = rates[table.name]
+            some = {table.key: copies[table.key]}
+            optimizers.append(KeyedOptimizerWrapper(some, functools.partial(make, lr=rate, eps=eps)))
+    waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
+    any_fused = any(
+        OPTIMIZERS[named[table]] in types for table, how in plan.strategies.items() if how != "data_parallel"
+    )
+    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused)
 
 
 def _hooks(path: str, module: nn.Module, plan: Plan, checked: bool) -> Callable[[nn.Module], None]:

@@ -47,6 +47,8 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
         for name in (feature, f"{feature}@{table}")
     }
 
+    repeats: dict[torch.device, torch.Tensor] = {}  # how many columns each output has
+
     def divide(_: nn.Module, args: tuple[Any, ...], output: Any) -> KeyedTensor:
         bags: KeyedJaggedTensor = args[0]
         sizes = bags.lengths().view(len(bags.keys()), bags.stride())
@@ -56,8 +58,11 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
             for name in pooled.keys()  # noqa: SIM118 (a KeyedTensor is no mapping)
         ]
         each = torch.stack(columns, dim=1).clamp(min=1)  # (batch, outputs)
-        widths = torch.tensor(pooled.length_per_key(), device=each.device)
-        divisor = each.repeat_interleave(widths, dim=1)  # (batch, columns of all outputs)
+        widths = pooled.length_per_key()
+        if each.device not in repeats:  # from the host to a GPU takes waiting
+            repeats[each.device] = torch.tensor(widths, device=each.device)
+        # (batch, columns of all outputs), as many as are said: a GPU would be waited for to count them
+        divisor = each.repeat_interleave(repeats[each.device], dim=1, output_size=sum(widths))
         return KeyedTensor(pooled.keys(), pooled.length_per_key(), pooled.values() / divisor)
 
     module.register_forward_hook(divide)
@@ -129,18 +134,20 @@ def pad_batches(module: nn.Module, to_largest: bool) -> None:
     def pad(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         features = args[0]
         size = features.stride()
-        wanted = torch.tensor(max(size, 1))
+        wanted = max(size, 1)
         if to_largest:
-            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+            largest = torch.tensor(wanted)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            wanted = int(largest)
         sizes.append(size)
-        if int(wanted) == size:
+        if wanted == size:
             return args
         lengths = features.lengths().view(len(features.keys()), size)
         padded = KeyedJaggedTensor(
             keys=features.keys(),
             values=features.values(),
             weights=features.weights_or_none(),
-            lengths=torch.cat([lengths, lengths.new_zeros(len(lengths), int(wanted) - size)], dim=1).flatten(),
+            lengths=torch.cat([lengths, lengths.new_zeros(len(lengths), wanted - size)], dim=1).flatten(),
         )
         return (padded, *args[1:])
 

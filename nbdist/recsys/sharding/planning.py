@@ -28,6 +28,10 @@ from torchrec.distributed.types import ShardingPlan
 from ..parallel.plan import Plan, Shard
 from .strategies import STRATEGIES, Table, column_parts, refusal
 
+#: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
+#: takes as much.
+RESERVE = 0.15
+
 
 def make_sharders(fused: dict[str, Any]) -> list[Any]:
     class Bags(EmbeddingBagCollectionSharder):
@@ -46,10 +50,11 @@ class Planner:
     chosen: Mapping[str, str]
     """Table → strategy, of those that are not left to TorchRec."""
     sharders: list[Any]
-    optimizer: str
+    optimizers: Mapping[str, str]
+    """Table → optimizer."""
     batch_size: int
     memory: int | None
-    """Bytes per rank; None: what is free."""
+    """Bytes per rank; None: what is free, but for a reserve."""
     device: torch.device
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
@@ -69,7 +74,9 @@ class Planner:
         return result
 
     def _constrain(self, table: Table, nranks: int, local: int) -> ParameterConstraints:
-        why = {strategy: refusal(strategy, table, self.optimizer, nranks, local) for strategy in STRATEGIES}
+        why = {
+            strategy: refusal(strategy, table, self.optimizers[table.name], nranks, local) for strategy in STRATEGIES
+        }
         strategy = self.chosen.get(table.name)
         if strategy and why[strategy]:
             raise ValueError(f"table {table.name!r} cannot be {strategy} on {nranks} ranks: {why[strategy]}")
@@ -90,9 +97,11 @@ class Planner:
     def _plan_here(
         self, constraints: dict[str, ParameterConstraints], nranks: int, local: int
     ) -> tuple[ShardingPlan, Plan]:
-        on_gpu, memory = self.device.type == "cuda", self.memory
+        on_gpu, memory, left = self.device.type == "cuda", self.memory, ""
         if memory is None:
-            memory = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // local
+            free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // local
+            memory = max(0, int(free * (1 - RESERVE)) - self._dense_bytes())
+            left = f" ({free:,} are free; the rest is for dense layers, activations and what is sent)"
         caps = {"hbm_cap_bytes" if on_gpu else "ddr_cap_bytes": memory}
         best: list[Any] = []
 
@@ -123,12 +132,18 @@ class Planner:
             largest = max(least, key=lambda name: least[name])
             ways = ", ".join(constraints[largest].sharding_types)
             raise ValueError(
-                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each. The largest need is that of "
-                f"table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
+                f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that "
+                f"of table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
                 "batches. Take more ranks, a strategy that splits the table, or more memory=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         return plan, self._to_look_at(best, nranks)
+
+    def _dense_bytes(self) -> int:
+        """What all that is no table takes: values, gradients, and two moments of an optimizer."""
+        tables = {id(table.weight) for table in self.tables.values()}
+        dense = [parameter for parameter in self.model.parameters() if id(parameter) not in tables]
+        return 4 * sum(parameter.numel() * parameter.element_size() for parameter in dense)
 
     def _to_look_at(self, options: list[Any], nranks: int) -> Plan:
         shards = [

@@ -6,13 +6,15 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import RowWiseAdagrad
+
+T = TypeVar("T")
 
 STRATEGIES = (
     "table_wise",
@@ -57,13 +59,25 @@ class Table:
     pooled: bool
 
 
-def check_optimizer(optimizer: str, device: torch.device) -> None:
+DEFERRED = (*EVERYWHERE, "adam")
+"""Those that can wait for the optimizer's step."""
+
+
+def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) -> None:
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
-    if device.type == "cpu" and optimizer not in EVERYWHERE:
-        raise ValueError(
-            f"optimizer={optimizer!r}: FBGEMM has no fused {optimizer} for CPU ranks; it has {', '.join(EVERYWHERE)}"
-        )
+    if device.type == "cpu" and optimizer not in EVERYWHERE and (fused or optimizer not in DEFERRED):
+        others = ", ".join(EVERYWHERE) if fused else ", ".join(DEFERRED)
+        raise ValueError(f"optimizer={optimizer!r}: FBGEMM has no fused {optimizer} for CPU ranks; there are {others}")
+    if fused is False and optimizer not in DEFERRED:
+        raise ValueError(f"optimizer={optimizer!r}: with fused=False there are {', '.join(DEFERRED)}")
+
+
+def fused_types(device: torch.device, fused: bool | None) -> set[EmbOptimType]:
+    """Those of FBGEMM's optimizers that are to be fused."""
+    if fused is False:
+        return set()
+    return {OPTIMIZERS[name] for name in (EVERYWHERE if device.type == "cpu" else OPTIMIZERS)}
 
 
 def find_tables(model: nn.Module) -> dict[str, Table]:
@@ -91,13 +105,30 @@ def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[s
     for pattern, strategy in strategies.items():
         if strategy not in STRATEGIES:
             raise ValueError(f"{pattern!r}: {strategy!r} is no sharding strategy; there are {', '.join(STRATEGIES)}")
+    return by_table(strategies, tables)
+
+
+def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) -> dict[str, T]:
+    """Table → what is given for it, or for all."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(tables, given)
+    found = by_table(given, tables)
+    for name in tables:
+        if name not in found:
+            raise ValueError(f"{what} says nothing about table {name!r}: add it, or '*' for all others")
+    return found
+
+
+def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T]:
+    """Table → value, from names and globs: a name goes before globs, and globs in their order."""
+    for pattern in given:
         if not fnmatch.filter(tables, pattern) and pattern not in tables:
             raise ValueError(f"{pattern!r} matches no table; there are {', '.join(tables)}")
     chosen = {}
     for name in tables:
-        for pattern, strategy in sorted(strategies.items(), key=lambda item: item[0] != name):
+        for pattern, value in sorted(given.items(), key=lambda item: item[0] != name):
             if pattern == name or fnmatch.fnmatchcase(name, pattern):
-                chosen[name] = strategy
+                chosen[name] = value
                 break
     return chosen
 

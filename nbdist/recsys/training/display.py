@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from ... import notebook
@@ -20,10 +21,11 @@ class RunDisplay:
     Args:
         history: What to show; `update` after it has grown.
         total: Steps of the run.
+        metrics: What is evaluated, in some records at least.
     """
 
-    def __init__(self, history: History, total: int) -> None:
-        self._history, self._total = history, total
+    def __init__(self, history: History, total: int, metrics: Sequence[str]) -> None:
+        self._history, self._total, self._metrics = history, total, metrics
         self._began = self._noted = time.monotonic()
         self._drawn, self._cost = float("-inf"), 0.0
         self._table: Any = None
@@ -59,9 +61,9 @@ class RunDisplay:
             self._draw(time.monotonic() - self._drawn > self._cost / _PART)
             return
         if not self._headed:
-            print(text_row(head(self._history[-1])))
+            print(text_row(head(self._metrics)))
             self._headed = True
-        print("\n".join([text_row(cells(self._history[-1])), *failures(self._history[-1])]), flush=True)
+        print("\n".join([text_row(cells(self._history[-1], self._metrics)), *failures(self._history[-1])]), flush=True)
 
     def close(self, text: str) -> None:
         """Say how the run ended, with everything drawn."""

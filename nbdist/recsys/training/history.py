@@ -44,7 +44,7 @@ class Record:
     loss: float
     """The mean over the rows trained on since the last record, on all ranks."""
     metrics: dict[str, float]
-    """Over the whole validation set; empty without one."""
+    """Over the whole validation set; empty without one, and where none was evaluated."""
     rates: list[float]
     """Learning rates of the last step: each different one that the rank's optimizer has, the largest first."""
     rows_per_second: float
@@ -95,8 +95,8 @@ class History:
         return self.records[number]
 
     def values(self, metric: str) -> list[float]:
-        """A metric over the records."""
-        return [record.metrics[metric] for record in self.records]
+        """A metric over the records that have it."""
+        return [record.metrics[metric] for record in self.records if metric in record.metrics]
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -117,17 +117,18 @@ class History:
         from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
 
         steps = [record.step for record in self.records]
-        metrics = list(self.records[-1].metrics) if self.records else []
         panels: dict[str, dict[str, list[float]]] = {"loss": {"train": [record.loss for record in self.records]}}
-        for name in metrics:
+        for name in self._metrics:
             panels.setdefault("loss" if name.endswith("loss") else name, {})[name] = self.values(name)
+        evaluated = [record.step for record in self.records if record.metrics]
         rates = zip(*(record.rates for record in self.records), strict=True)
         panels["learning rate"] = {_rate(i): list(values) for i, values in enumerate(rates)}
         panels["rows/s"] = {"rows/s": [record.rows_per_second for record in self.records]}
         figure = Figure(figsize=(3.2 * len(panels), 2.5), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
             for label, values in lines.items():
-                axes.plot(steps, values, marker="." if len(steps) < 40 else None, label=label)
+                at = evaluated if label in self._metrics else steps
+                axes.plot(at, values, marker="." if len(at) < 40 else None, label=label)
             axes.set_title(title, fontsize=10)
             axes.set_xlabel("step", fontsize=8)
             axes.tick_params(labelsize=8)
@@ -149,13 +150,18 @@ class History:
     def __repr__(self) -> str:
         if not self.records:
             return "no records yet"
-        return "\n".join([text_row(head(self[0])), *(text_row(cells(record)) for record in self)])
+        metrics = self._metrics
+        return "\n".join([text_row(head(metrics)), *(text_row(cells(record, metrics)) for record in self)])
+
+    @property
+    def _metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for record in self.records for name in record.metrics))
 
     def _repr_html_(self) -> str:
         if not self.records:
             return ""
-        rows = [cells(record) for record in self.records[-_SHOWN:]]
-        top = "".join(f"<th>{html.escape(name)}</th>" for name in head(self[0]))
+        rows = [cells(record, self._metrics) for record in self.records[-_SHOWN:]]
+        top = "".join(f"<th>{html.escape(name)}</th>" for name in head(self._metrics))
         body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
         more = len(self) - len(rows)
         failed = "".join(f"<p>{html.escape(text)}</p>" for text in failures(self[-1]))
@@ -163,18 +169,18 @@ class History:
         return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{note}{failed}"
 
 
-def head(record: Record) -> list[str]:
+def head(metrics: Iterable[str]) -> list[str]:
     """The names of the columns."""
-    return ["step", "epoch", "loss", *record.metrics, "learning rate", "rows/s"]
+    return ["step", "epoch", "loss", *metrics, "learning rate", "rows/s"]
 
 
-def cells(record: Record) -> list[str]:
+def cells(record: Record, metrics: Iterable[str]) -> list[str]:
     """A record's numbers as people read them, in the order of `head`."""
     return [
         f"{record.step:,}",
         f"{record.epoch:.2f}",
         f"{record.loss:.4f}",
-        *(f"{value:.4f}" for value in record.metrics.values()),
+        *(f"{record.metrics[name]:.4f}" if name in record.metrics else "" for name in metrics),
         ", ".join(f"{rate:.3g}" for rate in record.rates),
         f"{record.rows_per_second:,.0f}",
     ]

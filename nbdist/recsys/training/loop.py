@@ -19,6 +19,7 @@ It is a convenience: what it uses (`evaluate`, `Snapshots`, loaders, metrics, `s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -55,9 +56,12 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     every: int | None = None,
+    evaluate_every: int | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
     metrics: Mapping[str, Metric] | None = None,
     schedule: Schedule | None = None,
+    clip: float | None = None,
+    accumulate: int = 1,
     bf16: bool = False,
     snapshots: Snapshots | None = None,
     patience: int | None = None,
@@ -83,10 +87,16 @@ def fit(
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".
         steps: How long to train: in steps,
         epochs: or in epochs. One of the two.
-        every: Steps from one record, with its evaluation, to the next. None: an epoch. The last step has one too.
+        every: Steps from one record to the next. None: an epoch. The last step has one too.
+        evaluate_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
+            Otherwise those between have the training loss alone.
         loss: Of predictions (float32) and targets: the mean over the rows of a batch.
         metrics: Name → metric to evaluate. None: "valid loss" and "auc", for logits and labels.
         schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`.
+        clip: The norm of all gradients together, over ranks and tables, that a step's are scaled down to if they have a
+            larger one.
+        accumulate: Batches of each rank that make a step: the gradient is that of the mean loss over the rows of all of
+            them. The last step of an epoch has what is left. What is said of steps, such as `every`, is said of those.
         bf16: Run `predict` under autocast to bfloat16. What stays in float32 is torch's choice.
         snapshots: Where and when to take them, and whether to resume.
         patience: Stop when so many evaluations in a row have not improved the last of the metrics.
@@ -97,7 +107,8 @@ def fit(
 
     Raises:
         ValueError: Before anything is trained, for arguments that make no sense, loaders that do not suit, ranks with
-            different numbers of steps, and snapshots that do not fit.
+            different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`), and
+            snapshots that do not fit.
         RuntimeError: Outside a process group.
 
     Examples:
@@ -122,38 +133,54 @@ def fit(
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     metrics = _default_metrics(loss, valid) if metrics is None else metrics
-    _check(train, valid, steps, epochs, every, patience, metrics)
-    total = steps if steps is not None else len(train) * (epochs or 0)
-    every = every or len(train)
+    counts = {"steps": steps, "epochs": epochs, "every": every, "evaluate_every": evaluate_every, "patience": patience}
+    _check(train, valid, counts | {"accumulate": accumulate}, metrics, snapshots)
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip={clip}: a norm above 0")
+    if model.fused and (clip is not None or accumulate > 1):
+        what = "clip=" if clip is not None else "accumulate="
+        raise ValueError(
+            f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
+            "already: use shard(..., fused=False)"
+        )
     for loader in (train, valid):
         if loader is not None:
             loader.to(collective_device())
             _same_steps(loader)
     factor = schedule or (lambda step: 1.0)
-    run = Run(model, predict, train, loss, factor, bf16)
+    run = Run(model, predict, train, loss, factor, bf16, clip, accumulate)
+    total = steps if steps is not None else run.steps_an_epoch * (epochs or 0)
+    every = every or run.steps_an_epoch
+    evaluate_every = evaluate_every or every
     resumed = snapshots is not None and run.restore(snapshots)
     first = run.step
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
-    display = RunDisplay(run.history, total) if show and dist.get_rank() == 0 else None
+    display = RunDisplay(run.history, total, list(metrics) if valid else []) if show and dist.get_rank() == 0 else None
     if display and resumed:
         display.note(f"resumed after step {first:,}")
-    if run.step and (run.step % every == 0 or run.step == total) and not run.recorded:
-        run.record(valid, metrics)
-        if display:
-            display.update()
-    stopped = _stale(run.history, metrics, patience)
-    with contextlib.closing(_endless(train)) as batches:
+
+    def record() -> bool:
+        """Add to the history what the last step calls for; whether training is to stop."""
+        evaluated = run.step % evaluate_every == 0 or run.step == total
+        if not run.recorded and (evaluated or run.step % every == 0):
+            run.record(valid if evaluated else None, metrics)
+        if snapshots and snapshots.keep_best and evaluated and _improved(run.history, metrics, snapshots.keep_best):
+            run.snapshot(snapshots)
+            snapshots.mark_best(run.step)
+        return _stale(run.history, metrics, patience)
+
+    stopped = record() if run.step else False
+    if display and run.step and run.recorded:
+        display.update()
+    with contextlib.closing(_endless(train, accumulate)) as groups:
         while run.step < total and not stopped:
-            run.train_on(*next(batches))
-            due = run.step == total or (snapshots is not None and run.step % (snapshots.every or every) == 0)
-            if snapshots and due:
+            run.train_on(next(groups))
+            if snapshots and (run.step == total or run.step % (snapshots.every or evaluate_every) == 0):
                 run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
-            if run.step % every == 0 or run.step == total:
-                run.record(valid, metrics)
-                stopped = _stale(run.history, metrics, patience)
-                if snapshots and stopped and not due:
-                    run.snapshot(snapshots)
+            stopped = record()
+            if snapshots and stopped:
+                run.snapshot(snapshots)
             if display:
                 display.update() if run.recorded else display.progress(run.step, first)
             rates.step()
@@ -162,24 +189,36 @@ def fit(
     return run.history
 
 
-def _endless(loader: Loader) -> Generator[tuple[int, Any], None, None]:
-    """The batches of a loader from where it is, epoch after epoch, each with its number in the epoch."""
+def _endless(loader: Loader, accumulate: int) -> Generator[list[tuple[int, Any]], None, None]:
+    """The batches of each step from where a loader is, epoch after epoch, each with its number in the epoch."""
     state = loader.state_dict()
     loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin anew
     first = state["step"]
     while True:
-        yield from enumerate(loader, first)
+        batches = enumerate(loader, first)
+        while group := list(itertools.islice(batches, accumulate)):
+            yield group
         first = 0
+
+
+def _improved(history: History, metrics: Mapping[str, Metric], name: str) -> bool:
+    """Whether the last record has the best value of a metric so far."""
+    values = _the_higher(history, metrics, name)
+    return bool(values) and name in history[-1].metrics and values[-1] > max([-math.inf, *values[:-1]])
+
+
+def _the_higher(history: History, metrics: Mapping[str, Metric], name: str) -> list[float]:
+    """A metric over the evaluations, so that more is better."""
+    values = [value if metrics[name].higher_is_better else -value for value in history.values(name)]
+    return [-math.inf if math.isnan(value) else value for value in values]  # what is no number is no improvement
 
 
 def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None) -> bool:
     """Whether the last of the metrics has not improved for `patience` evaluations."""
     if patience is None or not len(history):
         return False
-    name, metric = list(metrics.items())[-1]
-    values = [value if metric.higher_is_better else -value for value in history.values(name)]
-    values = [-math.inf if math.isnan(value) else value for value in values]  # what is no number is no improvement
-    return len(values) - 1 - values.index(max(values)) >= patience
+    values = _the_higher(history, metrics, list(metrics)[-1])
+    return bool(values) and len(values) - 1 - values.index(max(values)) >= patience
 
 
 def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
@@ -191,15 +230,13 @@ def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | N
 def _check(
     train: Loader,
     valid: Loader | None,
-    steps: int | None,
-    epochs: int | None,
-    every: int | None,
-    patience: int | None,
+    counts: Mapping[str, int | None],
     metrics: Mapping[str, Metric],
+    snapshots: Snapshots | None,
 ) -> None:
-    if (steps is None) == (epochs is None):
+    if (counts["steps"] is None) == (counts["epochs"] is None):
         raise ValueError("give steps= or epochs=, one of the two")
-    for name, value in (("steps", steps), ("epochs", epochs), ("every", every), ("patience", patience)):
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: at least 1")
     for name, loader in (("train", train), ("valid", valid)):
@@ -210,8 +247,13 @@ def _check(
             )
     if valid is not None and valid.remainder == "drop":
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
-    if patience is not None and (valid is None or not metrics):
-        raise ValueError("patience= needs valid= and a metric to go by")
+    for name in ("patience", "evaluate_every"):
+        if counts[name] is not None and (valid is None or not metrics):
+            raise ValueError(f"{name}= needs valid= and a metric to go by")
+    if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
+        raise ValueError(
+            f"keep_best={snapshots.keep_best!r} needs valid=, and is to be one of the metrics: {', '.join(metrics)}"
+        )
 
 
 def _same_steps(loader: Loader) -> None:

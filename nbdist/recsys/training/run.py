@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from ...devices import collective_device
@@ -32,31 +35,42 @@ class Run:
         loss: Callable[[Tensor, Tensor], Tensor],
         schedule: Schedule,
         bf16: bool,
+        clip: float | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.model, self.predict, self.train, self.loss, self.bf16 = model, predict, train, loss, bf16
-        self.schedule = schedule
+        self.schedule, self.clip = schedule, clip
+        self.steps_an_epoch = math.ceil(len(train) / accumulate)
         self.step = 0
+        self._saved = -1
         self.history = History()
         # Of all ranks, as each of them may have a loader of rows of its own.
         everyone = ranks.all_gather((train.partition, train.rank))
-        totals = [sum(partition.size(rank, i) for partition, rank in everyone) for i in range(len(train))]
+        self._ranks = len(everyone)
+        self._totals = [sum(partition.size(rank, i) for partition, rank in everyone) for i in range(len(train))]
         self._sizes = [train.partition.size(train.rank, i) for i in range(len(train))]
-        # This rank's part of a step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-        self._parts = [size * len(everyone) / total for size, total in zip(self._sizes, totals, strict=True)]
         # Since the last record:
         self._loss = torch.zeros((), dtype=torch.float64, device=collective_device())
         self._rows, self._seconds = 0, 0.0
         self._since = time.perf_counter()
 
-    def train_on(self, number: int, batch: Any) -> None:
-        """One step, on batch `number` of the epoch."""
+    def train_on(self, batches: Sequence[tuple[int, Any]]) -> None:
+        """One step, on some batches, each with its number in the epoch."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
-        loss = self.loss(*forward(module, self.predict, batch, self.bf16)[:2])
-        (loss * self._parts[number]).backward()
+        total = sum(self._totals[number] for number, _ in batches)
+        for number, batch in batches:
+            # Copies on all ranks need to know one another's gradients once, and add them up till then.
+            alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
+            with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+                loss = self.loss(*forward(module, self.predict, batch, self.bf16)[:2])
+                # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
+                (loss * (self._sizes[number] * self._ranks / total)).backward()
+            self._loss += loss.detach() * self._sizes[number]
+            self._rows += self._sizes[number]
+        if self.clip is not None:
+            self.model.clip_gradients(self.clip)
         optimizer.step()
-        self._loss += loss.detach() * self._sizes[number]
-        self._rows += self._sizes[number]
         self.step += 1
 
     @property
@@ -85,7 +99,7 @@ class Run:
         self.history.records.append(
             Record(
                 step=self.step,
-                epoch=self.step / len(self.train),
+                epoch=self.step / self.steps_an_epoch,
                 loss=loss / rows,
                 metrics=found,
                 rates=[rates[full] for full in sorted(rates, reverse=True)],
@@ -99,6 +113,9 @@ class Run:
 
     def snapshot(self, snapshots: Snapshots) -> None:
         """Take a snapshot."""
+        if self.step == self._saved:
+            return
+        self._saved = self.step
         self._stop_clock()
         own = {
             "loader": self.train.state_dict(),
@@ -114,7 +131,7 @@ class Run:
         if found is None:
             return False
         common, own = found
-        self.step = common["step"]
+        self.step = self._saved = common["step"]
         self.history = History.from_json(common["history"])
         self.train.load_state_dict(own["loader"])
         set_random_state(own["random"])

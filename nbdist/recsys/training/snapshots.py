@@ -19,7 +19,7 @@ from .. import ranks
 from ..io.disk import sync
 from ..parallel.protocol import Parallel
 
-_STATE = "state.json"
+_STATE, _BEST = "state.json", "best.json"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Snapshots:
     """Steps. None: before each evaluation. The end of a run is one in any case."""
     keep: int = 2
     """How many: older ones are removed."""
+    keep_best: str | None = None
+    """Metric: the snapshot after whose steps it was best is kept too, whatever `keep` says, and `best` names it."""
     resume: bool = False
     """Whether to go on from the newest snapshot in the folder, if there is one. False: there must be none."""
 
@@ -69,6 +71,39 @@ class Snapshots:
         """Those that there are, the newest last."""
         found = [path for path in Path(self.folder).glob("step-*") if path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
+
+    def best(self) -> Path:
+        """The snapshot of which `keep_best` was best, for `load` of a model.
+
+        Raises:
+            FileNotFoundError: None is there, or none was evaluated yet.
+        """
+        found = self._best()
+        if found is None:
+            raise FileNotFoundError(
+                f"{self.folder} has no best snapshot: fit(..., snapshots=...) with keep_best= has one"
+            )
+        return found
+
+    def mark_best(self, step: int) -> None:
+        """Say that the snapshot of a step is the best so far. All ranks have to call it."""
+        if dist.get_rank() == 0:
+            scratch = Path(self.folder) / f".{_BEST}.tmp"
+            with open(scratch, "w") as text:
+                json.dump({"step": step, "metric": self.keep_best}, text)
+                text.flush()
+                os.fsync(text.fileno())
+            scratch.rename(scratch.with_name(_BEST))
+            sync(scratch.parent)
+        dist.barrier()
+
+    def _best(self) -> Path | None:
+        try:
+            marked = json.loads((Path(self.folder) / _BEST).read_text())
+        except FileNotFoundError:
+            return None
+        path = Path(self.folder) / f"step-{marked['step']}"
+        return path if path.exists() else None
 
     def save(self, model: Parallel, step: int, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Take one. All ranks have to call it.
@@ -101,7 +136,10 @@ class Snapshots:
             sync(scratch)
             scratch.rename(final)
             sync(final.parent)
+            best = self._best() if self.keep_best else None
             for old in self.all()[: -self.keep]:
+                if old == best:
+                    continue
                 gone = old.rename(old.with_name(f".{old.name}.tmp"))  # never half of one under its name
                 shutil.rmtree(gone)
         dist.barrier()  # it is there when any rank goes on

@@ -34,6 +34,7 @@ def model_config(
     from tritonclient.grpc import model_config_pb2 as pb
 
     config = _config(name, batching, inputs, outputs)
+    config.version_policy.all.SetInParent()  # an ensemble says which it takes
     config.backend = backend
     config.default_model_filename = "model.py" if backend == "python" else "model.onnx"
     config.dynamic_batching.max_queue_delay_microseconds = round(batching.delay * 1e6)
@@ -46,9 +47,14 @@ def model_config(
 
 
 def ensemble_config(
-    name: str, batching: Batching, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], steps: Sequence[Any]
+    name: str,
+    batching: Batching,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    steps: Sequence[Any],
+    version: int,
 ) -> Any:
-    """The configuration of an ensemble of models one after the other, given by their configurations.
+    """The configuration of an ensemble of models one after the other, given by their configurations, in a version.
 
     What passes between them is called by its model and name, so that an input and what becomes of it may share a name.
     """
@@ -57,7 +63,7 @@ def ensemble_config(
     tensors = {tensor.name: tensor.name for tensor in inputs}
     for step in steps:
         last = step is steps[-1]
-        one = config.ensemble_scheduling.step.add(model_name=step.name, model_version=-1)
+        one = config.ensemble_scheduling.step.add(model_name=step.name, model_version=version)
         one.input_map.update({tensor.name: tensors[tensor.name] for tensor in step.input})
         tensors = {tensor.name: tensor.name if last else f"{step.name}.{tensor.name}" for tensor in step.output}
         one.output_map.update(tensors)
@@ -68,7 +74,16 @@ def write_config(config: Any, folder: Path) -> None:
     """Write `config.pbtxt` to a model's folder."""
     from google.protobuf import text_format
 
+    (folder / "config.pbtxt").unlink(missing_ok=True)  # it may be another repository's, too
     (folder / "config.pbtxt").write_text(text_format.MessageToString(config), encoding="utf-8")
+
+
+def read_config(folder: Path) -> Any:
+    """What `write_config` has written."""
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2 as pb
+
+    return text_format.Parse((folder / "config.pbtxt").read_text(encoding="utf-8"), pb.ModelConfig())
 
 
 def _config(name: str, batching: Batching, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Any:

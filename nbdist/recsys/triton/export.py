@@ -17,6 +17,10 @@ ONNX; and ``<name>``, the ensemble of the two, which is the one to ask. The firs
 Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime. Neither needs
 nbdist, torch or polars.
 
+With ``version=``, the two have several versions in the repository, of which each is right only with its own: a code of
+one is another in the next. Triton has one configuration for all versions of an ensemble, so that there is an ensemble
+for each of them, ``<name>.<version>``; and ``<name>`` takes the greatest.
+
 A request has each raw column as a tensor of shape (rows, 1): INT64 for integers of all sizes and booleans, BYTES for
 strings (UTF-8), FP32 or FP64. A null is `NULL`, or `NULL_STRING` among strings. Columns of lists have the shape (rows,
 longest), where shorter lists end in `PADDING` or `PADDING_STRING`, and a null list is one of a null. In the Python
@@ -29,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -45,7 +50,7 @@ from ..etl.workflow import Workflow
 from ..io.folders import atomic_folder
 from ..loader.columns import Columns
 from . import served
-from .config import Batching, TensorSpec, ensemble_config, model_config, write_config
+from .config import Batching, TensorSpec, ensemble_config, model_config, read_config, write_config
 from .onnx import Call, write_onnx
 from .request import arrow_type, served_steps, to_request
 from .served.preprocess import Array
@@ -114,6 +119,7 @@ def export_ensemble(
     max_batch_size: int = 4096,
     max_queue_delay: float = 100e-6,
     fill: bool = True,
+    version: int | None = None,
     overwrite: bool = False,
 ) -> Ensemble:
     """Write a Triton model repository in which raw columns go in and the model's answers come out.
@@ -123,7 +129,7 @@ def export_ensemble(
     Args:
         workflow: Fitted; or the folder that one was saved to.
         model: Trained, and whole: what `gather` gave of a sharded or replicated one.
-        path: The folder to write. It is made; if it is there, it has to be empty.
+        path: The folder to write. It is made; if it is there, it has to be empty, or hold other versions.
         name: Of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
         columns: What the model takes of the workflow's outputs. None: all that are categorified.
         call: ``call(model, batch)`` gives the answers, one tensor of shape (rows,) or (rows, width), to a batch as a
@@ -134,11 +140,14 @@ def export_ensemble(
         max_queue_delay: Seconds that a request may wait for others to be put together with.
         fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
             `etl.fill_unknown` has it, in TorchRec's tables; otherwise what their tables happened to begin with.
-        overwrite: Whether an ensemble of this name that was written to `path` before is replaced.
+        version: A number, to have several versions beside each other, of the same inputs and outputs:
+            ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when nobody
+            asks for it any more. None: there is only one.
+        overwrite: Whether an ensemble of this name, and version, that was written to `path` before is replaced.
 
     Raises:
         ValueError: The name is none for a model, the model cannot take the columns or cannot be exported, or a request
-            cannot carry a column.
+            cannot carry a column; or other versions have other columns.
         RuntimeError: The workflow is not fitted; or in ranks.
         TypeError: The model is still sharded or wrapped.
         FileExistsError: There is something else at `path`.
@@ -162,6 +171,8 @@ def export_ensemble(
         raise ValueError(f"name={name!r} is none for a model: it may have letters, digits, '_', '-' and '.'")
     if backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}: one of {', '.join(_BACKENDS)}")
+    if version is not None and version < 1:
+        raise ValueError(f"version={version}: at least 1")
     if max_batch_size < 1 or max_queue_delay < 0:
         raise ValueError(f"{max_batch_size=} has to be at least 1, {max_queue_delay=} at least 0")
     kind = type(model).__name__
@@ -175,10 +186,20 @@ def export_ensemble(
     if output in {*steps.inputs, *steps.outputs}:
         raise ValueError(f"output={output!r} is the name of a column too: choose another")
 
-    with atomic_folder(path, names, overwrite) as scratch:
+    others = [] if version is None else _other_versions(path, name, version, overwrite)
+    number = version or 1
+    ensembles = {name: max([number, *others])}  # ensemble → the version that it takes
+    replaced = list(names)
+    if version is not None:
+        ensembles[f"{name}.{version}"] = version
+        replaced += [f"{name}.{one}" for one in (version, *others)]
+    with atomic_folder(path, replaced, overwrite or bool(others)) as scratch:
         repository = scratch / "whole"
-        folders = [repository / one / "1" for one in names]
-        for folder in folders:
+        if others:
+            shutil.copytree(path, repository, dirs_exist_ok=True, copy_function=os.link)  # models are large
+        folders = [repository / one / str(number) for one in names[:2]]
+        for folder in [*folders, *(repository / one for one in ensembles)]:
+            shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         steps.write(folders[0])
         _copy_source("preprocess.py", folders[0])
@@ -193,10 +214,37 @@ def export_ensemble(
         answers = [TensorSpec(output, answer.numpy().dtype, answer.shape[1])]
         first = model_config(names[0], "python", batching, raw, taken)
         second = model_config(names[1], backend, batching, taken, answers)
-        whole = ensemble_config(names[2], batching, raw, answers, [first, second])
-        for config in (first, second, whole):
+        for config in (first, second):
+            if others:
+                _check_same(config, repository / config.name, name, number)
             write_config(config, repository / config.name)
+        for one, taken_version in ensembles.items():
+            (repository / one / str(taken_version)).mkdir()
+            config = ensemble_config(one, batching, raw, answers, [first, second], taken_version)
+            write_config(config, repository / one)
     return Ensemble(path, name, steps.inputs, output)
+
+
+def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> list[int]:
+    """The versions of an ensemble in a repository, but for one.
+
+    Raises:
+        FileExistsError: That one is there, and not to be replaced.
+    """
+    there = [int(one.suffix[1:]) for one in path.glob(f"{name}.*") if one.suffix[1:].isdecimal()]
+    if version in there and not overwrite:
+        raise FileExistsError(f"{path} has version {version} of {name} already: choose another, or say overwrite=True")
+    return [one for one in there if one != version]
+
+
+def _check_same(config: Any, folder: Path, name: str, version: int) -> None:
+    """Raise `ValueError` where the versions in a model's folder are of another configuration."""
+    for part in ("input", "output", "backend"):
+        if getattr(read_config(folder), part) != getattr(config, part):
+            raise ValueError(
+                f"version {version} of {name} has another {part} of {config.name} than those in {folder.parent}: "
+                "Triton has one configuration for all of them, so choose another name"
+            )
 
 
 def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:

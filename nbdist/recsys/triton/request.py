@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..etl.crossing import HashedCross
 from ..etl.elementwise import Bucketize, ColumnStep
+from ..etl.groupby import JoinGroupby
+from ..etl.moments import key
+from ..etl.normalizing import Normalize, NormalizeMinMax
+from ..etl.rows import DifferenceLag, Filter
 from ..etl.steps import Categorify, Join, type_name
+from ..etl.target_encoding import TargetEncoding
 from ..etl.vocabulary import Vocabulary
 from ..etl.workflow import Workflow
 from .served.preprocess import NULL, NULL_STRING, PADDING, PADDING_STRING, Array, markers
@@ -65,6 +71,17 @@ class ServedSteps:
         keys, added = [prefix + name for name in step.on], {name: prefix + name for name in columns}
         self.steps.append({"kind": "join", "on": step.on, "keys": keys, "columns": added, "missing": missing})
 
+    def add_learnt(self, prefix: str, table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> None:
+        """Put a table that was learnt before the steps: its keys, null being one, and columns with their defaults."""
+        for name in on:
+            kind = arrow_type(name, type_name(table.schema[key(name)]))
+            self.arrays[prefix + key(name)] = to_request(table.to_arrow()[key(name)], name, kind)[:, 0]
+        for name, default in defaults.items():
+            values = table[name].to_numpy()
+            self.arrays[prefix + name] = np.append(values, values.dtype.type(default))[:, None]
+        keys, added = [prefix + key(name) for name in on], {name: prefix + name for name in defaults}
+        self.steps.append({"kind": "join", "on": list(on), "keys": keys, "columns": added, "missing": {}})
+
     def add_vocabulary(self, name: str, vocabulary: Vocabulary) -> None:
         """Put the coding of a column before the steps."""
         key = f"vocabulary.{name}"
@@ -107,6 +124,25 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
             coded = [name for one in workflow.steps[:number] if isinstance(one, Categorify) for name in one.adds]
             for name in made:
                 result.steps.append({"kind": step.kind, "column": name, "coded": name in coded, **step.options})
+        elif isinstance(step, (Normalize, NormalizeMinMax)):
+            for name in made:
+                shift, scale = step.shift_and_scale(workflow.learnt, name)
+                described = {"kind": "normalize", "column": name, "coded": False, "shift": shift, "scale": scale}
+                result.steps.append(described)
+        elif isinstance(step, TargetEncoding):
+            for name in made:
+                defaults = {name: step.default(workflow.learnt, name)}
+                table = step.encoded(workflow.learnt, name)
+                result.add_learnt(f"learnt{number}.{name}.", table, step.groups[name], defaults)
+        elif isinstance(step, JoinGroupby) and made:
+            for each, (group, names) in enumerate(step.groups(made)):
+                table, values = step.joined(workflow.learnt, group, names)
+                result.add_learnt(f"learnt{number}.{each}.", table, group, dict(zip(names, values, strict=True)))
+        elif isinstance(step, DifferenceLag) and made:
+            raise ValueError(
+                f"column {made[0]!r} is the difference from another row, and a request has no other rows: compute it "
+                "before the workflow, so that requests carry it, or leave it out of columns="
+            )
         elif isinstance(step, HashedCross) and made:
             described = {"kind": "hashed_cross", "columns": step.columns, "num_buckets": step.num_buckets}
             result.steps.append({**described, "column": step.name})
@@ -114,9 +150,11 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
             raise ValueError(
                 f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
                 "compute it before the workflow, so that requests carry it, or leave it out of columns=; or use a step "
-                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice, HashedCross"
+                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice, HashedCross, Normalize, TargetEncoding, "
+                "JoinGroupby"
             )
-        wanted = step.needs(wanted)
+        if not isinstance(step, Filter):  # every row of a request is answered
+            wanted = step.needs(wanted)
     result.steps.reverse()
     for name, kind in result.inputs.items():
         arrow_type(name, kind)

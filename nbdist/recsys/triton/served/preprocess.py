@@ -147,6 +147,14 @@ def log(values: Array, coded: bool) -> Array:
     return found.astype(np.float32) if values.dtype == np.float32 else found
 
 
+def normalize(values: Array, coded: bool, shift: float, scale: float) -> Array:
+    """(x - shift) / scale, in double precision, then float32."""
+    if values.dtype == np.int64 and (values == NULL).any():
+        raise ValueError("there is a null in a column that is normalized")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return ((values.astype(np.float64) - shift) / scale).astype(np.float32)
+
+
 def clip(values: Array, coded: bool, least: float | None, most: float | None) -> Array:
     """Values between bounds; what is missing stays so."""
     kind = values.dtype.type
@@ -172,7 +180,7 @@ def list_slice(values: Array, coded: bool, first: int | None, last: int | None) 
 
 
 ELEMENTWISE: dict[str, Any] = {
-    function.__name__: function for function in (fill_missing, log, clip, bucketize, list_slice)
+    function.__name__: function for function in (fill_missing, log, normalize, clip, bucketize, list_slice)
 }
 """The steps that change single values, by their kind in ``steps.json``."""
 

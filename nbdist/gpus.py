@@ -1,0 +1,84 @@
+"""What the driver says of GPUs: memory, load, and who uses them. By nvidia-ml-py, where that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import psutil
+
+
+class GpuUse(NamedTuple):
+    """How a GPU is used at one moment."""
+
+    name: str
+    used: int
+    """Bytes."""
+    total: int
+    load: int | None
+    """Percent of the time in which it worked; None where nobody knows, as for parts of a GPU."""
+    processes: Mapping[int, int | None]
+    """Pid → bytes that the process has there, None where the driver does not say."""
+
+
+def look(gpu: str) -> GpuUse | None:
+    """How a GPU is used now. None where that cannot be told.
+
+    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number, taken for that of the driver, as torch does, or a name.
+    """
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        try:
+            by_number = gpu.isdigit()
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else nvml.nvmlDeviceGetHandleByUUID(gpu)
+            memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
+        except nvml.NVMLError:
+            return None
+        load, processes = None, []
+        with contextlib.suppress(nvml.NVMLError):
+            load = int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        with contextlib.suppress(nvml.NVMLError):
+            processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        text = name.decode() if isinstance(name, bytes) else str(name)
+        return GpuUse(text, memory.used, memory.total, load, {one.pid: one.usedGpuMemory for one in processes})
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """nvidia-ml-py, connected with the driver; None where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, no driver, or somebody else's module of that name
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def in_words(use: GpuUse, ranks: Mapping[int, int]) -> str:
+    """Who uses a GPU, and how much of it. `ranks` are this session's: pid → rank."""
+    users = [f"{_who(pid, ranks)} {'?' if size is None else gib(size)}" for pid, size in use.processes.items()]
+    by = f": {', '.join(users)}" if users else ""
+    return f"{use.name}, {gib(use.used)} of {gib(use.total)} in use{by}"
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
+
+
+def _who(pid: int, ranks: Mapping[int, int]) -> str:
+    if pid in ranks:
+        return f"rank {ranks[pid]}"
+    if pid == os.getpid():
+        return "this notebook"
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.Error:  # of another container
+        return f"pid {pid}"

@@ -1,0 +1,168 @@
+"""Counts, sums, squares and extremes of a column for each value of some keys: the same however rows are divided.
+
+Floats added in another order have another sum, and files have to be the same for any number of ranks. So each float is
+cut into integers, which any order adds up alike, and only the sums become floats again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from .. import ranks
+
+VALUE = "value"
+"""What the column is called whose values are added up."""
+ROWS, COUNT, SUM, SQUARES, LEAST, MOST = "rows", "count", "sum", "squares", "least", "most"
+"""What a table has beside its keys: rows; those with a value; their sum, the sum of the squared distances from their
+mean (null where nobody needs it), the least and the greatest. The names of columns are kept away from them by `key`."""
+_EXPONENT, _HIGH, _LOW, _NUMBER = "exponent", "high", "low", "number"
+_WINDOW = 8  # exponents that are added up together
+_LOW_BITS = 30  # so that neither half of a value overflows in 2**33 rows
+_LARGEST = 1e150  # whose square is a number
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What is to be added up."""
+
+    keys: tuple[str, ...]
+    """Empty: all rows together."""
+    column: str | None
+    """None: only rows are counted."""
+    squares: bool = False
+    """Whether the squared distances from the mean are needed; they take another pass over the rows."""
+
+
+def key(name: str) -> str:
+    """What a table calls the key `name`."""
+    return f"key {name}"
+
+
+def known(column: pl.Expr) -> pl.Expr:
+    """The values that count, as float64: null for null, NaN, and what is beyond 1e150 on either side."""
+    values = column.cast(pl.Float64)
+    return pl.when(values.abs() <= _LARGEST).then(values)
+
+
+class Sums:
+    """An `Aggregate` of some rows, then of others, in the end of all ranks.
+
+    Args:
+        keys: Of the rows, as `key` calls them.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key(name) for name in keys]
+        self._frames: list[tuple[pl.DataFrame, pl.DataFrame]] = []
+        self._room = 1 << 20
+
+    def add(self, rows: pl.DataFrame) -> None:
+        """Add rows with the keys and `VALUE`: float64, null where there is none, and never NaN or infinite."""
+        value = pl.col(VALUE)
+        counted = self._grouped(
+            rows,
+            pl.len().cast(pl.Int64).alias(ROWS),
+            value.count().cast(pl.Int64).alias(COUNT),
+            value.min().alias(LEAST),
+            value.max().alias(MOST),
+        )
+        self._frames.append((counted, self._cut(rows.drop_nulls(VALUE))))
+        if sum(parts.height for _, parts in self._frames) > self._room:
+            self._frames = [self._merged(self._frames)]
+            self._room = max(self._room, 2 * self._frames[0][1].height)
+
+    def everywhere(self) -> pl.DataFrame:
+        """The table of all ranks' rows together, on each of them, sorted by the keys; without `SQUARES`."""
+        mine = None  # a rank may have no rows
+        if self._frames:
+            mine = [frame.write_ipc(None).getvalue() for frame in self._merged(self._frames)]
+        gathered = [data for data in ranks.all_gather(mine) if data is not None]
+        counted, parts = self._merged([(pl.read_ipc(one), pl.read_ipc(other)) for one, other in gathered])
+        if self._keys:
+            counted = counted.sort(self._keys).with_row_index(_NUMBER)
+            parts = parts.join(counted.select(_NUMBER, *self._keys), on=self._keys, how="left", nulls_equal=True)
+            parts = parts.sort(_NUMBER, _EXPONENT)  # so that all ranks, however many, add up floats in one order
+        else:
+            counted = counted.with_row_index(_NUMBER)
+            parts = parts.with_columns(pl.lit(0, pl.UInt32).alias(_NUMBER)).sort(_EXPONENT)
+        high, low, exponent, number = (parts[name].to_numpy() for name in (_HIGH, _LOW, _EXPONENT, _NUMBER))
+        whole = np.ldexp(high.astype(np.float64), _LOW_BITS) + low
+        values = np.ldexp(whole, _WINDOW * exponent.astype(np.int64) - 53)
+        sums = np.bincount(number, values, counted.height).astype(np.float64)  # of no values, it makes integers
+        return counted.select(*self._keys, ROWS, COUNT, pl.Series(SUM, sums), LEAST, MOST)
+
+    def _cut(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Values as integers: each is ``(high * 2**30 + low) * 2**(8 * exponent - 53)``; those with the same exponent
+        and the same keys added up."""
+        mantissas, exponents = np.frexp(rows[VALUE].to_numpy())
+        windows = exponents // _WINDOW
+        whole = np.ldexp(mantissas, 53 + exponents - _WINDOW * windows).astype(np.int64)
+        parts = rows.select(
+            *self._keys,
+            pl.Series(_EXPONENT, windows.astype(np.int16)),
+            pl.Series(_HIGH, whole >> _LOW_BITS),
+            pl.Series(_LOW, whole & (1 << _LOW_BITS) - 1),
+        )
+        return self._added(parts)
+
+    def _added(self, parts: pl.DataFrame) -> pl.DataFrame:
+        return parts.group_by(*self._keys, _EXPONENT).agg(pl.col(_HIGH, _LOW).sum())
+
+    def _grouped(self, frame: pl.DataFrame, *columns: pl.Expr) -> pl.DataFrame:
+        return frame.group_by(self._keys).agg(columns) if self._keys else frame.select(columns)
+
+    def _merged(self, frames: Sequence[tuple[pl.DataFrame, pl.DataFrame]]) -> tuple[pl.DataFrame, pl.DataFrame]:
+        counted = self._grouped(
+            pl.concat(one for one, _ in frames), pl.col(ROWS, COUNT).sum(), pl.col(LEAST).min(), pl.col(MOST).max()
+        )
+        return counted, self._added(pl.concat(parts for _, parts in frames))
+
+
+def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
+    """The keys of rows, and as `VALUE` the square of its distance from the mean that `table` has for them."""
+    names = [key(name) for name in keys]
+    means = table.select(*names, (pl.col(SUM) / pl.col(COUNT)).alias("mean"))
+    joined = rows.join(means, on=names, how="left", nulls_equal=True) if names else rows.join(means, how="cross")
+    return joined.select(*names, (pl.col(VALUE) - pl.col("mean")) ** 2)
+
+
+def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
+    """Tables of different rows as one, sorted by the keys."""
+    rows = pl.concat(tables)
+    names = [key(name) for name in keys]
+    mean = pl.col(SUM) / pl.col(COUNT)
+    # Between one and the next of them, as Chan, Golub and LeVeque (1979) have it; of a single one, 0.
+    apart = (mean.first() - mean.last()) ** 2 * pl.col(COUNT).first() * pl.col(COUNT).last() / pl.col(COUNT).sum()
+    columns = [
+        pl.col(ROWS, COUNT, SUM).sum(),
+        pl.when(pl.col(SQUARES).count() == pl.len()).then(pl.col(SQUARES).sum() + apart.fill_nan(0.0)).alias(SQUARES),
+        pl.col(LEAST).min(),
+        pl.col(MOST).max(),
+    ]
+    if not names:
+        return rows.select(columns)
+    return rows.group_by(names, maintain_order=True).agg(columns).sort(names)
+
+
+def overall(table: pl.DataFrame) -> dict[str, float]:
+    """The statistics of all rows of a table together: `mean`, `std`, `var`, `min`, `max`; 0 where there are none.
+
+    Of a sample: var is of one degree of freedom less than there are values, and 0 of a single one.
+    """
+    table = table.filter(pl.col(COUNT) > 0)
+    count = int(table[COUNT].sum())
+    if not count:
+        return dict.fromkeys(("mean", "std", "var", "min", "max"), 0.0)
+    mean = math.fsum(table[SUM].to_list()) / count
+    apart = table.select(pl.col(COUNT) * (pl.col(SUM) / pl.col(COUNT) - mean) ** 2).to_series()
+    squares = math.fsum([*table[SQUARES].fill_null(0.0).to_list(), *(apart.to_list() if len(table) > 1 else [])])
+    var = squares / max(1, count - 1)
+    least: Any = table[LEAST].min()
+    most: Any = table[MOST].max()
+    return {"mean": mean, "std": math.sqrt(var), "var": var, "min": least, "max": most}

@@ -1,0 +1,67 @@
+"""DCNv2: crosses of all columns with one another, then layers (Wang et al., WWW 2021, arXiv:2008.13535)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+
+from ..loader.columns import Columns
+from .features import Features, to_logit
+
+
+class DCNv2(nn.Module):
+    """A click model whose cross layers multiply embeddings and numbers with one another, before other layers.
+
+    The paper's stacked form: each cross layer has products of one order more. The layers are TorchRec's.
+
+    Args:
+        columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
+        numbers: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        crosses: How many cross layers.
+        low_rank: Their matrices as products of two narrow ones, of this width: a quarter of the width of all
+            embeddings is advised. None: whole matrices.
+        layers: Widths of the layers between the crosses and the logit.
+        device: Of the tables: "meta" where they are sharded and too large for one rank.
+
+    Raises:
+        ValueError: No column of codes, or less than one cross layer or a rank below 1.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.models import DCNv2
+        >>> model = DCNv2({"user": 10, "movie": 20}, ["age"], embedding_dim=8, low_rank=4)
+        >>> rows = {"user": torch.tensor([2, 7]), "movie": torch.tensor([3, 3]), "age": torch.tensor([0.1, 0.7])}
+        >>> model(rows).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, int],
+        numbers: Sequence[str] = (),
+        *,
+        embedding_dim: int = 64,
+        crosses: int = 3,
+        low_rank: int | None = None,
+        layers: Sequence[int] = (128, 64),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if crosses < 1 or (low_rank is not None and low_rank < 1):
+            raise ValueError(f"crosses={crosses}, low_rank={low_rank}: at least 1")
+        self.features = Features(columns, numbers, embedding_dim, device)
+        width = len(columns) * embedding_dim + len(numbers)
+        self.crosses: nn.Module = (
+            CrossNet(width, crosses) if low_rank is None else LowRankCrossNet(width, crosses, low_rank)
+        )
+        self.layers = to_logit(width, layers)
+
+    def forward(self, batch: Columns) -> Tensor:
+        """Logits, shape (rows,)."""
+        vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
+        crossed = self.crosses(torch.cat([vectors.flatten(1), numbers], dim=1))
+        return self.layers(crossed).squeeze(1)  # type: ignore[no-any-return]

@@ -1,0 +1,68 @@
+"""DeepFM: a factorization machine and layers over the same embeddings (Guo et al., IJCAI 2017, arXiv:1703.04247)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules import deepfm
+
+from ..loader.columns import Columns
+from .features import Features, to_logit
+
+
+class DeepFM(nn.Module):
+    """A click model that adds up a linear part, the inner products of all pairs of columns, and layers over all.
+
+    As in the paper, a number has a vector that it is multiplied by. What each code has in the linear part is a linear
+    function of its embedding, and not a table of its own: one of a single column cannot be sharded.
+
+    Args:
+        columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
+        numbers: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        layers: Widths of the layers over the embeddings.
+        device: Of the tables: "meta" where they are sharded and too large for one rank.
+
+    Raises:
+        ValueError: No column of codes.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.models import DeepFM
+        >>> model = DeepFM({"user": 10, "movie": 20}, embedding_dim=8, layers=[16])
+        >>> model({"user": torch.tensor([2, 7]), "movie": torch.tensor([3, 3])}).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, int],
+        numbers: Sequence[str] = (),
+        *,
+        embedding_dim: int = 64,
+        layers: Sequence[int] = (128, 64),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.features = Features(columns, numbers, embedding_dim, device)
+        self.numbers = nn.Parameter(torch.empty(len(numbers), embedding_dim)) if numbers else None
+        if self.numbers is not None:
+            nn.init.normal_(self.numbers, std=embedding_dim**-0.5)
+        width = (len(columns) + len(numbers)) * embedding_dim
+        self.linear = nn.Linear(width, 1)
+        self.machine = deepfm.FactorizationMachine()
+        self.deep = deepfm.DeepFM(to_logit(width, layers))
+
+    def forward(self, batch: Columns) -> Tensor:
+        """Logits, shape (rows,)."""
+        vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
+        if self.numbers is not None:
+            vectors = torch.cat([vectors, numbers[:, :, None] * self.numbers], dim=1)  # (rows, fields, dim)
+        # TorchRec's machine multiplies all numbers of a row with one another. The inner products of the paper are those
+        # of each place in the vectors by itself, added up.
+        fields, dim = vectors.shape[1:]
+        products = self.machine([vectors.transpose(1, 2).reshape(-1, fields)]).view(-1, dim).sum(1)  # (rows,)
+        linear, deep = self.linear(vectors.flatten(1)), self.deep([vectors])  # each (rows, 1)
+        return (linear + deep).squeeze(1) + products  # type: ignore[no-any-return]

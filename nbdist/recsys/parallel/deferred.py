@@ -1,0 +1,165 @@
+"""Tables whose updates wait for the optimizer's step, where fused ones are updated in the backward pass.
+
+What is clipped, or accumulated over several batches, has to be known before a table changes. And FBGEMM has no fused
+Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are the same; the look-ups and the
+updates are torch's, of the rows that were looked up alone, and slower than FBGEMM's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    construct_split_state,
+)
+from torch import Tensor, nn
+from torchrec.distributed import batched_embedding_kernel
+from torchrec.optim.keyed import CombinedOptimizer
+
+ADAM, ADAGRAD = EmbOptimType.ADAM, EmbOptimType.EXACT_ADAGRAD
+
+
+class LookedUp(NamedTuple):
+    """Rows of a table that a forward pass has looked up."""
+
+    table: int
+    rows: Tensor
+    """Shape (rows,), each once."""
+    vectors: Tensor
+    """Shape (rows, columns): a leaf, which gets the gradient."""
+
+
+class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
+    """FBGEMM's tables of one rank, updated by `update` and not in the backward pass."""
+
+    def __init__(self, *args: Any, optimizer: EmbOptimType, **options: Any) -> None:
+        on_cpu = options["device"].type == "cpu"
+        # On CPUs, FBGEMM refuses to make what Adam keeps: its first moment has the shape of Adagrad's state.
+        super().__init__(*args, optimizer=ADAGRAD if on_cpu and optimizer == ADAM else optimizer, **options)
+        if on_cpu and optimizer == ADAM:
+            self.optimizer = ADAM
+            second = construct_split_state(self.embedding_specs, rowwise=False, cacheable=False)
+            self._apply_split(second, prefix="momentum2", dtype=torch.float32)
+        self.looked_up: list[LookedUp] = []
+
+    def forward(
+        self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
+    ) -> Tensor:
+        """As FBGEMM's: pooled, shape (samples, columns of all features); else (ids of all features, columns)."""
+        features = self.feature_table_map
+        samples = (len(offsets) - 1) // len(features)
+        ends = offsets[::samples].tolist() if samples else [0] * (len(features) + 1)
+        found = []
+        for table, weight in enumerate(self.split_embedding_weights()):
+            first, count = features.index(table), features.count(table)  # its features are side by side
+            ids = slice(ends[first], ends[first + count])
+            rows, place = indices[ids].unique(return_inverse=True)
+            vectors = weight[rows].requires_grad_(torch.is_grad_enabled())
+            if vectors.requires_grad:
+                self.looked_up.append(LookedUp(table, rows, vectors))
+            if self.pooling_mode == PoolingMode.NONE:
+                found.append(nn.functional.embedding(place, vectors))
+                continue
+            pooled = nn.functional.embedding_bag(
+                place,
+                vectors,
+                offsets[first * samples : (first + count) * samples + 1] - ends[first],
+                mode="mean" if self.pooling_mode == PoolingMode.MEAN else "sum",
+                per_sample_weights=None if per_sample_weights is None else per_sample_weights[ids],
+                include_last_offset=True,
+            )
+            found.append(pooled.view(count, samples, -1).transpose(0, 1).flatten(1))  # (samples, count * columns)
+        return torch.cat(found, dim=0 if self.pooling_mode == PoolingMode.NONE else 1)
+
+    def gradients(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of each table that has any: its number, rows, and their gradients, added up since the last `forget`."""
+        tables: dict[int, list[LookedUp]] = {}
+        for one in self.looked_up:
+            if one.vectors.grad is not None:
+                tables.setdefault(one.table, []).append(one)
+        for table, several in tables.items():
+            gradients = [one.vectors.grad for one in several]
+            if len(several) == 1:
+                yield table, several[0].rows, gradients[0]  # type: ignore[misc]
+                continue
+            rows, place = torch.cat([one.rows for one in several]).unique(return_inverse=True)
+            both = torch.cat(gradients)  # type: ignore[arg-type]
+            yield table, rows, both.new_zeros(len(rows), both.shape[1]).index_add_(0, place, both)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradients."""
+        for one in self.looked_up:
+            if one.vectors.grad is not None:
+                one.vectors.grad *= factor
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.looked_up.clear()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """What the optimizer makes of the gradients, as FBGEMM's kernels have it. Rows without one stay as they are."""
+        self.iter += 1
+        self.iter_cpu += 1
+        weights, states = self.split_embedding_weights(), self.split_optimizer_states()
+        rate, args, step = self.learning_rate_tensor.item(), self.optimizer_args, int(self.iter_cpu)
+        for table, rows, gradient in self.gradients():
+            weight = weights[table]
+            if self.optimizer == EmbOptimType.EXACT_SGD:
+                weight[rows] -= rate * gradient
+            elif self.optimizer == ADAM:
+                first, second = states[table]
+                mean = args.beta1 * first[rows] + (1 - args.beta1) * gradient
+                square = args.beta2 * second[rows] + (1 - args.beta2) * gradient**2
+                first[rows], second[rows] = mean, square
+                scale = (square / (1 - args.beta2**step)).sqrt() + args.eps
+                weight[rows] -= rate / (1 - args.beta1**step) * mean / scale
+            else:
+                (total,) = states[table]
+                rowwise = total.ndim == 1
+                total[rows] += (gradient**2).mean(1) if rowwise else gradient**2
+                scale = total[rows].sqrt() + args.eps
+                weight[rows] -= rate * gradient / (scale[:, None] if rowwise else scale)
+
+
+class TablesOptimizer(CombinedOptimizer):
+    """Optimizers of a sharded model, which update the tables that wait for that, too.
+
+    Args:
+        optimizers: TorchRec's of the fused tables, which hand on learning rates, and those of all else.
+        waiting: The tables of this rank that wait.
+    """
+
+    def __init__(self, optimizers: list[Any], waiting: list[DeferredTables]) -> None:
+        super().__init__(optimizers)
+        self.waiting = waiting
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for tables in self.waiting:
+            tables.forget()
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for tables in self.waiting:
+            tables.update()
+
+
+@contextlib.contextmanager
+def deferring(fused: set[EmbOptimType]) -> Iterator[None]:
+    """Have TorchRec, while it shards a model, make tables whose optimizer is not among `fused` such that wait."""
+
+    def make(*args: Any, optimizer: EmbOptimType, **options: Any) -> SplitTableBatchedEmbeddingBagsCodegen:
+        kind = SplitTableBatchedEmbeddingBagsCodegen if optimizer in fused else DeferredTables
+        return kind(*args, optimizer=optimizer, **options)
+
+    # TorchRec takes no kernel of one's own: see `create_embedding_kernel` there.
+    with mock.patch.object(batched_embedding_kernel, SplitTableBatchedEmbeddingBagsCodegen.__name__, make):
+        yield

@@ -1,0 +1,180 @@
+"""CUDA errors, idle GPUs and their load, as the notebook tells of them: on CPU ranks, with an imitated driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import on, remember, sums
+
+from nbdist import Session
+from nbdist.gpus import GpuUse, in_words, look
+from nbdist.kernel import waiting
+
+GIB = 1 << 30
+
+
+class FakeNvml:
+    """What of nvidia-ml-py is used, for one GPU whose processes are `processes`."""
+
+    NVMLError = LookupError
+
+    def __init__(self) -> None:
+        self.processes: dict[int, int | None] = {}
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> str:
+        return {5: "handle"}[number]
+
+    def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
+        return {"GPU-abc": "handle", "MIG-abc": "part"}[name]
+
+    def nvmlDeviceGetName(self, handle: str) -> bytes:
+        return b"NVIDIA H100"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return SimpleNamespace(used=60 * GIB, total=80 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        return SimpleNamespace(gpu={"handle": 97}[handle])
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes.items()]
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    yield fake
+    assert not fake.open
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Two CPU ranks, which the notebook takes for ranks that share a GPU once they run."""
+    with Session(2, devices="cpu") as session:
+        session.run(sums)
+        layout = dataclasses.replace(session._executor.layout, devices=["cuda:0", "cuda:0"])
+        session._executor.layout = layout
+        assert session._executor.group is not None
+        session._executor.group._layout = layout
+        yield session
+        session._executor.layout = dataclasses.replace(layout, devices=["cpu", "cpu"])
+
+
+def test_what_the_driver_says(nvml: FakeNvml) -> None:
+    nvml.processes = {os.getpid(): GIB, 7: 40 * GIB, 1 << 30: None}
+    use = look("5")
+    assert use == look("GPU-abc") == GpuUse("NVIDIA H100", 60 * GIB, 80 * GIB, 97, nvml.processes)
+    part = look("MIG-abc")
+    assert part is not None and part.load is None and look("4") is None and look("GPU-no") is None
+    assert in_words(use, {7: 3}) == (
+        "NVIDIA H100, 60.0 GiB of 80.0 GiB in use: this notebook 1.0 GiB, rank 3 40.0 GiB, pid 1073741824 ?"
+    )
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_out_of_memory_says_who_has_it(session: Session, nvml: FakeNvml) -> None:
+    pids = session.run_all(os.getpid)
+    nvml.processes = dict(zip(pids, [20 * GIB, 39 * GIB], strict=True))
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate") as caught:
+        session.run(on, 1, out_of_memory)
+    said = str(caught.value.__cause__)
+    assert "on rank 1 (pid" in said and said.endswith(
+        "rank 1 works on cuda:0 (NVIDIA H100, 60.0 GiB of 80.0 GiB in use: rank 0 20.0 GiB, rank 1 39.0 GiB)"
+    )
+    session._executor.group._layout = dataclasses.replace(  # type: ignore[union-attr]
+        session._executor.layout, devices=["cpu", "cpu"]
+    )
+    assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "the rank can go on"
+
+
+ASSERTION = (
+    "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: block: [3,0,0], thread: [96,0,0] "
+    "Assertion `srcIndex < srcSelectDimSize` failed.\n"
+)
+
+
+def device_side_assert() -> None:
+    os.write(2, ASSERTION.encode() * 3)
+    raise RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
+
+
+def test_a_rank_whose_context_is_lost_is_replaced(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
+    pids = session.run_all(os.getpid)
+    with pytest.raises(RuntimeError, match="device-side assert") as caught:
+        session.run(on, 1, device_side_assert)
+    said = str(caught.value.__cause__)
+    assert "on the GPU: /pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: Assertion " in said
+    assert said.endswith("rank 1 works on cuda:0; who uses its memory is told where nvidia-ml-py is installed")
+    session._executor.layout = dataclasses.replace(session._executor.layout, devices=["cpu", "cpu"])
+    capfd.readouterr()
+    assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
+    assert "fresh ranks: rank 1 cannot use its GPU any more, after a CUDA error" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NCCL error: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        "NCCL communicator was aborted on rank 0.",
+        "ncclUnhandledCudaError ... socketProgress: Connection closed by remote peer host<4242>",
+        "NCCL Error 6: remote process exited or there was a network error",
+    ],
+)
+def test_ranks_that_nccl_lets_down_are_not_the_cause(text: str) -> None:
+    assert waiting._Failure(0, dist.DistBackendError(text)).is_consequence()
+    assert not waiting._Failure(0, RuntimeError("CUDA error: an illegal memory access")).is_consequence()
+
+
+def test_the_status_has_memory_and_load(session: Session, nvml: FakeNvml) -> None:
+    assert str(session.status()).count("cuda:0: 60.0 of 80.0 GiB, 97 %") == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
+        assert "cuda:0  idle" in str(session.status())
+
+
+def spy_on_cache() -> None:
+    import __main__
+
+    __main__.emptied = 0
+
+    def empty() -> None:
+        __main__.emptied += 1
+
+    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+    torch.cuda.empty_cache = empty
+
+
+def test_an_idle_session_gives_memory_back() -> None:
+    with Session(2, devices="cpu") as session:
+        session.empty_cache()  # nothing runs yet
+        session.run(spy_on_cache)
+        before = session.run_all(remember, 1)
+        state = random.getstate(), torch.random.get_rng_state()
+        session.empty_cache()
+        assert random.getstate() == state[0] and torch.equal(torch.random.get_rng_state(), state[1])
+        assert session.run_all(lambda: __import__("__main__").emptied) == [1, 1]
+        assert [kept[:2] for kept in session.run_all(remember, 2)] == before

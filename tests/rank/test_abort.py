@@ -1,0 +1,91 @@
+"""Ranks that wait where no signal reaches them are let go: by what aborts their own process groups."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from calls import boom, on, sums
+from conftest import poll
+
+from nbdist import NbdistError, Session, in_ddp
+
+
+def wait_for_each_other() -> None:
+    """Each rank waits for the other to send: in C++, where no signal is heard, and no peer leaves."""
+    dist.recv(torch.ones(1), src=1 - dist.get_rank())
+
+
+def test_a_stop_frees_ranks_that_wait_for_each_other() -> None:
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        waiting = session.submit(wait_for_each_other)
+        assert poll(lambda: session.stacks().count("recv at") == 2, 20), session.stacks()
+        waiting.cancel()
+        assert poll(waiting.done, 30)
+        assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids
+
+
+class HeldGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """Waits as NCCL's do: hears no signal, does not notice that others leave, and ends by `abort` alone."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.libc, self.mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        self.libc.pthread_mutex_lock(self.mutex)
+
+    def wait(self) -> None:
+        self.libc.pthread_mutex_lock(self.mutex)
+
+    def abort(self) -> None:
+        self.libc.pthread_mutex_unlock(self.mutex)
+
+
+def wait_in_group_of_its_own() -> None:
+    held = HeldGroup(dist.get_rank(), dist.get_world_size())
+    dist.distributed_c10d._world.pg_names[held] = "held"  # beside the default one, as FSDP and DeviceMesh have some
+    print("waits", flush=True)
+    held.wait()
+
+
+@pytest.mark.parametrize("how", ["failure", "timeout"])
+def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str) -> None:
+    with Session(2, timeout=4 if how == "timeout" else None) as session:
+        pids = session.run_all(os.getpid)
+        begin = time.monotonic()
+        if how == "failure":
+
+            def fail_late() -> None:
+                time.sleep(1)
+                boom()
+
+            with pytest.raises(ValueError, match="boom"):
+                session.run(on, 1, fail_late, wait_in_group_of_its_own)
+            assert time.monotonic() - begin < 1 + 5
+        else:
+            with pytest.raises(TimeoutError, match="not done after 4 s"):
+                session.run(wait_in_group_of_its_own)
+        assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "its state is kept"
+
+
+def cannot_leave() -> None:
+    from nbdist.rank import world
+
+    world.PATIENCE_TO_LEAVE = 0.3
+    dist.destroy_process_group = lambda *args: time.sleep(600)
+    boom()
+
+
+def test_a_group_that_cannot_be_left_costs_the_ranks_and_not_the_session() -> None:
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        with pytest.raises(ValueError, match="boom"):
+            session.run(on, 1, cannot_leave)
+        with pytest.raises(NbdistError, match=r"rank 1 could not leave its process group within 0\.3 s"):
+            session.run(sums)
+        assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
+    assert in_ddp(2, sums) == 2.0

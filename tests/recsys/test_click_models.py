@@ -1,0 +1,206 @@
+"""DLRM, DCNv2 and DeepFM: what their papers say, the same on ranks as in one process, and served as trained."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import polars as pl
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from nbdist import Session, warm
+from nbdist.recsys.etl import Categorify, Log, Workflow
+from nbdist.recsys.loader import MemoryLoader, Ragged
+from nbdist.recsys.models import DLRM, DCNv2, DeepFM
+from nbdist.recsys.sharding import shard
+from nbdist.recsys.training import fit
+from nbdist.recsys.triton import export_ensemble
+
+SIZES = {"user": 30, "movie": 20, "genres": 8}
+MODELS = {
+    "dlrm": lambda numbers: DLRM(SIZES, numbers, embedding_dim=8, bottom=[16], layers=[16, 8]),
+    "dcnv2": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, layers=[16]),
+    "low rank": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, low_rank=4, layers=[16]),
+    "deepfm": lambda numbers: DeepFM(SIZES, numbers, embedding_dim=8, layers=[16]),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared session's ranks may stay."""
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    warm("import torchrec.distributed, torchrec.models.dlrm")
+    with Session(2, timeout=100) as two:
+        yield two
+
+
+def rows(count: int, seed: int = 0) -> dict[str, Any]:
+    """A movie is liked where the user and it are both even or both odd, and by the young more."""
+    draw = torch.Generator().manual_seed(seed)
+    user, movie = (torch.randint(2, SIZES[name], (count,), generator=draw) for name in ("user", "movie"))
+    lengths = torch.randint(0, 4, (count,), generator=draw)
+    genres = torch.randint(2, SIZES["genres"], (int(lengths.sum()),), generator=draw)
+    age, year = torch.rand(count, generator=draw), torch.randint(0, 3, (count,), generator=draw)
+    liked = torch.where(age < 0.2, True, user % 2 == movie % 2)
+    offsets = torch.cat([torch.zeros(1).long(), lengths.cumsum(0)])
+    return {"user": user, "movie": movie, "genres": Ragged(genres, offsets), "age": age, "year": year, "liked": liked}
+
+
+def build(name: str, numbers: list[str]) -> Any:
+    torch.manual_seed(1)
+    return MODELS[name](numbers)
+
+
+# --- what the papers say ---
+
+
+def parts(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The embeddings of each column by themselves, shape (rows, columns, dim), and the numbers."""
+    tables = model.features.embeddings.embedding_bags
+    lists = batch["genres"].values.split(batch["genres"].lengths.tolist())
+    mean = [tables["genres"].weight[one].mean(0) if len(one) else torch.zeros(8) for one in lists]
+    own = [tables[name].weight[batch[name]] for name in ("user", "movie")]
+    return torch.stack([*own, torch.stack(mean)], dim=1), torch.stack([batch["age"], batch["year"].float()], dim=1)
+
+
+@torch.no_grad()
+def test_dlrm_has_the_products_of_all_pairs() -> None:
+    batch = rows(9)
+    for numbers in ([], ["age", "year"]):
+        model = build("dlrm", numbers)
+        vectors, values = parts(model, batch)
+        if numbers:
+            vectors = torch.cat([model.bottom(values)[:, None], vectors], dim=1)
+        pairs = itertools.combinations(range(vectors.shape[1]), 2)
+        products = torch.stack([(vectors[:, a] * vectors[:, b]).sum(1) for a, b in pairs], dim=1)
+        expected = model.layers(torch.cat([vectors[:, 0], products], dim=1) if numbers else products).squeeze(1)
+        torch.testing.assert_close(model(batch), expected)
+
+
+@torch.no_grad()
+def test_dcnv2_crosses_with_the_first_layer() -> None:
+    batch = rows(9)
+    for name in ("dcnv2", "low rank"):
+        model = build(name, ["age", "year"])
+        vectors, values = parts(model, batch)
+        first = x = torch.cat([vectors.flatten(1), values], dim=1)
+        for layer in range(2):
+            net = model.crosses
+            whole = net.kernels[layer] if name == "dcnv2" else net.W_kernels[layer] @ net.V_kernels[layer]
+            x = first * (x @ whole.T + net.bias[layer].view(-1)) + x
+        torch.testing.assert_close(model(batch), model.layers(x).squeeze(1))
+
+
+@torch.no_grad()
+def test_deepfm_adds_the_inner_products() -> None:
+    batch = rows(9)
+    model = build("deepfm", ["age", "year"])
+    vectors, values = parts(model, batch)
+    fields = torch.cat([vectors, values[:, :, None] * model.numbers], dim=1)  # (rows, 5, 8)
+    inner = sum((fields[:, a] * fields[:, b]).sum(1) for a, b in itertools.combinations(range(5), 2))
+    flat = fields.flatten(1)
+    expected = model.linear(flat).squeeze(1) + inner + model.deep.dense_module(flat).squeeze(1)
+    torch.testing.assert_close(model(batch), expected)
+
+
+def test_models_that_make_no_sense() -> None:
+    for make in (DLRM, DCNv2, DeepFM):
+        with pytest.raises(ValueError, match="needs a column of codes"):
+            make({}, ["age", "year"])
+        with pytest.raises(ValueError, match="'age' is one of codes and one of numbers"):
+            make({"age": 3, "user": 4}, ["age"])
+    with pytest.raises(ValueError, match="nothing to take products of"):
+        DLRM({"user": 3})
+    with pytest.raises(ValueError, match="crosses=0"):
+        DCNv2({"user": 3}, crosses=0)
+    with pytest.raises(ValueError, match="no column 'height' with one number per row, but user, movie"):
+        DeepFM(SIZES, ["height"])(rows(3))
+
+
+# --- on ranks ---
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1, eps=1e-8)
+
+
+def predict(model: nn.Module, batch: Any) -> Any:
+    return model(batch), batch["liked"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_losses_as_in_one_process(session: Session, name: str) -> None:
+    strategies = {"user": "row_wise", "movie": "column_wise", "genres": "table_wise"}
+
+    def train() -> Any:
+        options = {"optimizer": "adagrad", "lr": 0.1, "dense_optimizer": adagrad}
+        model = shard(build(name, ["age", "year"]), strategies, batch_size=20, **options)
+        history = fit(model, predict, MemoryLoader(rows(300), 20), steps=12, every=1, show=False)
+        return [record.loss for record in history], model.gather()
+
+    losses, trained = session.run(train)
+    model = build(name, ["age", "year"])
+    optimizer = adagrad(model.parameters())
+    halves = [MemoryLoader(rows(300), 20, rank=rank, world_size=2) for rank in range(2)]
+    expected = []
+    batches = itertools.chain.from_iterable(zip(*halves, strict=True) for _ in range(2))
+    for pair in itertools.islice(batches, 12):
+        optimizer.zero_grad()
+        logits = torch.cat([model(batch) for batch in pair])
+        loss = binary_cross_entropy_with_logits(logits, torch.cat([batch["liked"] for batch in pair]).float())
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert sum(expected[6:]) < sum(expected[:6]), "it learns"
+    torch.testing.assert_close(dict(trained.state_dict()), dict(model.state_dict()), rtol=1e-3, atol=1e-4)
+
+
+# --- served ---
+
+
+@pytest.mark.slow  # exports to ONNX
+@pytest.mark.parametrize("name", MODELS)
+def test_served_as_trained(tmp_path: Path, name: str) -> None:
+    frame = pl.DataFrame(
+        {
+            "user": ["ann", "bob", "cleo", "ann"],
+            "movie": [1, 2, 3, 2],
+            "genres": [["a", "b"], [], ["b"], ["c", "a", "b"]],
+            "clicks": [0, 3, 10, 2],
+        }
+    )
+    workflow = Workflow(Categorify("user", "movie", "genres"), Log("clicks")).fit(frame, progress=False)
+    sizes = {column: vocabulary.size for column, vocabulary in workflow.vocabularies.items()}
+    kinds: dict[str, Any] = {
+        "dlrm": lambda: DLRM(sizes, ["clicks"], embedding_dim=8),
+        "dcnv2": lambda: DCNv2(sizes, ["clicks"], embedding_dim=8),
+        "low rank": lambda: DCNv2(sizes, ["clicks"], embedding_dim=8, low_rank=2),
+        "deepfm": lambda: DeepFM(sizes, ["clicks"], embedding_dim=8),
+    }
+    torch.manual_seed(0)
+    model = kinds[name]().eval()
+    columns = [*sizes, "clicks"]
+    options = {"columns": columns, "output": "logit", "fill": False}
+    ensemble = export_ensemble(workflow, model, tmp_path / "repository", "clicks_model", **options)
+    assert ensemble.inputs == {"user": "string", "movie": "int64", "genres": "list[string]", "clicks": "int64"}
+    onnx = onnxruntime.InferenceSession(tmp_path / "repository" / "clicks_model_model" / "1" / "model.onnx")
+    (batch,) = MemoryLoader(workflow.lazy(frame, columns).collect(), len(frame))
+    longest = torch.nn.utils.rnn.pad_sequence(
+        batch["genres"].values.split(batch["genres"].lengths.tolist()), batch_first=True, padding_value=-1
+    )
+    inputs = {column: longest if column == "genres" else batch[column][:, None] for column in columns}
+    (answers,) = onnx.run(["logit"], {column: tensor.numpy() for column, tensor in inputs.items()})
+    with torch.no_grad():
+        np.testing.assert_allclose(answers[:, 0], model(batch).numpy(), rtol=1e-4, atol=1e-5)

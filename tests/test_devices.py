@@ -1,0 +1,161 @@
+"""Which GPUs ranks are given, seen from the notebook that has none: the numbers and names of GPUs are simulated."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nbdist import Session, devices, in_ddp
+from nbdist.capture.data import Storage
+from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
+from nbdist.kernel.cell import Cell
+from nbdist.kernel.group import Group
+from nbdist.rank.world import environ
+
+UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
+
+
+@pytest.fixture(autouse=True)
+def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 3)
+    monkeypatch.setattr(devices, "gpu_names", lambda: UUIDS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "visible", "chosen", "places"),
+    [
+        (None, None, ["cuda:0", "cuda:1"], [("0,1", 0), ("0,1", 1)]),
+        ("cuda", "2,0", ["cuda:0", "cuda:1"], [("2,0", 0), ("2,0", 1)]),
+        (["cuda:0", "cuda:2"], None, ["cuda:0", "cuda:2"], [("0,2", 0), ("0,2", 1)]),
+        ([2, 0], None, ["cuda:2", "cuda:0"], [("2,0", 0), ("2,0", 1)]),
+        (["cuda:1", "cuda:0"], "4,7,5", ["cuda:1", "cuda:0"], [("7,4", 0), ("7,4", 1)]),
+        (["cuda:1", "cuda:1"], None, ["cuda:1", "cuda:1"], [("1", 0), ("1", 0)]),
+        (["GPU-cccc", "GPU-aabb"], None, UUIDS[:0:-1], [("GPU-cccc-3,GPU-aabb-2", 0), ("GPU-cccc-3,GPU-aabb-2", 1)]),
+        (["GPU-cccc"] * 2, "2,0", ["GPU-cccc-3"] * 2, [("GPU-cccc-3", 0)] * 2),
+        (["MIG-a", "MIG-b"], None, ["MIG-a", "MIG-b"], [("MIG-a", 0), ("MIG-b", 0)]),
+        (None, "MIG-a,MIG-b", ["cuda:0", "cuda:1"], [("MIG-a", 0), ("MIG-b", 0)]),
+        (["cuda:1", "cuda:0"], "MIG-a,MIG-b", ["cuda:1", "cuda:0"], [("MIG-b", 0), ("MIG-a", 0)]),
+        ("cpu", "1", ["cpu", "cpu"], [("", None), ("", None)]),
+    ],
+)
+def test_each_rank_is_given_its_own(
+    asked: Any, visible: str | None, chosen: list[str], places: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choose_devices(2, asked) == chosen
+    wanted = [Place(own, "cpu" if number is None else f"cuda:{number}") for own, number in places]
+    assert place_ranks(chosen, visible) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asked", "visible", "says"),
+    [
+        ("mps", None, r"devices='mps': ranks work on NVIDIA GPUs \('cuda'; .* and on CPUs \('cpu'\)"),
+        (["xpu:0", "xpu:1"], None, r"'xpu:0' is not one of them: ranks work on NVIDIA GPUs"),
+        (["cuda", "cuda"], None, r"'cuda' is not one of them: .*in a list 'cuda:1'"),
+        (["cuda:0", "cpu"], None, "all of one kind"),
+        (["cuda:0", "GPU-aaaa"], None, "all of one kind"),
+        (["cuda:0"], None, "names 1 devices for 2 ranks"),
+        (["cuda:0", "cuda:3"], None, "there is no cuda:3, 3 GPUs are visible"),
+        (["GPU-aa", "GPU-cccc"], None, "GPU-aa is not one GPU, but the beginning of several: GPU-aaaa-1, GPU-aabb-2"),
+        (["GPU-dddd", "GPU-cccc"], None, "GPU-dddd is no GPU that this notebook may use: GPU-aaaa-1"),
+        (["GPU-cccc", "GPU-aabb"], "0,2", "GPU-aabb is no GPU that this notebook may use: GPU-aaaa-1, GPU-cccc-3"),
+        (["MIG-a", "MIG-c"], "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES=MIG-a,MIG-b does not let MIG-c be used"),
+        (["cuda:0", "cuda:2"], "MIG-a,MIG-b", "there is no cuda:2, 2 GPUs are visible"),
+    ],
+)
+def test_devices_that_cannot_be_had(
+    asked: Any, visible: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=says):
+        Session(2, devices=asked)
+
+
+def test_variables_for_the_ranks_alone_count() -> None:
+    chosen = Session(2, env={"CUDA_VISIBLE_DEVICES": "5,6,7"}, devices=["cuda:2", "cuda:0"])._executor.layout
+    assert place_ranks(chosen.devices, chosen.env["CUDA_VISIBLE_DEVICES"]) == [
+        Place("7,5", "cuda:0"),
+        Place("7,5", "cuda:1"),
+    ]
+    with pytest.raises(ValueError, match="2 ranks want a GPU each, but 1 GPU is visible"):
+        Session(2, env={"CUDA_VISIBLE_DEVICES": "5"})
+
+
+def test_the_backend_follows_from_the_devices() -> None:
+    assert choose_backend(["cpu"], None) == ("gloo", "")
+    assert choose_backend(["cuda:0", "cuda:1"], None) == (NCCL, "") == choose_backend(["cuda"] * 2, None)
+    for sharing in (["cuda:1", "cuda:1"], ["MIG-a", "MIG-b"]):
+        name, said = choose_backend(sharing, None)
+        assert name == "gloo" and "share a GPU talk through gloo" in said
+        with pytest.raises(ValueError, match="backend='nccl': NCCL wants a whole GPU for each rank"):
+            Session(2, devices=sharing, backend="nccl")
+    assert choose_backend(["cuda:0", "cuda:1"], None, "MIG-a,MIG-b")[0] == "gloo"
+    assert choose_backend(["MIG-a"], None) == (NCCL, "")
+    assert choose_backend(["cuda:0"], "nccl") == ("nccl", "")
+    with pytest.raises(ValueError, match="NCCL is for ranks with GPUs"):
+        Session(2, devices="cpu", backend={"backend": "nccl"})
+    assert repr(Session(2)) == f"<nbdist.Session: 2 ranks on cuda:0, cuda:1, {NCCL}, not started>"
+
+
+def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
+    worlds: list[Any] = []
+
+    def send(self: Group, rank: int, *message: Any, **parts: Any) -> None:
+        worlds.append(message[1])
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
+    with Session(2, devices=["cuda:0", "cuda:2"]) as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(Group, "send", send)
+            session._executor._ready(Cell()).join()
+        found = [environ(world) for world in worlds]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,6"] * 2
+    assert [(world.device, one["LOCAL_RANK"]) for world, one in zip(worlds, found, strict=True)] == [
+        ("cuda:0", "0"),
+        ("cuda:1", "1"),
+    ]
+
+
+def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    variables = ("CUDA_VISIBLE_DEVICES", "ACCELERATE_USE_CPU")
+    assert in_ddp.options(devices="cpu")(1, lambda: [os.environ[name] for name in variables]) == ["", "true"]
+
+
+def test_ranks_that_share_a_gpu_are_told_so_in_the_cell(capfd: pytest.CaptureFixture[str]) -> None:
+    with Session(2, devices=["cuda:1", "cuda:1"]) as session, pytest.raises(Exception, match=r"(?i)cuda|NVIDIA"):
+        session.run(dist.get_rank)
+    assert "nbdist: ranks that share a GPU talk through gloo" in capfd.readouterr().err
+
+
+# ----------------------------------------------------------------- a notebook with a GPU, and ranks that have none
+
+
+def test_devices_of_the_notebook_are_the_cpu_in_cpu_ranks() -> None:
+    gpu = torch.device("cuda", 1)
+    assert in_ddp.options(devices="cpu")(1, lambda: str(gpu)) == "cpu"
+
+
+class FakeGpuStorage:
+    """A torch storage as it is on a GPU, as far as its pickle goes."""
+
+    device = torch.device("cuda", 0)
+
+    def cpu(self) -> Any:
+        return torch.arange(3, dtype=torch.uint8).untyped_storage()
+
+
+def test_tensors_on_the_gpu_go_to_the_cpu_of_cpu_ranks() -> None:
+    data = pickle.dumps(Storage(FakeGpuStorage(), to_cpu=False, files=None), protocol=5)
+    storage = in_ddp.options(devices="cpu")(1, lambda: list(pickle.loads(data)))
+    assert storage == [0, 1, 2]

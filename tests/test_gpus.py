@@ -1,0 +1,423 @@
+"""What README and the how-to page promise of GPUs, on real ones: `make gpu` runs this, on bare machines, too.
+
+NBDIST_GPU_DRY_RUN=1 runs on CPU ranks what of it can be: that tells whether these tests work, and nothing of GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from nbdist import Session, in_ddp
+from nbdist import devices as nbdist_devices
+from nbdist.devices import rank_device
+from nbdist.gpus import look
+
+DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"
+GPUS = 0 if DRY else torch.cuda.device_count()
+#: A session of one rank, and of two: with a GPU each, or one for both.
+ONE: Any = "cpu" if DRY else "cuda"
+TWO: Any = "cpu" if DRY else ["cuda:0", "cuda:1" if GPUS > 1 else "cuda:0"]
+
+
+def needs(gpus: int) -> Any:
+    return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''}, {GPUS} here")
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or GPUS), reason="needs an NVIDIA GPU")]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Session]:
+    """Two ranks for the tests that leave them as they were."""
+    with Session(2, devices=TWO, timeout=120) as session:
+        yield session
+
+
+def sums() -> float:
+    total = torch.ones(1, device=rank_device())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def used() -> int:
+    """Bytes of the first GPU that are in use, by anybody."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+# -------------------------------------------------------------------------------------------------- process groups
+
+
+def collectives() -> list[str]:
+    """Every collective of the group's backend on its own device; what has failed."""
+    device = torch.device("cuda") if "nccl" in dist.get_backend() else torch.device("cpu")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    failed = []
+
+    def check(name: str, found: torch.Tensor, wanted: list[float]) -> None:
+        if found.flatten().tolist() != wanted:
+            failed.append(f"{name}: {found.tolist()} and not {wanted}")
+
+    def ones(value: float = 1.0, count: int = 1) -> torch.Tensor:
+        return torch.full((count,), float(value), device=device)
+
+    everyone = [float(one) for one in range(size)]
+    total = ones(rank)
+    dist.all_reduce(total)
+    check("all_reduce", total, [sum(everyone)])
+    value = ones(rank)
+    dist.broadcast(value, src=size - 1)
+    check("broadcast", value, [size - 1.0])
+    gathered = [ones() for _ in range(size)]
+    dist.all_gather(gathered, ones(rank))
+    check("all_gather", torch.cat(gathered), everyone)
+    parts = ones(0.0, size)
+    dist.all_gather_into_tensor(parts, ones(rank))
+    check("all_gather_into_tensor", parts, everyone)
+    own = ones(0.0)
+    dist.reduce_scatter_tensor(own, ones(rank, size))
+    check("reduce_scatter_tensor", own, [sum(everyone)])
+    mixed = ones(0.0, size)
+    dist.all_to_all_single(mixed, ones(rank, size))
+    check("all_to_all_single", mixed, everyone)
+    reduced = ones(rank)
+    dist.reduce(reduced, dst=0)
+    check("reduce", reduced, [sum(everyone)] if rank == 0 else reduced.tolist())
+    gathering = [ones() for _ in range(size)] if rank == 0 else None
+    dist.gather(ones(rank), gathering, dst=0)
+    check("gather", torch.cat(gathering) if gathering else ones(), everyone if gathering else [1.0])
+    scattered = ones(0.0)
+    dist.scatter(scattered, [ones(one) for one in everyone] if rank == 0 else None, src=0)
+    check("scatter", scattered, [float(rank)])
+    if size > 1:
+        if rank < 2:
+            dist.send(ones(7.0), 1) if rank == 0 else dist.recv(own, 0)
+        check("recv", own if rank == 1 else ones(7.0), [7.0])
+    dist.barrier()
+    # Of CPU tensors and objects, beside NCCL.
+    host = torch.ones(1)
+    dist.all_reduce(host)
+    check("all_reduce on the CPU", host, [float(size)])
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    if objects != [{"rank": one} for one in range(size)]:
+        failed.append(f"all_gather_object: {objects}")
+    group = dist.new_group()
+    dist.all_reduce(total, group=group)
+    check("all_reduce in a group", total, [size * sum(everyone)])
+    return failed
+
+
+def test_nccl_and_all_collectives() -> None:
+    nranks = max(1, GPUS)
+    with Session(nranks, devices=ONE, timeout=120) as session:
+        assert DRY or session.run(dist.get_backend) == nbdist_devices.NCCL
+        assert session.run_all(collectives) == [[]] * nranks
+
+
+def test_two_ranks_on_one_gpu_talk_through_gloo(capfd: pytest.CaptureFixture[str]) -> None:
+    with Session(2, devices="cpu" if DRY else ["cuda:0", "cuda:0"], timeout=120) as session:
+        assert session.run_all(sums) == [2.0, 2.0] and session.run(dist.get_backend) == "gloo"
+        assert session.run_all(collectives) == [[], []]
+    assert DRY or "ranks that share a GPU talk through gloo" in capfd.readouterr().err
+
+
+def asynchronous_checkpoint(folder: str) -> bool:
+    from torch.distributed.checkpoint import async_save, load
+
+    state = {"weight": torch.full((4,), 3.0, device=rank_device())}
+    async_save(state, checkpoint_id=folder).result()
+    state["weight"].zero_()
+    load(state, checkpoint_id=folder)
+    return bool((state["weight"] == 3.0).all())
+
+
+def test_asynchronous_checkpoints(tmp_path: Any) -> None:
+    assert in_ddp.options(devices=ONE)(1, asynchronous_checkpoint, str(tmp_path / "checkpoint"))
+
+
+@needs(1)
+def test_a_gpu_by_its_name() -> None:
+    (name, *_) = nbdist_devices.gpu_names()
+    with Session(1, devices=[name[:12]]) as session:
+        assert session.run(lambda: (os.environ["CUDA_VISIBLE_DEVICES"], torch.cuda.device_count())) == (name, 1)
+        assert session.run(sums) == 1.0
+
+
+@needs(2)
+def test_each_rank_sees_its_own_where_it_looks() -> None:
+    last = torch.cuda.device_count() - 1
+    with Session(2, devices=[f"cuda:{last}", "cuda:0"]) as session:
+        seen = session.run_all(lambda: (int(os.environ["LOCAL_RANK"]), torch.cuda.current_device(), uuid_here()))
+        assert [one[0] for one in seen] == [one[1] for one in seen] == [0, 1]
+        names = nbdist_devices.gpu_names()
+        assert [one[2] for one in seen] == [names[last], names[0]]
+
+
+def uuid_here() -> str:
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+# ---------------------------------------------------------------------------------------- the notebook and its GPU
+
+
+@needs(1)
+def test_cuda_in_the_notebook_before_during_and_after_calls() -> None:
+    x = torch.arange(8.0, device="cuda")
+    with Session(1, devices="cuda") as session:
+        future = session.submit(lambda: (x * 2).sum())
+        assert x.sum().item() == 28.0
+        back = future.result(120)
+        assert back.item() == 56.0 and back.device.type == "cpu", "what comes back is on the CPU"
+        assert session.run(lambda: str(x.device)) == "cuda:0", "what goes there is on the rank's GPU"
+    assert x.sum().item() == 28.0
+    assert in_ddp.options(devices="cpu")(1, lambda: (x.device.type, x.sum().item())) == ("cpu", 28.0)
+    assert not in_ddp(1, torch.cuda._is_in_bad_fork)
+
+
+@needs(2)
+def test_in_ddp_0_leaves_the_current_device() -> None:
+    torch.cuda.set_device(1)
+    try:
+        assert in_ddp(0, torch.cuda.current_device) == 1 == torch.cuda.current_device()
+    finally:
+        torch.cuda.set_device(0)
+
+
+@needs(1)
+def test_the_notebooks_own_memory_is_the_same_after_20_calls() -> None:
+    torch.ones(1, device="cuda")
+    in_ddp(1, sums)
+    own, all_of_it = torch.cuda.memory_reserved(), used()
+    for _ in range(20):
+        in_ddp(1, sums)
+    assert torch.cuda.memory_reserved() == own
+    deadline = time.monotonic() + 10
+    while used() > all_of_it + (64 << 20) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert used() <= all_of_it + (64 << 20), "ranks have left something on the GPU"
+
+
+@needs(1)
+def test_an_idle_session_gives_its_cache_back() -> None:
+    def much() -> None:
+        torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+
+    with Session(1, devices="cuda") as session:
+        session.run(sums)
+        before = used()
+        session.run(much)
+        assert used() > before + (1 << 30)
+        session.empty_cache()
+        assert used() < before + (256 << 20)
+
+
+@needs(1)
+def test_status_has_memory_and_load() -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    assert look("0") is not None
+    with Session(1, devices="cuda") as session:
+        session.run(sums)
+        assert "GiB" in str(session.status())
+
+
+def test_fresh_interpreters() -> None:
+    assert in_ddp.options(devices=ONE, start="spawn")(1, sums) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+def fail_while_others_wait() -> None:
+    sums()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        raise ValueError("boom")
+    sums()
+
+
+def test_a_failure_in_a_collective_keeps_the_session(pair: Session) -> None:
+    pids = pair.run_all(os.getpid)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="boom"):
+        pair.run(fail_while_others_wait)
+    assert time.monotonic() - begin < 0.5 + 2.0
+    assert pair.run(sums) == 2.0 and pair.run_all(os.getpid) == pids
+
+
+def wait_for_ever() -> None:
+    if dist.get_rank() == 0:
+        sums()
+    else:
+        time.sleep(600)
+
+
+def test_the_stop_button_frees_ranks_in_a_collective(pair: Session) -> None:
+    pids = pair.run_all(os.getpid)
+    press = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        pair.run(wait_for_ever)
+    press.join()
+    assert pair.run(sums) == 2.0 and pair.run_all(os.getpid) == pids
+
+
+def test_a_rank_that_is_killed_in_a_collective() -> None:
+    def die() -> None:
+        sums()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums()
+
+    with Session(2, devices=TWO, timeout=120) as session:
+        with pytest.raises(Exception, match=r"rank 1 .* was killed by SIGKILL"):
+            session.run(die)
+        session.restart()
+        assert session.run(sums) == 2.0
+
+
+@needs(1)
+def test_out_of_memory_says_where_and_the_rank_goes_on() -> None:
+    with Session(1, devices="cuda") as session:
+        pid = session.run(os.getpid)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            session.run(lambda: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
+        assert "rank 0 works on cuda:0" in str(caught.value.__cause__)
+        assert session.run(sums) == 1.0 and session.run(os.getpid) == pid
+
+
+@needs(1)
+def test_a_device_side_assert_is_told_and_the_next_call_works() -> None:
+    def out_of_bounds() -> float:
+        table, ids = torch.ones(4, 2, device="cuda"), torch.tensor([9], device="cuda")
+        return table.index_select(0, ids).sum().item()
+
+    with Session(1, devices="cuda") as session:
+        with pytest.raises(RuntimeError, match="device-side assert") as caught:
+            session.run(out_of_bounds)
+        assert "Assertion" in str(caught.value.__cause__)
+        assert session.run(sums) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def train_ddp(bf16: bool) -> tuple[float, float]:
+    """The losses before and after some steps."""
+    torch.manual_seed(0)
+    device = rank_device()
+    model = DistributedDataParallel(torch.nn.Linear(16, 1).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(256, 16, device=device)
+    y = x.sum(1, keepdim=True)
+    losses = []
+    for _ in range(20):
+        with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+            loss = torch.nn.functional.mse_loss(model(x).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses[0], losses[-1]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_ddp_trains(pair: Session, bf16: bool) -> None:
+    first, last = pair.run(train_ddp, bf16)
+    assert last < first / 4
+
+
+def batches() -> tuple[str, list[int]]:
+    from nbdist.recsys.loader import MemoryLoader
+
+    device = rank_device()
+    loader = MemoryLoader({"row": torch.arange(10_000)}, 256, shuffle=True, device=device, rank=0, world_size=1)
+    rows = [batch["row"] for batch in loader]
+    return rows[0].device.type, torch.cat(rows).sort().values.cpu().tolist()
+
+
+def test_batches_of_the_loader() -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    device, rows = in_ddp.options(devices=ONE)(1, batches)
+    assert device == ONE and rows == list(range(10_000))
+
+
+FASTAI = "from fastai.collab import *; from fastai.distributed import *"
+
+
+def test_fastai_collab() -> None:
+    pytest.importorskip("fastai", reason="fastai is not installed")
+    from nbdist.recsys.datasets import synthetic_ratings
+
+    ratings = synthetic_ratings(200, 100, 5_000).with_titles().to_pandas()
+
+    def train() -> float:
+        from fastai.collab import CollabDataLoaders, collab_learner
+
+        torch.manual_seed(0)
+        learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=256), n_factors=8, y_range=(0, 5.5))
+        with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():
+            learn.fit_one_cycle(2, 5e-3)
+        return float(learn.validate()[0])
+
+    assert in_ddp.options(devices=TWO, imports=FASTAI)(2, train) < 4.0
+
+
+def train_sharded() -> bool:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    from nbdist.recsys.sharding import shard
+
+    users = EmbeddingBagConfig(name="users", num_embeddings=1000, embedding_dim=16, feature_names=["user"])
+    sharded = shard(EmbeddingBagCollection(tables=[users]), {"users": "row_wise"}, batch_size=8)
+    features = KeyedJaggedTensor(["user"], torch.tensor([1, 2, 999]), lengths=torch.tensor([2, 1])).to(
+        next(iter(sharded.model.parameters()), torch.zeros(1)).device
+    )
+    before = sharded.gather()
+    sharded.model(features).values().square().sum().backward()
+    after = sharded.gather()
+    if before is None or after is None:
+        return True
+    changed = (before.embedding_bags["users"].weight != after.embedding_bags["users"].weight).any(1).nonzero()
+    return bool(changed.flatten().tolist() == [1, 2, 999])
+
+
+def test_sharded_tables() -> None:
+    pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed: TorchRec's part is left out")
+    nranks = max(1, GPUS)
+    assert all(Session(nranks, devices=ONE).run_all(train_sharded))
+
+
+# ------------------------------------------------------------------------------------------------------- the server
+
+
+@needs(1)
+def test_the_fork_server_has_not_initialised_the_driver() -> None:
+    """Even though libraries ask for GPUs while they are imported."""
+    code = "import torch; torch.cuda.is_available()"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{code}\nfrom nbdist.server import driver; print(driver.initialised())\n"
+            "import torch; torch.cuda.init(); print(driver.initialised())",
+        ],
+        env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "True"]
