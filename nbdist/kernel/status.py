@@ -102,6 +102,8 @@ def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapsho
 def _with_use(layout: Layout) -> list[str]:
     """The ranks' devices, with memory and load of GPUs where these can be told."""
     gpus = layout.gpus()
+    if not gpus:
+        return [*layout.devices]
     uses = {gpu: look_at_gpu(gpu) for gpu in set(gpus)}
 
     def describe(device: str, use: GpuUse | None) -> str:
@@ -110,7 +112,7 @@ def _with_use(layout: Layout) -> list[str]:
         load = "" if use.load is None else f", {use.load} %"
         return f"{device}: {use.used / (1 << 30):.1f} of {gib(use.total)}{load}"
 
-    return [describe(device, uses[gpu]) for device, gpu in zip(layout.devices, gpus, strict=True)] or [*layout.devices]
+    return [describe(device, uses[gpu]) for device, gpu in zip(layout.devices, gpus, strict=True)]
 
 
 def duration(seconds: float) -> str:

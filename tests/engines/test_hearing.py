@@ -10,7 +10,7 @@ import pytest
 
 from nbdist.engines.contract import Exit
 from nbdist.engines.ray.hearing import News, NewsListener
-from nbdist.engines.ray.node import _packed
+from nbdist.engines.ray.node import packed
 from nbdist.wire.parcel import Parcel
 from nbdist.wire.segments import Segment
 
@@ -129,12 +129,12 @@ def test_a_node_says_once_what_its_ranks_say_alike() -> None:
     done = "done", True
     events: list[Any] = [("message", [rank], ("begun",), None) for rank in range(3)]
     events += [("message", [rank], done, None) for rank in range(2)]
-    [(kind, told)] = _packed(events)
+    [(kind, told)] = packed(events)
     assert kind == "told" and pickle.loads(told) == [
         ("message", [2], ("begun",), None),
         ("message", [0, 1], done, None),
     ]
     big: list[Any] = [("output", 0, 0, b"before"), ("part", "1", 5, 0, b"12345"), ("answered", 0, done, "about")]
-    first, *rest = _packed([*big, ("exit", 0, 0, "")])
+    first, *rest = packed([*big, ("exit", 0, 0, "")])
     assert pickle.loads(first[1]) == big[:1] and rest[:2] == big[1:]
     assert pickle.loads(rest[2][1]) == [("exit", 0, 0, "")]
