@@ -192,8 +192,9 @@ class Executor:
         group = self._ready(cell)
         group.relay.begin(cell, "rank0", 0)
         targets = range(len(self.layout.devices))
-        for rank in targets:
-            group.send(rank, "empty_cache")
+        with group.ranks.together():
+            for rank in targets:
+                group.send(rank, "empty_cache")
         self._wait_for(group, Waiting(group, targets, "empty_cache"))
 
     def restart(self, cell: Cell) -> None:
