@@ -287,6 +287,21 @@ def test_three_ranks_that_wait_for_one_another(engine: Engine) -> None:
         assert own.run(sums) == 3.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
 
 
+def test_a_stop_frees_ranks_that_wait_for_each_other(engine: Engine) -> None:
+    """They are in C++ code, where no signal is heard, and no peer leaves."""
+
+    def wait_for_each_other() -> None:
+        dist.recv(torch.ones(1), src=1 - dist.get_rank())
+
+    with Session(2, engine=engine) as own:
+        before = own.run_all(remember, 1)
+        waiting = own.submit(wait_for_each_other)
+        assert poll(lambda: own.stacks().count("recv at") == 2, 20), own.stacks()
+        waiting.cancel()
+        assert poll(waiting.done, 30)
+        assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
+
+
 def test_what_cannot_travel(session: Session) -> None:
     before = session.run_all(remember, 1)
     with pytest.raises(CaptureError):
