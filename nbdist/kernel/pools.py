@@ -152,7 +152,7 @@ def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, c
     target, args = options.pop("target"), options.pop("args")
     process = ctx.Process(target=work, args=(target, *args), **options)
     if pool is not None and pool._lost is not None:
-        process.start = lambda: None  # it was asked for before the pool's other workers were given up
+        process.start = functools.partial(_give_up, pool_ref)
     elif pool is not None:
         starter.roles[process] = Role(
             pool._cell,
@@ -164,6 +164,13 @@ def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, c
             owner=pool_ref,
         )
     return process
+
+
+def _give_up(pool_ref: weakref.ref[Any]) -> None:
+    """In the place of a start that was under way when the pool's other workers were given up."""
+    pool = pool_ref()
+    if pool is not None and threading.current_thread() is getattr(pool, "_worker_handler", None):
+        raise SystemExit  # ends that thread, which would look for a process, without a word
 
 
 def _workers(pool: Any) -> list[Running]:
