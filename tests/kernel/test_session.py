@@ -258,8 +258,11 @@ def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
     after = look()
     assert before is not None
     assert after[0] <= before[0] and after[1] == before[1]
-    for (memory, fds, _), (memory_before, fds_before, _) in zip(after[2], before[2], strict=True):
-        assert fds <= fds_before + 2 and memory < memory_before + 10e6  # gloo closes its sockets a little later
+    for (memory, _, _), (memory_before, _, _) in zip(after[2], before[2], strict=True):
+        assert memory < memory_before + 10e6
+    most = [fds + 2 for _, fds, _ in before[2]]
+    # gloo closes its sockets a little later
+    assert poll(lambda: all(fds <= bound for (_, fds, _), bound in zip(look()[2], most, strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------- turns are not lost

@@ -119,6 +119,9 @@ def test_models_that_make_no_sense() -> None:
             make({}, ["age", "year"])
         with pytest.raises(ValueError, match="'age' is one of codes and one of numbers"):
             make({"age": 3, "user": 4}, ["age"])
+        for name in ("items", "keys", "a.b", ""):
+            with pytest.raises(ValueError, match="no table can be called"):
+                make({"user": 3, name: 4})
     with pytest.raises(ValueError, match="nothing to take products of"):
         DLRM({"user": 3})
     with pytest.raises(ValueError, match="crosses=0"):

@@ -12,6 +12,8 @@ from torchrec.modules.mlp import MLP
 
 from ..loader.columns import Columns, keyed_jagged
 
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+
 
 def mean_tables(columns: Mapping[str, int], embedding_dim: int, device: torch.device | str) -> EmbeddingBagCollection:
     """A table for each column, called like it; a list is the mean of its vectors.
@@ -20,7 +22,13 @@ def mean_tables(columns: Mapping[str, int], embedding_dim: int, device: torch.de
         columns: Column of codes → how many there are.
         embedding_dim: Columns of each table.
         device: Of the tables.
+
+    Raises:
+        ValueError: TorchRec, which keeps tables as modules by their names, can have none of that name.
     """
+    for name in columns:
+        if not name or "." in name or name in _TAKEN:
+            raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(

@@ -119,9 +119,10 @@ class Sharded:
         for key, value in self._weights().items():
             if not hasattr(value, "local_shards"):
                 if on_rank_0:
-                    whole[key] = value.detach().cpu()
+                    whole[key] = value.detach().to("cpu", copy=True)
                 continue
-            table = _gather_table(value)
+            with no_future_warnings():
+                table = _gather_table(value)
             if table is not None:
                 whole[key] = table
         if not on_rank_0:
