@@ -66,10 +66,7 @@ def choose_devices(
         return _listed(nranks, devices, entries, environ)
     if devices not in (None, "cuda"):
         raise ValueError(f"devices={devices!r}: {_SUPPORTED}")
-    if entries and all(entry.startswith("MIG-") for entry in entries):
-        gpus = len(entries)  # of which a process sees the first only
-    else:
-        gpus = _count(entries, environ)
+    gpus = _count(entries, environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
     if nranks > gpus:
@@ -98,8 +95,7 @@ def _listed(
             if entries is not None and name not in entries:
                 raise ValueError(f"devices={names!r}: {VISIBLE}={environ[VISIBLE]} does not let {name} be used")
     elif names[0] != "cpu":
-        migs = entries is not None and all(entry.startswith("MIG-") for entry in entries)
-        gpus = len(entries or ()) if migs else _count(entries, environ)
+        gpus = _count(entries, environ)
         unknown = [name for name in names if int(name[5:]) >= gpus]
         if unknown:
             raise ValueError(f"devices={names!r}: there is no {unknown[0]}, {_are_visible(gpus)}")
@@ -122,7 +118,9 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
 
 
 def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
-    """How many GPUs ranks with this environment may use."""
+    """How many GPUs, or parts of GPUs, ranks with this environment may use."""
+    if entries is not None and all(entry.startswith("MIG-") for entry in entries):
+        return len(entries)  # of parts, of which a process sees the first only
     here = environ.get(VISIBLE) == os.environ.get(VISIBLE)
     return visible_gpus() if here or entries is None else len(entries)
 
