@@ -18,6 +18,9 @@
 
 SHELL := bash
 PYTHON ?= python3
+# Some machines, containers above all, have it set. The tests start a thousand interpreters: compiling torch and fastai
+# anew takes each of them five seconds of CPU.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 PY := $(VENV)/bin/python
 # Holds the folder the environment was made in: an environment cannot be moved.
