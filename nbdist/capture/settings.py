@@ -87,26 +87,36 @@ def _pickle(value: Any) -> tuple[bytes | None, set[str]]:
     return pickler.file.getvalue(), pickler.modules
 
 
-def _logging(module: Any) -> Any:
-    # Of a hundred loggers nearly all are as libraries leave them: with nothing, or with a handler that does nothing.
-    nothing = logging.NullHandler
-    touched = [
-        (name, logger)
-        for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
-        if isinstance(logger, logging.Logger)
-        and (logger.handlers or logger.level or logger.disabled or not logger.propagate)
-    ]
-    loggers = {}
-    for name, logger in touched:
-        handlers = [
-            spec
-            for handler in logger.handlers
-            if type(handler) is not nothing and (spec := describe_handler(handler)) is not None
+class _Loggers:
+    """Reads the settings of loggers: a hundred there are, of which nearly all are as libraries leave them."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+        self._described: dict[logging.Handler, tuple[Any, ...]] = {}
+        self._read: dict[str, tuple[int, bool, bool, list[Any]]] = {}
+
+    def __call__(self, module: Any) -> Any:
+        touched = [
+            (name, logger.level, logger.disabled, logger.propagate, logger.handlers[:])
+            for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
+            if isinstance(logger, logging.Logger)
+            and (logger.handlers or logger.level or logger.disabled or not logger.propagate)
         ]
-        settings = logger.level, logger.disabled, logger.propagate, handlers
-        if settings != (0, False, True, []) and name.partition(".")[0] not in _KERNEL_LOGGERS:
-            loggers[name] = settings
-    return logging.root.manager.disable, loggers
+        now = touched, [handler.formatter for *_, handlers in touched for handler in handlers]
+        # A handler that is not described has nothing else that is sent.
+        if now != self._last or any(describe_handler(own) != spec for own, spec in self._described.items()):
+            self._read_again(touched)
+            self._last = now
+        return logging.root.manager.disable, self._read
+
+    def _read_again(self, touched: list[tuple[str, int, bool, bool, list[logging.Handler]]]) -> None:
+        described = {handler: describe_handler(handler) for *_, handlers in touched for handler in handlers}
+        self._described = {handler: spec for handler, spec in described.items() if spec is not None}
+        self._read = {}
+        for name, level, disabled, propagate, handlers in touched:
+            settings = level, disabled, propagate, [self._described[own] for own in handlers if own in self._described]
+            if settings != (0, False, True, []) and name.partition(".")[0] not in _KERNEL_LOGGERS:
+                self._read[name] = settings
 
 
 def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
@@ -123,8 +133,8 @@ def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
     else:
         return None
     if formatter is not None and type(formatter) is logging.Formatter:
-        return target, handler.level, (formatter._fmt, formatter.datefmt, type(formatter._style)), handler.filters
-    return target, handler.level, formatter, handler.filters
+        return target, handler.level, (formatter._fmt, formatter.datefmt, type(formatter._style)), handler.filters[:]
+    return target, handler.level, formatter, handler.filters[:]
 
 
 def _locale(module: Any) -> str:
@@ -181,7 +191,7 @@ def torch_modes(torch: Any) -> dict[str, Any]:
 
 #: By name: the module that has the setting, which is not imported for it, and what reads it.
 _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "logging": ("logging", _logging),
+    "logging": ("logging", _Loggers()),
     "warnings": ("warnings", lambda module: list(module.filters)),
     "recursion limit": ("sys", lambda module: module.getrecursionlimit()),
     "decimal": ("decimal", lambda module: module.getcontext().__reduce__()[1]),

@@ -7,10 +7,12 @@ whatever kills its users. Readers map it copy-on-write: writable, private, not c
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import tempfile
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 from .copying import by_threads, pieces
 
@@ -75,15 +77,25 @@ class Span(NamedTuple):
     readonly: bool
 
 
+@functools.cache
+def _memcmp() -> Callable[[int, int, int], int]:
+    memcmp: Any = ctypes.CDLL(None).memcmp
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    return cast("Callable[[int, int, int], int]", memcmp)
+
+
+def _address(buffer: memoryview) -> int:
+    import numpy as np
+
+    return int(np.frombuffer(buffer, dtype=np.uint8).__array_interface__["data"][0])
+
+
 def same_bytes(a: memoryview, b: memoryview) -> bool:
     """Whether two buffers hold the same bytes: memcmp, at the speed of the memory, on several cores if it is much."""
     if a.nbytes != b.nbytes:
         return False
-    import numpy as np
-
-    left, right = np.frombuffer(a, dtype=np.uint8).ctypes.data, np.frombuffer(b, dtype=np.uint8).ctypes.data
-    memcmp = ctypes.CDLL(None).memcmp
-    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    left, right = _address(a), _address(b)
+    memcmp = _memcmp()
 
     def same(piece: tuple[int, int]) -> bool:
         start, size = piece
