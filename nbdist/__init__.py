@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from .engines import use
     from .engines.ray.options import RayOptions
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
+    from .kernel.clusters import cluster
     from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
     from .kernel.parallel import parallel_map
     from .kernel.session import Session
+    from .rank.preemption import preempted
 
 __all__ = [
     "CaptureError",
@@ -25,12 +27,14 @@ __all__ = [
     "RayOptions",
     "Session",
     "WorkerDied",
+    "cluster",
     "context",
     "explain",
     "in_ddp",
     "load_ipython_extension",
     "parallel_map",
     "post_mortem",
+    "preempted",
     "scatter",
     "unload_ipython_extension",
     "use",
@@ -46,11 +50,13 @@ _HOMES = {
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
     "WorkerDied": "errors",
+    "cluster": "kernel.clusters",
     "context": "kernel.contexts",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
     "parallel_map": "kernel.parallel",
     "post_mortem": "kernel.launch",
+    "preempted": "rank.preemption",
     "scatter": "capture.scattering",
     "use": "engines",
     "warm": "kernel.launch",

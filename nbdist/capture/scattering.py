@@ -43,15 +43,23 @@ def scatter(values: Iterable[Any]) -> Any:
 
 
 def for_each_rank(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, fixed: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for `count` ranks, what is scattered as `PerRank`. Raises `ValueError` for more or fewer items."""
+    """The arguments for `count` ranks, what is scattered as `PerRank`.
+
+    Raises `ValueError` for more or fewer items, and for any where the number of ranks is not `fixed`.
+    """
 
     def given(name: str, value: Any) -> Any:
         if not isinstance(value, Scattered):
             return value
         if len(value.values) != count:
             raise ValueError(f"{name} scatters {len(value.values)} items over {count} ranks: one for each")
+        if not fixed:
+            raise ValueError(
+                f"{name} scatters an item to each of {count} ranks, of which there may be fewer after a restart "
+                f"(min_ranks=): let the function choose by its rank, or name ranks that have to be there (ranks=)"
+            )
         return PerRank(value.values)
 
     positional = tuple(given(f"argument {number}", value) for number, value in enumerate(args, 1))

@@ -18,6 +18,8 @@ def use(engine: str | RayOptions) -> None:
         engine: "local" for this machine, "ray" for the cluster that runs on it (`ray start`, or RAY_ADDRESS), or
             `RayOptions(...)`.
 
+    `nbdist.cluster` starts one first.
+
     Raises:
         ValueError: For an engine that there is not.
         NbdistError: Where Ray is not installed.
@@ -31,6 +33,11 @@ def use(engine: str | RayOptions) -> None:
     global _default
     resolve(engine)
     _default = engine
+
+
+def in_use() -> str | RayOptions:
+    """What `use` said last."""
+    return _default
 
 
 def resolve(engine: str | RayOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver") -> Engine:

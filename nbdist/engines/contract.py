@@ -133,8 +133,11 @@ class Engine(Protocol):
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
 
-    def start(self, world_size: int, notice: Callable[[str], None]) -> Ranks:
-        """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for."""
+    def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> Ranks:
+        """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for.
+
+        With `least`, there may be fewer: as many as there is room for, but not less than that.
+        """
 
     def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> Ranks:
         """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""

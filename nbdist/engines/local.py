@@ -51,7 +51,10 @@ class LocalEngine:
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         return choose_devices(nranks, devices, {**os.environ, **self._env})
 
-    def start(self, world_size: int, notice: Callable[[str], None] | None = None) -> LocalRanks:
+    def start(
+        self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
+    ) -> LocalRanks:
+        """`least` is for others: what this machine had room for, it has again."""
         self._tell_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:
@@ -123,7 +126,7 @@ class LocalRanks:
         self._stacks: list[socket.socket] = []  # for each rank, where it is asked for its stack
         # Another thread may ask for a stack while the ranks are given up.
         self._asking = [threading.RLock() for _ in range(world_size)]
-        self._questions = itertools.cycle(range(1, 256))
+        self._questions = itertools.cycle(range(1, 255))
         make_room(world_size, each=5)  # a channel, two pipes, where it is asked for its stack, and the process itself
         self._watch = Watch(world_size)
         self._server, self._number = server, -1
@@ -224,6 +227,11 @@ class LocalRanks:
     def abort(self, rank: int, peers: Sequence[Address]) -> None:
         if rank in self._watch.alive:
             stacks.ask_to_abort(self._stacks[rank], peers)
+
+    def tell_preemption(self) -> None:
+        """Tell all ranks that a machine of theirs will be taken away."""
+        for rank in list(self._watch.alive):
+            stacks.tell_preemption(self._stacks[rank])
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}

@@ -29,6 +29,17 @@ def check_count(value: Any, *, least: int, name: str) -> None:
         raise ValueError(f"{name}={value}: at least {least}")
 
 
+def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
+    """Raise `TypeError` or `ValueError` for what `min_ranks=` does not take."""
+    if min_ranks is None:
+        return
+    check_count(min_ranks, least=1, name="min_ranks")
+    if min_ranks > nranks:
+        raise ValueError(f"min_ranks={min_ranks}: at most the {nranks} ranks that are asked for")
+    if not restarts:
+        raise ValueError(f"min_ranks={min_ranks} is about restarts, of which there are none: say restarts=, too")
+
+
 def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
     """The import block as one string, and the needed names with their values; raises for what makes no sense."""
     if not callable(fn):

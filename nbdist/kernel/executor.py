@@ -24,7 +24,8 @@ class Request:
 
     call: Call
     seeds: tuple[int, int, int] | None
-    targets: Sequence[int]
+    targets: Sequence[int] | None
+    """The ranks that run it; None: all that there are."""
     everyone: bool
     """Whether all ranks are to answer with their values, or only the first of the targets."""
     output: str
@@ -41,19 +42,35 @@ class Executor:
         timeout: Seconds that a call may take; None: any time.
         keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost.
+        min_ranks: How many ranks are enough then. None: all.
     """
 
     def __init__(
-        self, engine: Engine, layout: Layout, *, timeout: float | None, keep_frames: bool, restarts: int
+        self,
+        engine: Engine,
+        layout: Layout,
+        *,
+        timeout: float | None,
+        keep_frames: bool,
+        restarts: int,
+        min_ranks: int | None = None,
     ) -> None:
-        self.layout = layout
+        self._layout = layout
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
+        self.min_ranks = min_ranks
+        self._started = False  # the first time there have to be all
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
         """Of the ranks that there are, or were last."""
         self._dead = ""  # why calls are refused until `restart`
         self._lost = ""  # why the next call has fresh ranks
         self.closed = False
+
+    @property
+    def layout(self) -> Layout:
+        """That of the ranks which there are; of those which are wanted, where there are none."""
+        group = self.group  # which another thread may end
+        return self._layout if group is None else group.layout
 
     def state(self) -> str:
         """What can be expected of the next call, in a few words."""
@@ -94,8 +111,9 @@ class Executor:
         call = request.call
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
         try:
-            group = self._ready(cell)
-            first = request.targets[0]
+            group = self._ready(cell, request.targets)
+            targets = range(len(group.layout.devices)) if request.targets is None else request.targets
+            first = targets[0]
             group.relay.begin(cell, request.output, first, request.lines)
             if self._lost:
                 cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
@@ -104,14 +122,12 @@ class Executor:
             group.join()
             group.raised.clear()
             with group.ranks.together():
-                for place, rank in enumerate(request.targets):
+                for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
                     message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
                     group.send(rank, *message, parcel=call.parcel)
-            waiting = Waiting(
-                group, request.targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
-            )
+            waiting = Waiting(group, targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop)
         except BaseException as exc:  # they may have got half of it
             if self.group is not None:
                 self._lost = "the last call was broken off while it was sent to the ranks"
@@ -146,8 +162,8 @@ class Executor:
                 self._dead = group.dead
                 self.end(grace=0.0)
 
-    def _ready(self, cell: Cell) -> Group:
-        """The running ranks, started if there are none.
+    def _ready(self, cell: Cell, targets: Sequence[int] | None = None) -> Group:
+        """The running ranks, `targets` among them, started if there are none.
 
         Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
         """
@@ -164,11 +180,22 @@ class Executor:
         if self.group is not None and self.group.underway:  # an interrupt came where it was not expected
             self._lost = "the last call was broken off"
             self.end(grace=0.0)
+        wanted, named = len(self._layout.devices), max(targets, default=0) + 1 if targets is not None else 1
         if self.group is None:
-            if self.layout.notice:
-                cell.notice(self.layout.notice)
-            self.group = Group(self._engine, self.layout, cell)
+            if self._layout.notice:
+                cell.notice(self._layout.notice)
+            least = None if self.min_ranks is None or not self._started else max(self.min_ranks, named)
+            self.group = Group(self._engine, self._layout, cell, least)
+            self._started = True
             self.logs = self.group.relay.logs
+            if (size := len(self.group.layout.devices)) < wanted:
+                cell.notice(
+                    f"there is room for {size} of {wanted} ranks: these go on. The next restart asks for {wanted} again"
+                )
+        elif (size := len(self.group.layout.devices)) < named:
+            raise NbdistError(
+                f"the call names rank {named - 1}, and of {wanted} ranks {size} are left; restart() asks for all again"
+            )
         return self.group
 
     def end(self, grace: float) -> None:

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..devices import VISIBLE, own_gpus, place_ranks
@@ -64,11 +64,14 @@ class Doing(NamedTuple):
 
 
 class Group:
-    """Running ranks. Dropping the last reference to it ends them."""
+    """Running ranks. Dropping the last reference to it ends them.
 
-    def __init__(self, engine: Engine, layout: Layout, cell: Cell) -> None:
-        self._layout = layout
-        self.ranks = engine.start(len(layout.devices), cell.notice)
+    Attributes: `layout`, that of the ranks which there are: with `least`, there may be fewer than were wanted.
+    """
+
+    def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
+        self.ranks = engine.start(len(layout.devices), cell.notice, least)
+        self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
         self.relay = Relay(self.ranks)
         self._fresh = True
         self._joined = False
@@ -93,7 +96,7 @@ class Group:
         """Let the ranks enter a process group, unless they are in a good one."""
         if self._joined:
             return
-        layout = self._layout
+        layout = self.layout
         environ = {**self.ranks.inherited(), **layout.env}
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
@@ -125,8 +128,8 @@ class Group:
             raise
 
     def _threads(self, share: int, environ: Mapping[str, str]) -> int:
-        if isinstance(self._layout.threads, int):
-            return self._layout.threads
+        if isinstance(self.layout.threads, int):
+            return self.layout.threads
         asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
         return int(asked) if asked.isdigit() else share
 
@@ -151,13 +154,13 @@ class Group:
 
     def explain_gpu_error(self, rank: int, error: BaseException) -> list[str]:
         """What to show under a rank's exception, if it is one of CUDA's."""
-        if self._layout.devices[0] == "cpu":
+        if self.layout.devices[0] == "cpu":
             return []
         self.relay.drain(rank)
         pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
-        gpus = self._layout.gpus()
+        gpus = self.layout.gpus()
         return explain_gpu_error(
-            error, rank, self._layout.devices[rank], gpus[rank] if gpus else None, pids, self.relay.logs[rank].text()
+            error, rank, self.layout.devices[rank], gpus[rank] if gpus else None, pids, self.relay.logs[rank].text()
         )
 
     def record_death(self, exit: Exit) -> RankDied:

@@ -62,6 +62,7 @@ def options(
     start: str = "forkserver",
     hold_on_error: bool = False,
     restarts: int = 0,
+    min_ranks: int | None = None,
 ) -> Launcher:
     """`in_ddp` for one call with all that a `Session` can be told: `in_ddp.options(...)(ngpus, fn, ...)`.
 
@@ -102,6 +103,7 @@ def in_ddp(
     need: Names = "",
     hold_on_error: bool = False,
     restarts: int = 0,
+    min_ranks: int | None = None,
     settings: bool = True,
     **kwargs: Any,
 ) -> T:
@@ -112,7 +114,7 @@ def in_ddp(
     state. Functions, classes and variables of the notebook that `fn` uses travel with it.
 
     `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for the one call, and leaves all arguments to
-    `fn`, those called `imports`, `need`, `hold_on_error`, `restarts` and `settings`, too.
+    `fn`, those called `imports`, `need`, `hold_on_error`, `restarts`, `min_ranks` and `settings`, too.
 
     Args:
         ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
@@ -125,6 +127,7 @@ def in_ddp(
             such call.
         restarts: How often `fn` is started again, on fresh ranks, after a rank or its node was lost.
             TORCHELASTIC_RESTART_COUNT tells it, so that it can go on from its last snapshot.
+        min_ranks: How many ranks are enough for that, where a cluster has lost nodes. None: it waits for all.
         settings: Whether what is set in the notebook (logging, warning filters, options of libraries) holds in the
             ranks: see `Session`.
         **kwargs: Its keyword arguments.
@@ -148,7 +151,12 @@ def in_ddp(
         >>> in_ddp(2, total, 1.5)
         3.0
     """
-    session = {"hold_on_error": hold_on_error, "restarts": restarts, "settings": settings}
+    session = {
+        "hold_on_error": hold_on_error,
+        "restarts": restarts,
+        "min_ranks": min_ranks,
+        "settings": settings,
+    }
     return _launch(ngpus, fn, args, kwargs, imports, need, session)
 
 

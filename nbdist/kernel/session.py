@@ -24,7 +24,7 @@ from ..errors import NbdistError, entry, summary
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
-from .arguments import check_call, check_count, check_output, check_platform, check_start
+from .arguments import check_call, check_count, check_min_ranks, check_output, check_platform, check_start
 from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
@@ -81,6 +81,9 @@ class Session:
         hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
+        min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
+            for, at least so many, and has all of them again at the next restart, if it can. None: it waits until there
+            is room for all.
 
     Raises:
         TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
@@ -114,10 +117,12 @@ class Session:
         start: str = "forkserver",
         hold_on_error: bool = False,
         restarts: int = 0,
+        min_ranks: int | None = None,
     ) -> None:
         check_platform()
         check_count(nranks, least=1, name="nranks")
         check_count(restarts, least=0, name="restarts")
+        check_min_ranks(min_ranks, nranks, restarts)
         if threads not in (None, "bind"):
             check_count(threads, least=1, name="threads")
         if timeout is not None and not timeout > 0:
@@ -125,7 +130,6 @@ class Session:
         if lines is not None:
             check_count(lines, least=0, name="lines")
         self._output, self._lines = check_output(output), lines
-        self.nranks = nranks
         self._engine = engines.resolve(engine, env, check_start(start))
         chosen = self._engine.devices(nranks, devices)
         options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
@@ -133,7 +137,14 @@ class Session:
         name, notice = choose_backend(chosen, options.pop("backend", None), visible)
         layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
         self._settings = settings
-        self._executor = Executor(self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts)
+        self._executor = Executor(
+            self._engine,
+            layout,
+            timeout=timeout,
+            keep_frames=hold_on_error,
+            restarts=restarts,
+            min_ranks=min_ranks,
+        )
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
@@ -144,6 +155,11 @@ class Session:
     def after_fork(self) -> None:
         """In a child of this process: another thread may have held this."""
         self._capturing = threading.Lock()
+
+    @property
+    def nranks(self) -> int:
+        """How many ranks there are: after a restart with `min_ranks=`, perhaps fewer than were asked for."""
+        return len(self._executor.layout.devices)
 
     @entry
     def run(
@@ -425,13 +441,14 @@ class Session:
     ) -> Request:
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
-        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
-        for rank in targets:
+        targets = None if ranks is None else sorted(set(ranks))
+        for rank in targets or ():
             self._check_rank(rank)
-        if not targets:
+        if targets == []:
             raise ValueError("ranks= names no rank")
         output = self._output if output is None else check_output(output)
-        args, kwargs = for_each_rank(args, kwargs, len(targets))
+        count = self.nranks if targets is None else len(targets)
+        args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
         with self._capturing:
             call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
         self._engine.warm([*modules_named(block), *sorted(call.modules)])

@@ -249,6 +249,9 @@ class Waiting:
             self._ask_to_leave(GRACE_AFTER_FAILURE)
 
     def _on_message(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        if message[0] == "notice":
+            self._relay.cell.notice(message[1])
+            return
         if message[0] == "begun":
             if self._leaving and rank in self.pending:
                 self._ranks.signal(rank, signal.SIGINT)

@@ -17,7 +17,7 @@ from typing import NoReturn
 from ..wire import stacks
 from ..wire.channel import Channel
 from ..wire.forking import RankDescriptors
-from . import leaving, streams
+from . import leaving, preemption, streams
 from .loop import Rank
 from .world import abort
 
@@ -56,7 +56,7 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.close(fds.stdout)
         os.close(fds.stderr)
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
-        stacks.answer(fds.stacks, abort)
+        stacks.answer(fds.stacks, abort, preemption.tell)
         code = Rank(Channel(socket.socket(fileno=fds.channel))).serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()

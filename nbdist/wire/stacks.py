@@ -1,5 +1,5 @@
-"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, and breaks off what it
-waits for in a process group. Both ends of that.
+"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, breaks off what it
+waits for in a process group, and hears that its machine will be taken away. Both ends of that.
 
 `faulthandler` alone would do, at any moment, but it reads frames that a thread is just changing, and a rank that is
 busy in Python code may die of that (python/cpython#116008; with 3.13 some asking is enough). So a thread of the rank's
@@ -27,12 +27,16 @@ from .forking import STACK_SIGNAL
 
 #: What is no question, but asks to abort: then the size of a list of addresses, and the list.
 _ABORT = b"\0"
+#: Nor is this: it tells of a preemption.
+_PREEMPTION = b"\xff"
 _SIZE = struct.Struct("<I")
 #: A zero, which no text has; the number of the question; the length of the text that follows.
 _ANSWER = struct.Struct("<ccI")
 #: Seconds without an answer after which C code must have the GIL: a thread gets it from Python code in milliseconds,
 #: but on a machine that has more to do than cores it waits for one of these, too.
 PATIENCE = 1.0
+#: The variable that is set in ranks which may be told so: those on a cluster.
+NOTICES = "NBDIST_NOTICES"
 #: Frames that are told of a stack, innermost first.
 _MOST = 100
 
@@ -42,7 +46,7 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: Of the question, from 1 to 255; not that of one just before.
+        number: Of the question, from 1 to 254; not that of one just before.
         insist: Sends `STACK_SIGNAL`. Called after a while without an answer.
     """
     question = bytes([number])
@@ -98,13 +102,20 @@ def ask_to_abort(sock: socket.socket, peers: Sequence[Address]) -> None:
         sock.send(_ABORT + _SIZE.pack(len(addresses)) + addresses)
 
 
-def answer(fd: int, abort: Callable[[Sequence[Address]], None]) -> None:
-    """In a rank's main thread: from now on, answer at `fd`, and `abort` when asked to, in a thread."""
+def tell_preemption(sock: socket.socket) -> None:
+    """Tell a rank, from its engine, that a machine of the ranks will be taken away."""
+    with contextlib.suppress(OSError):  # it is gone
+        sock.send(_PREEMPTION)
+
+
+def answer(fd: int, abort: Callable[[Sequence[Address]], None], preempted: Callable[[], None]) -> None:
+    """In a rank's main thread: from now on answer at `fd`, `abort` when asked to, call `preempted` when told so; all in
+    a thread."""
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
-    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), abort))
+    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), abort, preempted))
 
 
-def _serve(fd: int, main: int, abort: Callable[[Sequence[Address]], None]) -> None:
+def _serve(fd: int, main: int, abort: Callable[[Sequence[Address]], None], preempted: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
         while question := os.read(fd, 1):
@@ -112,6 +123,9 @@ def _serve(fd: int, main: int, abort: Callable[[Sequence[Address]], None]) -> No
                 peers = json.loads(_read(fd, *_SIZE.unpack(_read(fd, _SIZE.size))))
                 # In a thread of its own: a communicator may take its time, and stacks are still asked for.
                 _thread.start_new_thread(abort, ([tuple(peer) for peer in peers],))
+                continue
+            if question == _PREEMPTION:
+                preempted()
                 continue
             text = _written(sys._current_frames().get(main)).encode(errors="backslashreplace")
             data = _ANSWER.pack(b"\0", question, len(text)) + text

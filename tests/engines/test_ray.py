@@ -364,6 +364,111 @@ def test_a_lost_node_is_named_and_restarts_end_in_the_same_loss(
             ray_cluster.remove_node(node)
 
 
+@pytest.fixture
+def own_nodes(ray_cluster: Any) -> Iterator[Any]:
+    """Adds nodes to the cluster on which a session of this test runs alone; `nodes` by the processes that are these."""
+
+    class Nodes:
+        options = RayOptions(
+            address=ray_cluster.address, resources={"own": 0.5}, cpus=0.5, placement="strict_spread", linger=0.0
+        )
+
+        def __init__(self) -> None:
+            self.nodes: dict[int, Any] = {}
+
+        def add(self) -> None:
+            node = ray_cluster.add_node(num_cpus=1, resources={"own": 1.0}, object_store_memory=80 << 20)
+            self.nodes[raylet_of(node)] = node
+
+        def lose(self, pid: int) -> None:
+            ray_cluster.remove_node(self.nodes.pop(pid), allow_graceful=False)
+
+    own = Nodes()
+    try:
+        yield own
+    finally:
+        for node in own.nodes.values():
+            ray_cluster.remove_node(node)
+
+
+@pytest.mark.timeout(240)
+def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
+    own_nodes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_nodes.add()
+    own_nodes.add()
+
+    def fn(folder: str) -> tuple[int, list[int]]:
+        count, size = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size()
+        open(os.path.join(folder, f"{count}-{size}-{dist.get_rank()}"), "w").close()
+        while count == 0 or not os.path.exists(os.path.join(folder, "grown")):
+            time.sleep(0.05)
+        if count == 1:
+            os._exit(9)
+        everybody: list[Any] = [None] * size
+        dist.all_gather_object(everybody, dist.get_rank())
+        return size, everybody
+
+    with Session(2, engine=own_nodes.options, restarts=2, min_ranks=1) as own:
+        victim = own.run_all(raylet)[1]
+        future = own.submit(fn, str(tmp_path))
+        assert poll(lambda: len(list(tmp_path.glob("0-2-*"))) == 2, 30)
+        own_nodes.lose(victim)
+        assert poll((tmp_path / "1-1-0").exists, 90)
+        assert own.nranks == 1 and own.status()._look().title.startswith("1 rank,")
+        own_nodes.add()
+        (tmp_path / "grown").touch()
+        assert future.result(90) == (2, [0, 1]) and own.nranks == 2
+    said = capsys.readouterr().err
+    assert "there is room for 1 of 2 ranks: these go on. The next restart asks for 2 again" in said, said
+
+
+@pytest.mark.timeout(240)
+def test_less_room_than_min_ranks_is_waited_for(own_nodes: Any) -> None:
+    own_nodes.add()
+    own_nodes.add()
+    options = RayOptions(**{**vars(own_nodes.options), "wait": 1.0})
+    with Session(2, engine=options, restarts=1, min_ranks=2) as own:
+        victim = own.run_all(raylet)[0]
+        future = own.submit(time.sleep, 60)
+        assert poll(future.running)
+        own_nodes.lose(victim)
+        with pytest.raises(NbdistError, match="had no room for 2 ranks for 1 s"):
+            future.result(90)
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_is_drained_lets_all_ranks_know_at_the_same_step(
+    own_nodes: Any, ray_cluster: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    own_nodes.add()
+    own_nodes.add()
+
+    def fn(folder: str) -> list[int]:
+        step = 0
+        while not nbdist.preempted():
+            step += 1
+            open(os.path.join(folder, str(dist.get_rank())), "w").close()
+            time.sleep(0.05)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, step)
+        return everybody
+
+    with Session(2, engine=own_nodes.options, timeout=60) as own:
+        drained = own_nodes.nodes[own.run_all(raylet)[1]]
+        future = own.submit(fn, str(tmp_path))
+        assert poll(lambda: len(list(tmp_path.iterdir())) == 2, 30)
+        deadline = int(time.time() * 1000) + 30_000
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        GcsClient(address=ray_cluster.address).drain_node(drained.node_id, reason, "taken away", deadline)
+        first, second = future.result(60)
+        assert first == second > 0
+    assert "will be taken away in" in (said := capsys.readouterr().err) and "node 1 (" in said
+
+
 def test_a_lost_driver(options: RayOptions) -> None:
     with Session(2, engine=options) as own:
         assert own.run(sums) == 2.0

@@ -60,11 +60,22 @@ def test_all_arguments_are_the_functions() -> None:
         ({"output": "some"}, ValueError),
         ({"timeout": 0}, ValueError),
         ({"restarts": -1}, ValueError),
+        ({"restarts": 1, "min_ranks": 2}, ValueError),
+        ({"restarts": 1, "min_ranks": 0}, ValueError),
+        ({"restarts": 0, "min_ranks": 1}, ValueError),
+        ({"restarts": 1, "min_ranks": "all"}, TypeError),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         in_ddp.options(**options)(1, int)
+
+
+def test_what_is_scattered_needs_all_ranks() -> None:
+    with Session(2, restarts=1, min_ranks=1) as own:
+        with pytest.raises(ValueError, match=r"argument 1 scatters .* fewer after a restart \(min_ranks=\)"):
+            own.run(int, scatter([1, 2]))
+        assert own.run_all(int, scatter([1, 2]), ranks=[0, 1]) == [1, 2]
 
 
 def test_output_of_one_call(kernel: Kernel) -> None:

@@ -192,6 +192,43 @@ def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: in
     assert seen == expected
 
 
+@given(settings_of(), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.integers(1, 9)), max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_a_state_goes_on_among_other_ranks(folder: Path, s: dict[str, Any], turns: list[tuple[int, int, int]]) -> None:
+    """Of an epoch that one number of ranks after the other goes on with, each row comes once."""
+    write(folder, s["rows"], s["group"])
+
+    def make(world: int, batch_size: int) -> list[Any]:
+        options = {"shuffle": s["shuffle"], "remainder": "pad", "prefetch": s["prefetch"], "seed": s["seed"]}
+        ones = [ParquetLoader(folder, batch_size, rank=r, world_size=world, **options) for r in range(world)]
+        return [one if s["whole"] else stream(one, s["window"]) for one in ones]
+
+    seen: list[int] = []
+    ones = make(s["world"], s["batch_size"])
+    for world, batch_size, steps in [*turns, (1, 7, 10**9)]:
+        steps = min(steps, len(ones[0]))
+        for rank, one in enumerate(ones):
+            for step, batch in zip(range(steps), one, strict=False):
+                seen += check(batch)[: one.partition.size_without_repeats(rank, step)]
+        states = [json.loads(json.dumps(one.state_dict())) for one in ones]
+        assert all(state == states[0] for state in states)
+        if states[0]["epoch"]:
+            break
+        ones = make(world, batch_size)
+        for one in ones:
+            one.load_state_dict(states[0])
+    assert sorted(seen) == list(range(sum(s["rows"])))
+
+
+def test_too_few_rows_for_a_step_of_all_ranks_are_left_out() -> None:
+    one = MemoryLoader(table(10), 3, seed=1)
+    for _, _ in zip(range(3), one, strict=False):
+        pass
+    other = MemoryLoader(table(10), 3, rank=0, world_size=2)
+    other.load_state_dict(one.state_dict())
+    assert not other.begun_elsewhere and other.state_dict()["epoch"] == 1
+
+
 def test_resumed_parquet_reads_only_what_is_still_to_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = stream(ParquetLoader(write(folder, [100], 10), 5, shuffle=True, seed=1, prefetch=0), 1)
     for _, _ in zip(range(13), one, strict=False):
@@ -210,7 +247,7 @@ def test_a_state_of_something_else_is_refused(folder: Path) -> None:
     state = one.state_dict()
     with pytest.raises(ValueError, match="input"):  # other windows are another order
         stream(ParquetLoader(folder, 5, seed=1), 100).load_state_dict(state)
-    for change in ({"batch_size": 6}, {"world_size": 2}, {"input": "x"}, {"shuffle": True}):
+    for change in ({"remainder": "pad"}, {"input": "x"}, {"shuffle": True}):
         with pytest.raises(ValueError, match=f"the state is of a loader with {next(iter(change))}="):
             one.load_state_dict({**state, **change})
 

@@ -19,6 +19,9 @@ from .options import STRATEGIES, RayOptions
 PACKAGES = ("torch", "cloudpickle", "ray")
 #: Seconds that a node, or the head of the cluster, may not answer.
 PATIENCE = 15.0
+#: Seconds that Ray may take to reserve what is free: for all ranks, when it has just taken notice that a node is lost
+#: and that its ranks have given back the rest; and then for fewer of them.
+SETTLE, RESERVE = 5.0, 2.0
 
 
 class Link:
@@ -34,6 +37,8 @@ class Link:
         self.lost = ""
         self.gpus: list[str] = []
         self.name = f"node {number}"
+        self.node_id = ""
+        """Ray's, to know it by where Ray speaks of its nodes."""
 
     def forget(self) -> None:
         """Begin anew, for other ranks."""
@@ -126,6 +131,17 @@ def shortage(options: RayOptions, count: int) -> str:
     return f"{text}, labels {dict(options.labels)!r}" if options.labels else text
 
 
+def most_by_sums(options: RayOptions) -> int:
+    """How many ranks the free resources of all nodes together would do for."""
+    import ray
+
+    free = ray.available_resources()
+    most = min(int(free.get(name, 0.0) / amount + 1e-6) for name, amount in options.bundle().items())
+    if options.placement == "strict_spread":
+        most = min(most, options.ranks_per_node * sum(node["Alive"] for node in ray.nodes()))
+    return most
+
+
 def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
     """Wait until the cluster has room for so many ranks; `there_is` waits a second for it. Raises `Refused`."""
     begin = time.monotonic()
@@ -154,6 +170,17 @@ def host_class() -> Any:
         def differences(self, here: Mapping[str, str]) -> str:
             return find(here)
 
+        def node_id(self) -> str:
+            import ray
+
+            return ray.get_runtime_context().get_node_id()
+
+        def draining(self) -> dict[str, int]:
+            """The nodes of the cluster that will be taken away, and when: milliseconds since the epoch; 0: unknown."""
+            from ray._private.state import state  # a driver of ray:// has no such thing
+
+            return dict(state.get_draining_nodes())
+
         def open(self, surroundings: Sequence[Any], *arguments: Any) -> Any:
             import ray
 
@@ -175,7 +202,8 @@ def host_class() -> Any:
         def ask(self, *arguments: Any) -> Any:
             return self.agent.ask(*arguments)
 
-    for name, group in (("poll", "poll"), ("deliver", "deliver"), ("store", "deliver"), ("ask", "ask")):
+    groups = {"poll": "poll", "deliver": "deliver", "store": "deliver", "ask": "ask", "draining": "ask"}
+    for name, group in groups.items():
         setattr(Host, name, ray.method(concurrency_group=group)(getattr(Host, name)))
     remote: Any = ray.remote  # which takes more than it says to type checkers
     return remote(concurrency_groups={"poll": 1, "deliver": 1, "ask": 4}, num_cpus=0, max_restarts=0)(Host)
@@ -184,27 +212,69 @@ def host_class() -> Any:
 class Cluster:
     """The connection to Ray, the resources that are reserved there, and an agent's process on each node."""
 
-    def __init__(self, options: RayOptions, world_size: int, say: Callable[[str], None]) -> None:
-
-        self._options, self._world_size, self._counts = options, world_size, options.together(world_size)
+    def __init__(
+        self, options: RayOptions, world_size: int, say: Callable[[str], None], least: int | None = None
+    ) -> None:
+        self._options = options
+        self._group: Any = None
+        self._counts: list[int] = []
         self.takes_folder = "working_dir" not in options.runtime_env
         """Whether ranks work in the notebook's folder, where there is such a one."""
         connect(options, say)
-        self._reserve(say)
+        self._reserve(world_size, world_size if least is None else least, say)
         self.links: list[Link] = []
         self._start_hosts()
         self._check_versions()
 
-    def _reserve(self, say: Callable[[str], None]) -> None:
+    def _reserve(self, world_size: int, least: int, say: Callable[[str], None]) -> None:
+        if least == world_size:
+            self._ask(world_size)
+            wait_for_room(lambda: bool(self._group.wait(1)), self._options, world_size, say)
+        else:
+            wait_for_room(lambda: self._take_what_is_free(world_size, least), self._options, least, say)
+
+    def _ask(self, ranks: int) -> None:
+        """Ask Ray for room for so many ranks, and for no others any more."""
         from ray.util import placement_group
 
-        options = self._options
+        self._give_back()
+        options, self._counts = self._options, self._options.together(ranks)
         self._group = placement_group(
             [options.bundle(count) for count in self._counts],
             strategy=STRATEGIES[options.placement],
             bundle_label_selector=[dict(options.labels)] * len(self._counts) if options.labels else None,
         )
-        wait_for_room(lambda: self._group.wait(1), options, self._world_size, say)
+
+    def _give_back(self) -> None:
+        from ray.util import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _take_what_is_free(self, world_size: int, least: int) -> bool:
+        """Reserve room for all ranks, or for as many as there is room for; whether there is for `least`.
+
+        How many fit follows from more than sums (nodes, placement, labels), so Ray is asked: first for as many as the
+        sums allow, then by halves.
+        """
+
+        def fit(ranks: int, seconds: float) -> bool:
+            self._ask(ranks)
+            return bool(self._group.wait(seconds))
+
+        if fit(world_size, SETTLE):
+            return True
+        self._give_back()  # it keeps nothing from the next ones
+        found, low, high = 0, least, min(world_size - 1, most_by_sums(self._options))
+        ranks = high
+        while low <= high:
+            if fit(ranks, RESERVE):
+                found, low = ranks, ranks + 1
+            else:
+                high = ranks - 1
+            ranks = (low + high + 1) // 2
+        return bool(found) and (sum(self._counts) == found or fit(found, SETTLE))
 
     def _start_hosts(self) -> None:
         from ray.util import placement_group_table
@@ -249,8 +319,11 @@ class Cluster:
         here = versions(self._options.same)
         try:
             found = ray.get([link.host.differences.remote(here) for link in self.links])
+            node_ids = ray.get([link.host.node_id.remote() for link in self.links])
         except ray.exceptions.RayError as exc:
             raise Refused(f"no process could be started on a node: {exc}") from exc
+        for link, node_id in zip(self.links, node_ids, strict=True):
+            link.node_id = node_id
         lines = [f"node {link.number}: {text}" for link, text in zip(self.links, found, strict=True) if text]
         if lines:
             raise Refused(refusal(" | ".join(lines)))
@@ -258,9 +331,8 @@ class Cluster:
     def close(self) -> None:
         """Give all back."""
         import ray
-        from ray.util import remove_placement_group
 
         for link in self.links:
             ray.kill(link.host)
-        remove_placement_group(self._group)
+        self._give_back()
         ray.shutdown()

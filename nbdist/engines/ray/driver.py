@@ -101,15 +101,19 @@ def main(fd: str, kernel: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     control = Channel(socket.socket(fileno=int(fd)))
-    (_, options, world_size, tasks), _, _ = control.receive()
+    (_, options, world_size, tasks, least), _, _ = control.receive()
 
     def say(text: str) -> None:
         if any(readable(end) for end in (control, int(kernel)) if end != -1):  # nobody waits for this any more
             os._exit(1)
         control.send(("notice", text))
 
+    cluster: Cluster | TaskCluster
     try:
-        cluster = (TaskCluster if tasks else Cluster)(RayOptions(**options), world_size, say)
+        if tasks:
+            cluster = TaskCluster(RayOptions(**options), world_size, say)
+        else:
+            cluster = Cluster(RayOptions(**options), world_size, say, least)
     except Refused as exc:
         control.send(("refused", str(exc)))
         return

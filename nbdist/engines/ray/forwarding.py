@@ -66,7 +66,7 @@ class Forwarding:
     def open(self) -> None:
         """Begin to carry messages."""
         loop = asyncio.get_running_loop()
-        jobs: list[Coroutine[Any, Any, None]] = [self._watch_head()]
+        jobs: list[Coroutine[Any, Any, None]] = [self._watch_head(), self._watch_draining()]
         for link in self._links:
             jobs += [self._guarded(link, self._send(link)), self._guarded(link, self._receive(link))]
         self._tasks = [loop.create_task(job) for job in jobs]
@@ -238,6 +238,33 @@ class Forwarding:
                 for link in self._links:
                     self._lose(link, f"was lost: so was the head of the cluster ({why})")
                 return
+
+    async def _watch_draining(self) -> None:
+        """Tell all ranks when one of their nodes is about to be taken away, and the cell which one."""
+        told: set[str] = set()
+        while any(link.node_id for link in self._links):  # tasks have no nodes of their own
+            await asyncio.sleep(LOOK)
+            asked = next((link for link in self._links if not link.lost), None)
+            if asked is None:
+                return
+            try:
+                draining = await asyncio.wait_for(asked.call("draining"), PATIENCE)
+            except asyncio.CancelledError:
+                raise
+            except Exception:  # who is lost is told otherwise; another one is asked then
+                continue
+            new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
+            told.update(link.node_id for link in new)
+            texts = {link.number: preemption_notice(link, draining[link.node_id]) for link in new}
+            telling = [link for link in self._links if new and not link.lost]
+            calls = [link.call("ask", "preemption", texts.get(link.number, "")) for link in telling]
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+def preemption_notice(link: Link, deadline: int) -> str:
+    """What the cell is told of a node that is drained; `deadline` is in milliseconds since the epoch, 0: unknown."""
+    left = f" in {max(0.0, deadline / 1000 - time.time()):.0f} s" if deadline else ""
+    return f"{link.name} will be taken away{left}: its ranks may save what they have (nbdist.preempted())"
 
 
 def branches(links: Sequence[Link]) -> list[Sequence[Link]]:

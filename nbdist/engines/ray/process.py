@@ -30,17 +30,22 @@ ANSWER = 3.0
 
 
 class DriverProcess:
-    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or gives their
-    work to Ray in `tasks`.
+    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or for `least`
+    of them at least, or gives their work to Ray in `tasks`.
 
     Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
     """
 
     def __init__(
-        self, options: RayOptions, world_size: int, notice: Callable[[str], None], tasks: bool = False
+        self,
+        options: RayOptions,
+        world_size: int,
+        notice: Callable[[str], None],
+        tasks: bool = False,
+        least: int | None = None,
     ) -> None:
         self._options, self.world_size, self._tasks = options, world_size, tasks
-        self.threads = max(1, int(options.cpus))
+        self.address, self.threads = options.address, max(1, int(options.cpus))
         self._numbers = itertools.count(1)
         self._asked: dict[int, concurrent.futures.Future[Any]] = {}
         self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
@@ -49,7 +54,7 @@ class DriverProcess:
         self._timer: threading.Timer | None = None
         self._not_ours = False
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        address, opened_by = (options.address, {}) if options.address is not None else _private_ray()
+        address, variables = _private_ray() if options.address is None else (options.address, {})
         ours, theirs = socket.socketpair()
         self._control = Channel(ours)
         with theirs, own_pidfd() as kernel:
@@ -57,14 +62,14 @@ class DriverProcess:
                 "nbdist.engines.ray.driver",
                 str(theirs.fileno()),
                 str(kernel),
-                env=opened_by,
+                env={**variables, **opened_by.get(address, {})},
                 pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 stderr=self._log,
             )
         forget_in_children(self)
         try:
             plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-            self.send("connect", plain | {"address": address}, world_size, tasks)
+            self.send("connect", plain | {"address": address}, world_size, tasks, least)
             threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
             while (news := self._news.get())[0] == "notice":
                 notice(news[1])
@@ -72,6 +77,9 @@ class DriverProcess:
                 raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
             self.counts: list[int] = news[1]
             """Ranks on each node."""
+            self.world_size = sum(self.counts)
+            self.whole = self.world_size == world_size
+            """Whether there is room for as many as were wanted."""
         except BaseException:
             self.stop(at_once=True)
             raise
@@ -201,17 +209,25 @@ class DriverProcess:
 
 _lock = threading.RLock()  # ranks that nobody refers to any more are given up at any time, in any thread
 _idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
+#: By address: the variables that open a Ray which was started from here.
+opened_by: dict[str, Mapping[str, str]] = {}
 _private: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}  # by process: a Ray of its own, address, token
 
 
-def acquire(options: RayOptions, world_size: int, notice: Callable[[str], None], tasks: bool = False) -> DriverProcess:
-    """Room for so many ranks: what was kept after an earlier session, or new."""
+def acquire(
+    options: RayOptions,
+    world_size: int,
+    notice: Callable[[str], None],
+    tasks: bool = False,
+    least: int | None = None,
+) -> DriverProcess:
+    """Room for so many ranks, or for `least` of them at least: what was kept after an earlier session, or new."""
     with _lock:
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         driver = kept.pop() if kept else None
     if driver is not None and driver.reusable():
         return driver
-    return DriverProcess(options, world_size, notice, tasks)
+    return DriverProcess(options, world_size, notice, tasks, least)
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
@@ -219,26 +235,32 @@ def _private_ray() -> tuple[str, Mapping[str, str]]:
     with _lock:
         process, address, token = _private.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:
-            _check_token_support(importlib.metadata.version("ray"))
+            check_token_support()
             token = secrets.token_hex(32)
-        opened_by = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        variables = token_variables(token)
         if process is None or process.poll() is not None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             with own_pidfd() as kernel:
                 fds = [kernel] if kernel >= 0 else []
                 process = interpreter.start(
-                    "nbdist.engines.ray.private", str(kernel), env=opened_by, pass_fds=fds, **pipes
+                    "nbdist.engines.ray.private", str(kernel), env=variables, pass_fds=fds, **pipes
                 )
             assert process.stdout is not None
             address = str(process.stdout.readline().decode()).strip()
             if not address:
                 raise NbdistError("Ray does not start on this machine: `ray start --head` says why")
             _private[os.getpid()] = process, address, token
-        return address, opened_by
+        return address, variables
 
 
-def _check_token_support(version: str) -> None:
-    """Raise `NbdistError` for a Ray that would take orders from everybody on this machine."""
+def token_variables(token: str) -> Mapping[str, str]:
+    """What makes Ray ask for a token, and opens it."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def check_token_support() -> None:
+    """Raise `NbdistError` for a Ray that would take orders from everybody who reaches its machine."""
+    version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < (2, 52):
         raise NbdistError(
             f"Ray {version} knows no tokens, without which everybody who reaches this machine could run code as you "
@@ -256,6 +278,17 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def release_at(address: str) -> None:
+    """Give back at once what is kept on one cluster for the next calls."""
+    with _lock:
+        here = [(key, drivers) for key, drivers in _idle.items() if key[0] == os.getpid()]
+        found = [driver for _, drivers in here for driver in drivers if driver.address == address]
+        for _, drivers in here:
+            drivers[:] = [driver for driver in drivers if driver not in found]
+    for driver in found:
+        driver.stop()
 
 
 @atexit.register

@@ -26,6 +26,7 @@ from ...wire.messages import Setting, Slot
 from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
+from ...wire.stacks import NOTICES
 from ..contract import Exit
 from .hearing import News, NewsListener
 from .node import Node
@@ -51,9 +52,9 @@ class RayEngine:
             )
         return [gpus] * nranks
 
-    def start(self, world_size: int, notice: Callable[[str], None]) -> RayRanks:
+    def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> RayRanks:
         _make_room()
-        return RayRanks(acquire(self._options, world_size, notice), list(self._modules), self._env)
+        return RayRanks(acquire(self._options, world_size, notice, least=least), list(self._modules), self._env)
 
     def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> RayRanks:
         _make_room()
@@ -162,7 +163,8 @@ class RayRanks:
         number = self.slots[rank].node
         node, known = self._nodes[number], self._settings[1]
         if number not in known:  # all ranks of a node find the same
-            known[number] = Setting({**node.environ, **environ}, node.cwd, node.path, tuple(sys.argv))
+            variables = {**node.environ, **environ, NOTICES: "1"}
+            known[number] = Setting(variables, node.cwd, node.path, tuple(sys.argv))
         return known[number]
 
     def rendezvous(self) -> _RemoteRendezvous:
@@ -222,7 +224,7 @@ class RayRanks:
         self._open = False
         healthy = self._driver.request("close", grace, seconds=grace + 30.0)
         self._news.close()
-        if healthy:
+        if healthy and self._driver.whole:  # with less room than was wanted, the next ones ask for all of it again
             self._driver.keep()
         else:
             self._driver.stop()

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from ..io.partition import Partition
+from ..io.rest import Rest
 
 
 class Adapter:
@@ -28,6 +29,7 @@ class Adapter:
     _epoch: int
     _step: int
     _start: int
+    _rest: Rest | None
 
     @property
     def rows(self) -> int:
@@ -87,6 +89,7 @@ class Adapter:
         if drop_last is not None and drop_last != self.drop_last:
             other.remainder = "drop" if drop_last else "keep"
         other._epoch = other._step = other._start = 0
+        other._rest = None
         return other
 
     def get_idxs(self) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 
 from .. import ranks
 from ..io.partition import Partition
+from ..io.rest import Rest
 from .adapter import Adapter, known_to_accelerate
-from .batches import Block, Window
+from .batches import Window, blocks
 from .columns import Columns
 from .prefetch import on_device
 
@@ -74,12 +76,13 @@ class Loader(Adapter):
         self.to(device)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self._epoch = self._step = self._start = 0
+        self._rest = None  # of an epoch that other ranks have begun, as long as it lasts
         self.seed = int(torch.randint(2**62, ()).item()) if seed is None else seed
         self._agree(seed is None)
         self.partition.span(self.rank)
 
-    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
-        """The batches of `rank` in `epoch`, from batch `step` on."""
+    def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
+        """The rows of `rank` in `epoch`, in windows that follow one another, beginning with that of `position`."""
         raise NotImplementedError
 
     def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
@@ -94,6 +97,18 @@ class Loader(Adapter):
         if stop > partition.rows:  # padded: a row of another rank comes again
             share = torch.cat([share, order[:1]])
         return Window(start, table, share)
+
+    def _windows_of_rest(self, rest: Rest, epoch: int, start: int, stop: int) -> Iterator[Window]:
+        """Rows ``start .. stop - 1`` of what is left of an epoch."""
+        for place, (rank, low, high) in rest.spans(start, stop):
+            for window in self._windows(rest.begun, rank, epoch, low):
+                first, last = max(low, window.start), min(high, window.start + len(window.order))
+                if first < last:
+                    part = window.order[first - window.start : last - window.start]
+                    yield Window(place + first - low, window.table, part)
+                del window
+                if last == high:  # nothing more is read
+                    break
 
     def _fingerprint(self) -> str:
         """Equal for inputs with equal columns in equal pieces."""
@@ -110,6 +125,17 @@ class Loader(Adapter):
         return self._shard[1] if self._shard else ranks.world_size()
 
     @property
+    def partition(self) -> Partition:
+        """Which rows go to which rank at which step; of what is left, in an epoch that other ranks have begun."""
+        whole = super().partition
+        return whole if self._rest is None else dataclasses.replace(whole, rows=self._rest.rows)
+
+    @property
+    def begun_elsewhere(self) -> bool:
+        """Whether the epoch was begun on other ranks, or with other batches, so that it has fewer steps than others."""
+        return self._rest is not None
+
+    @property
     def repeats(self) -> int:
         """How many rows at the end of the batch given last are those of another rank, which ``"pad"`` has repeated."""
         partition, step = self.partition, max(self._step - 1, 0)
@@ -123,12 +149,17 @@ class Loader(Adapter):
         return _noted(self._batches())
 
     def _batches(self) -> Generator[Any]:
-        partition, epoch = self.partition, self._epoch
+        partition, epoch, rest, rank = self.partition, self._epoch, self._rest, self.rank
         start, self._start = self._start, 0
         self._step = step = start
         busy = self._waits or self.device.type == "cuda"
         depth = self.prefetch if self.prefetch is not None else 2 if busy else 0
-        placed = on_device(self._blocks(partition, self.rank, epoch, start), self.device, depth, self.pin_memory)
+        position, stop = partition.batch_start(rank, start), partition.span(rank)[1]
+        if rest is None:
+            rows = self._windows(partition, rank, epoch, position)
+        else:
+            rows = self._windows_of_rest(rest, epoch, position, stop)
+        placed = on_device(blocks(rows, partition, rank, start), self.device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for i in range(len(block.boundaries) - 1):
@@ -137,34 +168,48 @@ class Loader(Adapter):
                     self._epoch, self._step = epoch, step
                     progress.end_of_dataloader = step == partition.steps
                     yield batch if self.transform is None else self.transform(batch)
-        self._epoch, self._step = epoch + 1, 0
+        self._epoch, self._step, self._rest = epoch + 1, 0, None
 
     def _shape(self, batch: Columns) -> Any:
         return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (from 0) the one that the next iteration gives; for DataLoader-style loops over epochs."""
-        self._epoch, self._step, self._start = epoch, 0, 0
+        self._epoch, self._step, self._start, self._rest = epoch, 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: after the last batch it gave. Plain values, for `torch.save` or JSON; per rank alike."""
-        done = self._step == len(self)
-        epoch, step = (self._epoch + 1, 0) if done else (self._epoch, self._step)
-        return {"epoch": epoch, "step": step, **self._identity()}
+        if self._step == len(self):
+            return {"epoch": self._epoch + 1, "step": 0, **self._identity()}
+        rest = {} if self._rest is None else {"rest": self._rest.to_json()}
+        return {"epoch": self._epoch, "step": self._step, **rest, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where `state` was taken: with the rest of that epoch, in the same order.
 
+        On another number of ranks, or with another batch size, the rows that are left of the epoch are divided anew, so
+        that each still comes once. Where they are too few for a step of all ranks, they are left out.
+
         Raises:
-            ValueError: where the state is of other data, another number of ranks, or another way to divide rows.
+            ValueError: where the state is of other data, or of another way to divide rows.
         """
-        identity = self._identity()
-        for name, value in identity.items():
-            if name != "seed" and state[name] != value:
+        for name, value in self._identity().items():
+            if name not in ("seed", "world_size", "batch_size") and state[name] != value:
                 raise ValueError(f"the state is of a loader with {name}={state[name]!r}, this one has {value!r}")
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        self._start = self._step = state["step"]
+        rest = Rest.from_json(state["rest"], self.rows, self.remainder) if "rest" in state else None
+        if (state["world_size"], state["batch_size"]) == (self.world_size, self.batch_size):
+            self._rest, self._start, self._step = rest, state["step"], state["step"]
+        elif state["step"] or rest is not None:
+            rows = self.rows if rest is None else rest.rows
+            divided = Partition(rows, state["world_size"], state["batch_size"], self.remainder)
+            left = Rest.after(divided, state["step"]) if rest is None else rest.after_steps(divided, state["step"])
+            try:
+                Partition(left.rows, self.world_size, self.batch_size, self.remainder)
+                self._rest = left
+            except ValueError:
+                self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
         """All that the order of the rows depends on, beside the epoch."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..io.partition import Partition
 from ..io.row_groups import Piece, slice_groups, windows
 from ..io.storage import Paths
 from .base import Loader
-from .batches import BLOCK_BYTES, Block, Window, blocks
+from .batches import BLOCK_BYTES, Window
 from .columns import Columns, rows_of
 from .parquet import ParquetFiles
 from .tables import dtype_of, to_table
@@ -69,8 +69,8 @@ class MemoryLoader(Loader):
     def _shape(self, batch: Columns) -> Any:
         return tuple(batch.values()) if self._tuples else batch
 
-    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
-        yield from blocks([self._everything(self._table, partition, rank, epoch)], partition, rank, step)
+    def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
+        yield self._everything(self._table, partition, rank, epoch)
 
     def _fingerprint(self) -> str:
         return _digest([(name, dtype_of(column)) for name, column in self._table.items()])
@@ -137,17 +137,16 @@ class ParquetLoader(Loader):
     def rows(self) -> int:
         return len(self._files)
 
-    def _blocks(self, partition: Partition, rank: int, epoch: int, step: int) -> Generator[Block, None, None]:
-        if self._whole:
-            if self._table is None:
-                self._table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
-            rows: Iterator[Window] = iter([self._everything(self._table, partition, rank, epoch)])
-        else:
-            rows = self._windows(partition, rank, epoch, step)
-        yield from blocks(rows, partition, rank, step)
+    def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
+        if not self._whole:
+            yield from self._stream(partition, rank, epoch, position)
+            return
+        if self._table is None:
+            self._table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
+        yield self._everything(self._table, partition, rank, epoch)
 
-    def _windows(self, partition: Partition, rank: int, epoch: int, step: int) -> Iterator[Window]:
-        """What `rank` reads for an epoch, one window after the other; those before batch `step` are not read."""
+    def _stream(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
+        """What `rank` reads for an epoch, one window after the other; those before `position` are not read."""
         groups, shift = self._files.groups, 0
         if self.shuffle:
             generator = self._generator(epoch)
@@ -167,7 +166,7 @@ class ParquetLoader(Loader):
         spare: dict[str, torch.Tensor] = {}
         orders = torch.arange(room)
         for number, (rows, window) in enumerate(todo):
-            if start + rows > partition.batch_start(rank, step):
+            if start + rows > position:
                 order = orders[:rows]
                 if self.shuffle:
                     torch.randperm(rows, generator=self._generator(epoch, rank, number), out=order)
@@ -176,7 +175,7 @@ class ParquetLoader(Loader):
 
     def _fingerprint(self) -> str:
         types = [(name, str(kind)) for name, kind in self._files.types.items()]
-        return _digest([types, self._files.groups, self._whole, self._window])
+        return _digest([types, self._files.groups, None if self._whole else self._window])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_table": None}  # read again where it arrives, and not sent

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
+from ... import preempted
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
@@ -74,10 +75,16 @@ def fit(
 
     A run that is resumed ends with the same weights and history as one that was never broken off (but for `rows/s`):
     model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
-    follow from the step. Build the model and the loaders as for the first time, and give the same arguments. A snapshot
-    is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails costs no
-    training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history, which
-    says why.
+    follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
+
+    On another number of ranks it goes on, too: what is left of the epoch is divided among those, so that each row still
+    comes once. Give the loader a batch size of `batch_size // dist.get_world_size()`, so that a step is as many rows as
+    before: then the loss follows the same curve, within the noise of another order. On a cluster there is a snapshot,
+    too, when a node is about to be taken away (`nbdist.preempted`).
+
+    A snapshot is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails
+    costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history,
+    which says why.
 
     Args:
         model: What `shard` or `replicate` gave.
@@ -149,16 +156,16 @@ def fit(
             _same_steps(loader)
     factor = schedule or (lambda step: 1.0)
     run = Run(model, predict, train, loss, factor, bf16, clip, accumulate)
-    total = steps if steps is not None else run.steps_an_epoch * (epochs or 0)
     every = every or run.steps_an_epoch
     evaluate_every = evaluate_every or every
-    resumed = snapshots is not None and run.restore(snapshots)
+    resumed = run.restore(snapshots) if snapshots is not None else ""
     first = run.step
+    total = steps if steps is not None else run.steps_of(epochs or 0)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
     display = RunDisplay(run.history, total, list(metrics) if valid else []) if show and dist.get_rank() == 0 else None
     if display and resumed:
-        display.note(f"resumed after step {first:,}")
+        display.note(resumed)
 
     def record() -> bool:
         """Add to the history what the last step calls for; whether training is to stop."""
@@ -173,11 +180,16 @@ def fit(
     stopped = record() if run.step else False
     if display and run.step and run.recorded:
         display.update()
-    with contextlib.closing(_endless(train, accumulate)) as groups:
+    warned = False
+    with contextlib.closing(_endless(run)) as groups:
         while run.step < total and not stopped:
             run.train_on(next(groups))
-            if snapshots and (run.step == total or run.step % (snapshots.every or evaluate_every) == 0):
-                run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
+            if snapshots:
+                due = run.step == total or run.step % (snapshots.every or evaluate_every) == 0
+                warning = not warned and preempted()
+                warned = warned or warning
+                if due or warning:
+                    run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
             stopped = record()
             if snapshots and stopped:
                 run.snapshot(snapshots)
@@ -189,14 +201,16 @@ def fit(
     return run.history
 
 
-def _endless(loader: Loader, accumulate: int) -> Generator[list[tuple[int, Any]], None, None]:
-    """The batches of each step from where a loader is, epoch after epoch, each with its number in the epoch."""
+def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
+    """The batches of each step from where the loader is, epoch after epoch, each with its number in the epoch."""
+    loader = run.train
     state = loader.state_dict()
     loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin anew
     first = state["step"]
     while True:
+        run.note_sizes()
         batches = enumerate(loader, first)
-        while group := list(itertools.islice(batches, accumulate)):
+        while group := list(itertools.islice(batches, run.accumulate)):
             yield group
         first = 0
 

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from ...devices import collective_device
 from .. import ranks
+from ..io.partition import Partition
 from ..loader.base import Loader
 from ..parallel.protocol import Parallel
 from .evaluation import Predict, forward, measure
@@ -40,19 +41,44 @@ class Run:
     ) -> None:
         self.model, self.predict, self.train, self.loss, self.bf16 = model, predict, train, loss, bf16
         self.schedule, self.clip = schedule, clip
+        self.accumulate = accumulate
         self.steps_an_epoch = math.ceil(len(train) / accumulate)
+        self._origin = (0, 0, 0.0)
+        """A step after which so many epochs were over; and the part of an epoch that a step before it is, which differs
+        in one that was begun on other ranks."""
         self.step = 0
         self._saved = -1
         self.history = History()
+        self._divided: Partition | None = None
+        self.note_sizes()
+        # Since the last record:
+        self._loss = torch.zeros((), dtype=torch.float64, device=collective_device())
+        self._rows, self._seconds = 0, 0.0
+        self._since = time.perf_counter()
+
+    def note_sizes(self) -> None:
+        """Take note of how many rows the batches of an epoch have. All ranks have to call it at its beginning."""
+        train = self.train
+        if self._divided == train.partition:
+            return
+        self._divided = train.partition
         # Of all ranks, as each of them may have a loader of rows of its own.
         everyone = ranks.all_gather((train.partition, train.rank))
         self._ranks = len(everyone)
         self._totals = [sum(partition.size(rank, i) for partition, rank in everyone) for i in range(len(train))]
         self._sizes = [train.partition.size(train.rank, i) for i in range(len(train))]
-        # Since the last record:
-        self._loss = torch.zeros((), dtype=torch.float64, device=collective_device())
-        self._rows, self._seconds = 0, 0.0
-        self._since = time.perf_counter()
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs are over."""
+        step, epochs, before = self._origin
+        done = self.step - step
+        return epochs + (done * before if done < 0 else done / self.steps_an_epoch)
+
+    def steps_of(self, epochs: int) -> int:
+        """The step after which so many epochs are over."""
+        step, before, _ = self._origin
+        return step + (epochs - before) * self.steps_an_epoch
 
     def train_on(self, batches: Sequence[tuple[int, Any]]) -> None:
         """One step, on some batches, each with its number in the epoch."""
@@ -99,7 +125,7 @@ class Run:
         self.history.records.append(
             Record(
                 step=self.step,
-                epoch=self.step / self.steps_an_epoch,
+                epoch=self.epoch,
                 loss=loss / rows,
                 metrics=found,
                 rates=[rates[full] for full in sorted(rates, reverse=True)],
@@ -122,23 +148,50 @@ class Run:
             "random": random_state(),
             "since": (float(self._loss), self._rows, self._seconds),
         }
-        snapshots.save(self.model, self.step, {"history": self.history.to_json()}, own)
+        common = {"history": self.history.to_json(), "epoch": self.epoch, "origin": self._origin}
+        snapshots.save(self.model, self.step, common, own)
         self._since = time.perf_counter()
 
-    def restore(self, snapshots: Snapshots) -> bool:
-        """Go on from the newest snapshot, if there is one and that is wanted; whether it did."""
+    def restore(self, snapshots: Snapshots) -> str:
+        """Go on from the newest snapshot, if there is one and that is wanted; says so, or nothing."""
         found = snapshots.load(self.model)
         if found is None:
-            return False
+            return ""
         common, own = found
+        there, here, rank = common["world_size"], dist.get_world_size(), dist.get_rank()
+        if there != here and self.train.world_size != here:
+            raise ValueError(
+                f"the snapshot after step {common['step']} was taken on {there} ranks with rows of their own, and here "
+                f"are {here}: nobody knows whose rows they go on with. Resume it on {there}, or let one loader divide "
+                f"all rows"
+            )
         self.step = self._saved = common["step"]
         self.history = History.from_json(common["history"])
         self.train.load_state_dict(own["loader"])
-        set_random_state(own["random"])
-        loss, self._rows, self._seconds = own["since"]
-        self._loss.fill_(loss)
+        since = [own["since"]]
+        if rank < there:
+            set_random_state(own["random"])
+        if there != here:  # one has what all had
+            since = [one["since"] for one in snapshots.own_of_all(common)] if rank == 0 else []
+        self._loss.fill_(sum(loss for loss, _, _ in since))
+        self._rows = sum(rows for _, rows, _ in since)
+        self._seconds = max([seconds for _, _, seconds in since], default=0.0)
+        step, epochs, before = common["origin"]
+        self._origin = step, epochs, before
+        begun = own["loader"]
+        if (begun["world_size"], begun["batch_size"]) != (self.train.world_size, self.train.batch_size):
+            self._begin_again(common["epoch"])
         self._since = time.perf_counter()
-        return True
+        text = f"resumed after step {self.step:,}"
+        if there != here:
+            text += f" of {there} rank{'s' * (there > 1)}; the rest of the epoch is divided among {here}"
+        return text
+
+    def _begin_again(self, epoch: float) -> None:
+        """Count the epochs by the steps that they have now, after so much of them."""
+        over = math.ceil(round(epoch, 9))  # when what is left of this one is over
+        left = math.ceil(len(self.train) / self.accumulate) if self.train.begun_elsewhere else 0
+        self._origin = (self.step + left, over, (over - epoch) / left if left else 0.0)
 
     def _stop_clock(self) -> None:
         if self._loss.device.type == "cuda":

@@ -148,11 +148,12 @@ class Snapshots:
         """Load the newest, if the run is to be resumed and there is one. All ranks have to call it.
 
         Returns:
-            `common`, with `step` and `world_size`, and `own` as `save` got them.
+            `common`, with `step` and `world_size`, and `own` as `save` got them. On another number of ranks `own` is
+            that of the rank with the same number, or begins with rank 0's again where there were fewer.
 
         Raises:
-            ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken on another
-                number of ranks, or of another model or optimizer.
+            ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken of another model
+                or optimizer.
         """
         if dist.get_rank() == 0 and self.resume:
             self._clear()
@@ -166,15 +167,14 @@ class Snapshots:
                 "or give another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
-        if common["world_size"] != dist.get_world_size():
-            raise ValueError(
-                f"{newest} was taken on {common['world_size']} ranks, and here are {dist.get_world_size()}: they would "
-                "divide the rest of the epoch differently, so the run would not end where it would have. Resume it "
-                f"on {common['world_size']}, or begin another one from its weights: model.load({str(newest)!r})"
-            )
         model.load(newest)
-        own: dict[str, Any] = torch.load(newest / _of(dist.get_rank()), weights_only=True)
+        own: dict[str, Any] = torch.load(newest / _of(dist.get_rank() % common["world_size"]), weights_only=True)
         return common, own
+
+    def own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each of the ranks had for itself of which `load` gave this in `common`."""
+        folder = Path(self.folder) / f"step-{common['step']}"
+        return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 
     def _clear(self) -> None:
         """Remove what a run that was killed has left half written or half removed."""

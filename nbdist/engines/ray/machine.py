@@ -1,0 +1,156 @@
+"""On a machine that `nbdist.cluster` was given: a node of Ray, as long as standard input is open.
+
+The notebook's side (`launching.py`) sends this file's text by ssh or srun, before anything of nbdist is known to be
+there: it imports the standard library alone until that is sure. What it says are lines of JSON after `MARK`; others are
+those of the machine's shell.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+MARK = "nbdist:"
+
+
+def main(config: dict[str, Any]) -> None:
+    """Be a node of Ray until standard input ends.
+
+    Args:
+        config: `number`, 0 for the head, unless Slurm gives one; `versions` that there have to be; `gpus`; `env` for
+            Ray, `arguments` of `ray start`; `folder` for its files.
+    """
+    number = int(os.environ.get("SLURM_PROCID", config["number"]))
+    _say(number, "begun")
+    if wrong := _differences(config["versions"]) or _missing_gpus(config["gpus"]):
+        _say(number, "refused", text=wrong)
+        return
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    # By the interface at which ssh has reached this machine, others reach it, too.
+    address = ["--node-ip-address=" + os.environ["SSH_CONNECTION"].split()[2]] if "SSH_CONNECTION" in os.environ else []
+    if number == 0:
+        port, client = _free_ports(2)
+        first = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
+        first += [f"--temp-dir={config['folder']}"]
+    else:
+        port, client = 0, 0
+        joined = lines.get()
+        if not joined:
+            return
+        first = ["--address=" + json.loads(joined)["address"]]
+    options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *config["arguments"]]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *first, *address, *options]
+    ray = subprocess.Popen(
+        [*command, "--disable-usage-stats", "--block"],
+        env={**os.environ, **config["env"], "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    # Ray's own answer is to drain the node, which its ranks are told of, and to end it half a minute later.
+    signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
+    threading.Thread(target=_watch, args=(ray, number, port, client, lines), daemon=True).start()
+    try:
+        while lines.get():  # a head is told of itself, too
+            pass
+    finally:
+        _end(ray, config["folder"])
+
+
+def _say(number: int, kind: str, **what: Any) -> None:
+    print(MARK + json.dumps({"number": number, "host": socket.gethostname(), "kind": kind, **what}), flush=True)
+
+
+def _read(lines: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put("")
+
+
+def _watch(ray: subprocess.Popen[str], number: int, port: int, client: int, lines: queue.Queue[str]) -> None:
+    """Tell that Ray has started, and how it ends."""
+    last: collections.deque[str] = collections.deque(maxlen=15)
+    ip = ""
+    assert ray.stdout is not None
+    for line in ray.stdout:
+        last.append(line)
+        if "Local node IP:" in line:
+            ip = line.rpartition(":")[2].strip()
+        if "Ray runtime started." in line:
+            _say(number, "ready", address=f"{ip}:{port}", ip=ip, client=client)
+    ray.wait()
+    _say(number, "ended", text="".join(last).strip())
+    lines.put("")
+
+
+def _differences(versions: Mapping[str, str]) -> str:
+    """How what is here differs from the versions that there have to be."""
+    found = {"Python": platform.python_version()}
+    for name in versions.keys() - found.keys():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with contextlib.suppress(ImportError):  # a folder on PYTHONPATH does
+        import nbdist
+
+        found["nbdist"] = nbdist.__version__
+    different = [name for name, version in versions.items() if _base(found.get(name)) != _base(version)]
+    return "; ".join(
+        f"{name} is {found.get(name) or 'not installed'} there ({sys.executable}), and {versions[name]} here"
+        for name in different
+    )
+
+
+def _base(version: str | None) -> str | None:
+    """Without the build's name, such as torch's `+cpu`."""
+    return None if version is None else version.partition("+")[0]
+
+
+def _missing_gpus(gpus: int) -> str:
+    if not gpus:
+        return ""
+    from nbdist.devices import visible_gpus
+
+    found = visible_gpus()
+    return f"gpus={gpus}, and torch finds {found} there" if found < gpus else ""
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def _end(ray: subprocess.Popen[str], folder: str) -> None:
+    """End Ray and all that it has started, at once: nobody is left who could use its time to save something."""
+    import psutil
+
+    processes = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(ray.pid).children(recursive=True)
+    ray.kill()
+    for process in processes:
+        if process.is_running() and process.name() in ("raylet", "gcs_server"):
+            process.terminate()
+    psutil.wait_procs(processes, timeout=3)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=3)
+    ray.wait()
+    shutil.rmtree(folder, ignore_errors=True)

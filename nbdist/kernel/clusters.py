@@ -1,0 +1,152 @@
+"""`cluster`: Ray on machines of one's own or of Slurm's, started from the notebook, used by it, and ended with it."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .. import engines
+from ..engines.ray import launching
+from ..engines.ray.options import RayOptions
+from ..errors import NbdistError, entry
+from .arguments import check_count, check_platform
+from .cell import Cell
+
+
+class Cluster:
+    """Ray on machines, until `close` or the end of the notebook: what `nbdist.cluster` gives.
+
+    Attributes: `options`, with which the engine uses it.
+    """
+
+    def __init__(self, machines: launching.Machines, options: RayOptions, where: str) -> None:
+        self.options, self._machines, self._where = options, machines, where
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "running" if self._machines.alive() else "lost, in part at least"
+        return f"<nbdist.cluster: {self._where}, {state}>"
+
+    def running(self) -> bool:
+        """Whether Ray runs on all machines, as far as is known here."""
+        return not self._closed and self._machines.alive()
+
+    def close(self) -> None:
+        """End Ray on all machines. Calls run on this machine again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if engines.in_use() == self.options:
+            engines.use("local")
+        self._machines.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+_last: tuple[Any, Cluster] | None = None
+
+
+@entry
+def cluster(
+    where: str | Sequence[str],
+    *,
+    nodes: int | None = None,
+    gpus: int = 0,
+    options: Sequence[str] = (),
+    python: str | None = None,
+    ray_start: Sequence[str] = (),
+    wait: float = 300.0,
+    **engine: Any,
+) -> Cluster:
+    """Start Ray on machines, let all later calls run there (as `nbdist.use` does), and end it with the notebook.
+
+    Each machine needs Python, torch, Ray and nbdist in the notebook's versions; where they differ, or a machine cannot
+    be reached, that is said at once. Ray there takes orders only from who has its token, which this notebook has.
+    Called again with the same arguments, it gives the cluster that runs; with others, that one ends first.
+
+    Args:
+        where: "slurm": nodes that `srun` gives, in the notebook's allocation or in a new one. A list: hosts that ssh
+            reaches without a question, the first of which becomes the head; the notebook needs no other way to them.
+        nodes: How many, of Slurm's.
+        gpus: GPUs of each machine. With any, each rank has one of its own.
+        options: Further arguments of srun (`["--partition=gpu", "--time=4:00:00"]`), or of ssh (`["-p", "2222"]`).
+        python: The interpreter there. None: the path of this one.
+        ray_start: Further arguments of `ray start`, such as `["--num-cpus=16"]`. If nothing is said, Ray has the cores
+            that a program may use there.
+        wait: Seconds that it may take until Ray runs on all machines, with the time in Slurm's queue.
+        **engine: Further fields of `RayOptions`, such as `cpus` and `placement`.
+
+    Returns:
+        What can be closed; also a context manager.
+
+    Raises:
+        TypeError, ValueError: For arguments that make no sense.
+        NbdistError: No ssh or srun here; a host that cannot be reached; no Ray there, or another version; too few GPUs;
+            or too long a time.
+
+    Examples:
+        >>> cluster(["host1", "host2"], nodes=2)
+        Traceback (most recent call last):
+        ValueError: nodes=2 is for "slurm": the hosts are those of the list
+
+    On four nodes of Slurm::
+
+        nbdist.cluster("slurm", nodes=4, gpus=8, options=["--partition=gpu"])
+        in_ddp(32, train)
+    """
+    global _last
+    check_platform()
+    check_count(gpus, least=0, name="gpus")
+    hosts = _check_where(where, nodes)
+    fields = RayOptions(**{"gpus": min(gpus, 1), **engine})  # what makes no sense is said before anything starts
+    if fields.address is not None:
+        raise TypeError("address= is what cluster() finds out")
+    if importlib.util.find_spec("ray") is None:
+        raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
+    asked = repr((where, nodes, gpus, options, python, ray_start, engine))
+    if _last is not None and _last[0] == asked and _last[1].running():
+        engines.use(_last[1].options)
+        return _last[1]
+    if _last is not None:
+        _last[1].close()
+    about: dict[str, Any] = {"python": python or sys.executable, "arguments": ray_start, "wait": wait}
+    about |= {"gpus": gpus, "say": Cell().notice}
+    if hosts is None:
+        assert nodes is not None
+        start = functools.partial(launching.by_slurm, nodes, options)
+        words = f"{nodes} node{'s' * (nodes > 1)} of Slurm"
+    else:
+        start = functools.partial(launching.by_ssh, hosts, options)
+        words = ", ".join(hosts)
+    machines = start(**about)
+    own = Cluster(machines, RayOptions(**{**vars(fields), "address": machines.address}), words)
+    _last = asked, own
+    atexit.register(own.close)
+    engines.use(own.options)
+    return own
+
+
+def _check_where(where: Any, nodes: Any) -> list[str] | None:
+    """The hosts; None for Slurm."""
+    if where == "slurm":
+        if nodes is None:
+            raise ValueError('cluster("slurm", nodes=...): how many')
+        check_count(nodes, least=1, name="nodes")
+        return None
+    if isinstance(where, str) or not where or not all(isinstance(host, str) and host for host in where):
+        raise ValueError(f'where={where!r}: "slurm", or a list of hosts')
+    if nodes is not None:
+        raise ValueError(f'nodes={nodes!r} is for "slurm": the hosts are those of the list')
+    for host in where:
+        if host.startswith("-") or list(where).count(host) > 1:
+            raise ValueError(f"{host!r} is no host" if host.startswith("-") else f"{host!r} is there twice")
+    return list(where)

@@ -1,0 +1,259 @@
+"""`nbdist.cluster`: Ray starts on machines, is used, and ends with the notebook; what is missing there is said early.
+
+All machines are this one. What reaches them as srun is a stand-in, which runs as many tasks as there are nodes, with
+one input for all of them, as Slurm's does. By ssh it is an sshd of the test's own, with a key and a port of its own,
+where one is installed; and a stand-in for ssh where none is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from conftest import Kernel, living, poll
+
+import nbdist
+from nbdist import NbdistError, Session, engines, in_ddp
+
+SMALL = ["--object-store-memory=100000000", "--num-cpus=2"]
+SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
+
+SRUN = """#!{python}
+import os, subprocess, sys
+options = [part for part in sys.argv[1:] if part.startswith("--")]
+command = sys.argv[1 + len(options):]
+open({asked!r}, "w").write(" ".join(options))
+nodes = int(next(part for part in options if part.startswith("--nodes=")).partition("=")[2])
+tasks = [
+    subprocess.Popen(command, stdin=subprocess.PIPE, env={{**os.environ, "SLURM_PROCID": str(number)}})
+    for number in range(nodes)
+]
+for line in sys.stdin.buffer:
+    for task in tasks:
+        try:
+            task.stdin.write(line)
+            task.stdin.flush()
+        except OSError:
+            pass
+for task in tasks:
+    task.stdin.close()
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+SSH = """#!{python}
+import os, socket, sys, threading
+arguments, forward = sys.argv[1:], ""
+while arguments[0].startswith("-"):
+    option = arguments.pop(0)
+    if option in ("-o", "-p", "-i", "-L"):
+        value = arguments.pop(0)
+        forward = value if option == "-L" else forward
+host = arguments.pop(0)
+if not forward:
+    os.environ["SSH_CONNECTION"] = "127.0.0.1 1 127.0.0.1 22"
+    os.execvp("sh", ["sh", "-c", *arguments])
+
+def pump(source, target):
+    while data := source.recv(65536):
+        target.sendall(data)
+    target.shutdown(socket.SHUT_WR)
+
+_, port, ip, there = forward.split(":")
+server = socket.create_server(("127.0.0.1", int(port)))
+while True:
+    one, _ = server.accept()
+    other = socket.create_connection((ip, int(there)))
+    for ends in ((one, other), (other, one)):
+        threading.Thread(target=pump, args=ends, daemon=True).start()
+"""
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for srun on the path. Returns the file in which its options are."""
+    asked = tmp_path / "asked"
+    program(tmp_path / "bin" / "srun", SRUN.format(python=sys.executable, asked=str(asked)))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return asked
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Options with which ssh reaches 127.0.0.1 and localhost."""
+    if SSHD is None or shutil.which("ssh-keygen") is None:
+        program(tmp_path / "bin" / "ssh", SSH.format(python=sys.executable))
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+        yield []
+        return
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    config = {
+        "Port": port,
+        "ListenAddress": "127.0.0.1",
+        "HostKey": tmp_path / "host",
+        "AuthorizedKeysFile": tmp_path / "user.pub",
+        "StrictModes": "no",  # pytest's folders are others' to write to
+        "UsePAM": "no",
+        "PidFile": "none",
+    }
+    arguments = [part for name, value in config.items() for part in ("-o", f"{name}={value}")]
+    log = ["-E", str(tmp_path / "log")]
+    server = subprocess.Popen([SSHD, "-D", *log, "-f", "/dev/null", *arguments])
+    try:
+        assert poll(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 10), (tmp_path / "log").read_text()
+        known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={tmp_path / 'known'}"]
+        yield ["-p", str(port), "-i", str(tmp_path / "user"), "-l", getpass.getuser(), *known]
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def start(how: str, options: list[str]) -> Any:
+    engine: dict[str, Any] = {"placement": "strict_spread", "linger": 0.0, "ray_start": SMALL, "options": options}
+    if how == "slurm":
+        return nbdist.cluster("slurm", nodes=2, **engine)
+    return nbdist.cluster(["127.0.0.1", "localhost"], **engine)
+
+
+def of_ray(parent: int) -> list[psutil.Process]:
+    """What a process has started, in whatever session, that is Ray's."""
+    found = []
+    for one in psutil.Process(parent).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.name() in ("raylet", "gcs_server"):
+                found.append(one)
+    return found
+
+
+def folders() -> set[str]:
+    return {name for name in os.listdir("/tmp") if name.startswith("ray-")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["slurm", "ssh"])
+def test_ray_starts_there_is_used_and_ends(
+    how: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixture = request.getfixturevalue("srun" if how == "slurm" else "ssh")
+    options = ["--time=1:00:00"] if how == "slurm" else fixture
+    before = folders(), set(psutil.process_iter())
+    with start(how, options) as own:
+        assert start(how, options) is own, "the same, once more"
+        assert in_ddp(2, dist.get_world_size) == 2
+        with Session(2) as session:
+            assert session.run_all(lambda: os.environ["NODE_RANK"]) == ["0", "1"]
+        assert "running" in repr(own)
+        started = [one for one in psutil.process_iter() if one not in before[1]]
+        assert sum(one.name() == "raylet" for one in started) == 2
+        if how == "slurm":
+            assert fixture.read_text().endswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --unbuffered --time=1:00:00")
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    assert engines.in_use() == "local" and "closed" in repr(own)
+    assert poll(lambda: not living(started), 20), living(started)
+    assert folders() == before[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_it_ends_with_the_notebook(srun: Path, tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, env={"PATH": os.environ["PATH"]})
+    try:
+        kernel.ok("import nbdist\nfrom nbdist import in_ddp")
+        said = kernel.ok(f"own = nbdist.cluster('slurm', nodes=1, ray_start={SMALL})", timeout=120).text
+        assert "Ray runs on 0 of 1 machine" in said
+        assert kernel.ok("in_ddp(2, int)", timeout=60).text == "0\n"
+        started = psutil.Process(kernel.pid).children(recursive=True)
+        assert any(one.name() == "raylet" for one in started)
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert poll(lambda: not living(started), 30), living(started)
+    finally:
+        kernel.close()
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"where": "k8s"}, "'k8s': \"slurm\", or a list of hosts"),
+        ({"where": []}, "a list of hosts"),
+        ({"where": ["a", "a"]}, "'a' is there twice"),
+        ({"where": ["-oProxyCommand=x"]}, "is no host"),
+        ({"where": ["a"], "nodes": 2}, 'nodes=2 is for "slurm"'),
+        ({"where": "slurm"}, "how many"),
+        ({"where": "slurm", "nodes": 0}, "nodes=0: at least 1"),
+        ({"where": ["a"], "gpus": -1}, "gpus=-1: at least 0"),
+        ({"where": ["a"], "placement": "anywhere"}, "placement='anywhere'"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        nbdist.cluster(**arguments)
+
+
+@pytest.mark.parametrize(("where", "program"), [("slurm", "srun"), (["host1"], "ssh")])
+def test_without_the_program_that_starts_it(
+    where: Any, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NbdistError, match=f"there is no {program} on this machine"):
+        nbdist.cluster(where, nodes=2 if where == "slurm" else None)
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client, which is to say what it cannot reach")
+def test_a_host_that_cannot_be_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with pytest.raises(NbdistError, match=r"(?s)127.0.0.1 cannot be reached: .*refused.*`ssh 127.0.0.1 true`"):
+        nbdist.cluster(["127.0.0.1"], options=["-p", str(port)])
+
+
+def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
+    (tmp_path / "there" / "ray-9.9.9.dist-info").mkdir(parents=True)
+    (tmp_path / "there" / "ray-9.9.9.dist-info" / "METADATA").write_text("Name: ray\nVersion: 9.9.9\n")
+    program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path / "there"} exec {sys.executable} "$@"\n')
+    with pytest.raises(NbdistError, match=r"cannot run Ray: ray is 9.9.9 there \(.*\), and \d"):
+        nbdist.cluster("slurm", nodes=2, python=str(tmp_path / "python"))
+    assert not of_ray(os.getpid())
+
+
+def test_no_python_there(ssh: list[str]) -> None:
+    with pytest.raises(NbdistError, match=r"127.0.0.1 does not find its Python: .*/no/python.*Say python="):
+        nbdist.cluster(["127.0.0.1"], options=ssh, python="/no/python")
+
+
+@pytest.mark.slow
+def test_too_long_a_time(srun: Path, tmp_path: Path) -> None:
+    words = "srun: job 7 queued and waiting for resources"
+    program(tmp_path / "python", f"#!/bin/sh\necho '{words}' >&2\nexec cat >/dev/null\n")
+    with pytest.raises(NbdistError, match=r"Ray runs on 0 of 2 machines after 1 s\. slurm: srun: job 7 queued"):
+        nbdist.cluster("slurm", nodes=2, python=str(tmp_path / "python"), wait=1.0)
+
+
+@pytest.mark.slow
+def test_ray_that_does_not_start(srun: Path) -> None:
+    with pytest.raises(NbdistError, match=r"(?s)cannot run Ray: .*[Nn]o such option.*--nonsense"):
+        nbdist.cluster("slurm", nodes=1, ray_start=["--nonsense"])
+    assert not of_ray(os.getpid())
