@@ -21,11 +21,10 @@ from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 from conftest import Kernel, living, poll
 
 import nbdist
-from nbdist import NbdistError, Session, engines, in_ddp
+from nbdist import NbdistError, Session, engines
 
 SMALL = ["--object-store-memory=100000000", "--num-cpus=2"]
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
@@ -128,19 +127,12 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         server.wait()
 
 
-def start(how: str, options: list[str]) -> Any:
-    engine: dict[str, Any] = {"placement": "strict_spread", "linger": 0.0, "ray_start": SMALL, "options": options}
-    if how == "slurm":
-        return nbdist.cluster("slurm", nodes=2, **engine)
-    return nbdist.cluster(["127.0.0.1", "localhost"], **engine)
-
-
 def of_ray(parent: int) -> list[psutil.Process]:
     """What a process has started, in whatever session, that is Ray's."""
     found = []
     for one in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if one.name() in ("raylet", "gcs_server"):
+            if one.name() in ("raylet", "gcs_server", "srun", "ssh"):
                 found.append(one)
     return found
 
@@ -151,44 +143,41 @@ def folders() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["slurm", "ssh"])
-def test_ray_starts_there_is_used_and_ends(
-    how: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fixture = request.getfixturevalue("srun" if how == "slurm" else "ssh")
-    options = ["--time=1:00:00"] if how == "slurm" else fixture
-    before = folders(), set(psutil.process_iter())
-    with start(how, options) as own:
-        assert start(how, options) is own, "the same, once more"
-        assert in_ddp(2, dist.get_world_size) == 2
+def test_ray_on_two_hosts_is_used_and_ends(ssh: list[str]) -> None:
+    before = folders()
+    arguments: dict[str, Any] = {"options": ssh, "ray_start": SMALL, "placement": "strict_spread", "linger": 0.0}
+    with nbdist.cluster(["127.0.0.1", "localhost"], **arguments) as own:
+        assert nbdist.cluster(["127.0.0.1", "localhost"], **arguments) is own, "the same cell again"
         with Session(2) as session:
             assert session.run_all(lambda: os.environ["NODE_RANK"]) == ["0", "1"]
         assert "running" in repr(own)
-        started = [one for one in psutil.process_iter() if one not in before[1]]
-        assert sum(one.name() == "raylet" for one in started) == 2
-        if how == "slurm":
-            assert fixture.read_text().endswith("--nodes=2 --ntasks=2 --ntasks-per-node=1 --unbuffered --time=1:00:00")
-        os.environ.pop("RAY_AUTH_TOKEN", None)
     assert engines.in_use() == "local" and "closed" in repr(own)
-    assert poll(lambda: not living(started), 20), living(started)
-    assert folders() == before[0]
+    assert folders() == before
+    assert not of_ray(os.getpid())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_it_ends_with_the_notebook(srun: Path, tmp_path: Path) -> None:
+def test_ray_on_slurms_nodes_ends_with_the_notebook(srun: Path, tmp_path: Path) -> None:
     kernel = Kernel(tmp_path, env={"PATH": os.environ["PATH"]})
+    started: list[psutil.Process] = []
+    before = folders()
     try:
         kernel.ok("import nbdist\nfrom nbdist import in_ddp")
-        said = kernel.ok(f"own = nbdist.cluster('slurm', nodes=1, ray_start={SMALL})", timeout=120).text
-        assert "Ray runs on 0 of 1 machine" in said
-        assert kernel.ok("in_ddp(2, int)", timeout=60).text == "0\n"
+        options = f"nodes=2, gpus=0, options=['--time=1:00:00'], ray_start={SMALL}, placement='strict_spread'"
+        said = kernel.ok(f"own = nbdist.cluster('slurm', {options})", timeout=200).text
+        assert "Ray runs on 0 of 2 machines" in said
+        assert srun.read_text() == "--nodes=2 --ntasks=2 --ntasks-per-node=1 --unbuffered --time=1:00:00"
+        assert kernel.ok("in_ddp(2, __import__('torch').distributed.get_world_size)", timeout=100).text.endswith("2\n")
         started = psutil.Process(kernel.pid).children(recursive=True)
-        assert any(one.name() == "raylet" for one in started)
+        assert sum(one.name() == "raylet" for one in started) == 2
         os.kill(kernel.pid, signal.SIGKILL)
-        assert poll(lambda: not living(started), 30), living(started)
+        assert poll(lambda: not living(started), 60), living(started)
+        assert poll(lambda: folders() == before)
     finally:
         kernel.close()
+        for one in living(started):
+            one.kill()
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

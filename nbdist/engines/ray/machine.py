@@ -41,8 +41,9 @@ def main(config: dict[str, Any]) -> None:
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     # By the interface at which ssh has reached this machine, others reach it, too.
-    address = ["--node-ip-address=" + os.environ["SSH_CONNECTION"].split()[2]] if "SSH_CONNECTION" in os.environ else []
+    ip = os.environ["SSH_CONNECTION"].split()[2] if "SSH_CONNECTION" in os.environ else ""
     if number == 0:
+        ip = ip or _own_ip()
         port, client = _free_ports(2)
         first = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
         first += [f"--temp-dir={config['folder']}"]
@@ -53,7 +54,9 @@ def main(config: dict[str, Any]) -> None:
             return
         first = ["--address=" + json.loads(joined)["address"]]
     options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *config["arguments"]]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *first, *address, *options]
+    if ip:
+        options.append(f"--node-ip-address={ip}")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *first, *options]
     ray = subprocess.Popen(
         [*command, "--disable-usage-stats", "--block"],
         env={**os.environ, **config["env"], "PYTHONUNBUFFERED": "1"},
@@ -65,7 +68,8 @@ def main(config: dict[str, Any]) -> None:
     )
     # Ray's own answer is to drain the node, which its ranks are told of, and to end it half a minute later.
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
-    threading.Thread(target=_watch, args=(ray, number, port, client, lines), daemon=True).start()
+    about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
+    threading.Thread(target=_watch, args=(ray, number, about, lines), daemon=True).start()
     try:
         while lines.get():  # a head is told of itself, too
             pass
@@ -74,7 +78,9 @@ def main(config: dict[str, Any]) -> None:
 
 
 def _say(number: int, kind: str, **what: Any) -> None:
-    print(MARK + json.dumps({"number": number, "host": socket.gethostname(), "kind": kind, **what}), flush=True)
+    line = MARK + json.dumps({"number": number, "host": socket.gethostname(), "kind": kind, **what}) + "\n"
+    sys.stdout.write(line)  # at once: srun has one output for all machines
+    sys.stdout.flush()
 
 
 def _read(lines: queue.Queue[str]) -> None:
@@ -83,17 +89,20 @@ def _read(lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _watch(ray: subprocess.Popen[str], number: int, port: int, client: int, lines: queue.Queue[str]) -> None:
+def _own_ip() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _watch(ray: subprocess.Popen[str], number: int, about: Mapping[str, Any], lines: queue.Queue[str]) -> None:
     """Tell that Ray has started, and how it ends."""
     last: collections.deque[str] = collections.deque(maxlen=15)
-    ip = ""
     assert ray.stdout is not None
     for line in ray.stdout:
         last.append(line)
-        if "Local node IP:" in line:
-            ip = line.rpartition(":")[2].strip()
         if "Ray runtime started." in line:
-            _say(number, "ready", address=f"{ip}:{port}", ip=ip, client=client)
+            _say(number, "ready", **about)
     ray.wait()
     _say(number, "ended", text="".join(last).strip())
     lines.put("")
