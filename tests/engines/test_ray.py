@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -423,18 +424,12 @@ def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
     assert "there is room for 1 of 2 ranks: these go on. The next restart asks for 2 again" in said, said
 
 
-@pytest.mark.timeout(240)
-def test_less_room_than_min_ranks_is_waited_for(own_nodes: Any) -> None:
-    own_nodes.add()
-    own_nodes.add()
-    options = RayOptions(**{**vars(own_nodes.options), "wait": 1.0})
-    with Session(2, engine=options, restarts=1, min_ranks=2) as own:
-        victim = own.run_all(raylet)[0]
-        future = own.submit(time.sleep, 60)
-        assert poll(future.running)
-        own_nodes.lose(victim)
-        with pytest.raises(NbdistError, match="had no room for 2 ranks for 1 s"):
-            future.result(90)
+def test_as_many_ranks_as_there_is_room_for_but_not_too_few(ray_cluster: Any) -> None:
+    options = RayOptions(address=ray_cluster.address, resources={"second": 0.5}, cpus=0.5, linger=0.0, wait=1.0)
+    with contextlib.closing(RayEngine(options).start(4, print, least=1)) as ranks:
+        assert len(ranks.pids) == len(ranks.slots) == 2, "halves of one"
+    with pytest.raises(NbdistError, match=r"had no room for 3 ranks for 1 s: second: 1\.5 wanted"):
+        RayEngine(options).start(4, print, least=3)
 
 
 @pytest.mark.timeout(240)

@@ -159,7 +159,7 @@ class Run:
             return ""
         common, own = found
         there, here, rank = common["world_size"], dist.get_world_size(), dist.get_rank()
-        if there != here and self.train.world_size != here:
+        if there != here and (own["loader"]["world_size"], self.train.world_size) != (there, here):
             raise ValueError(
                 f"the snapshot after step {common['step']} was taken on {there} ranks with rows of their own, and here "
                 f"are {here}: nobody knows whose rows they go on with. Resume it on {there}, or let one loader divide "
