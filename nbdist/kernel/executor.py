@@ -58,7 +58,7 @@ class Executor:
         self._layout = layout
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
         self.min_ranks = min_ranks
-        self._started = False  # the first time there have to be all
+        self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
         """Of the ranks that there are, or were last."""
@@ -108,10 +108,12 @@ class Executor:
     def _attempt(self, request: Request, cell: Cell, stop: Stop | None, count: int) -> list[Any]:
         """Send a call to its ranks and wait for their answers."""
         self.check_open()
-        call = request.call
+        call, named = request.call, max(request.targets or [0])
+        if self.group is not None and named >= (size := len(self.group.layout.devices)):
+            raise NbdistError(f"there is no rank {named} any more: after a restart there are {size} (min_ranks=)")
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
         try:
-            group = self._ready(cell, request.targets)
+            group = self._ready(cell, needed=named + 1)
             targets = range(len(group.layout.devices)) if request.targets is None else request.targets
             first = targets[0]
             group.relay.begin(cell, request.output, first, request.lines)
@@ -162,8 +164,8 @@ class Executor:
                 self._dead = group.dead
                 self.end(grace=0.0)
 
-    def _ready(self, cell: Cell, targets: Sequence[int] | None = None) -> Group:
-        """The running ranks, `targets` among them, started if there are none.
+    def _ready(self, cell: Cell, needed: int = 1) -> Group:
+        """The running ranks, started if there are none: then so many at least.
 
         Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
         """
@@ -180,22 +182,20 @@ class Executor:
         if self.group is not None and self.group.underway:  # an interrupt came where it was not expected
             self._lost = "the last call was broken off"
             self.end(grace=0.0)
-        wanted, named = len(self._layout.devices), max(targets, default=0) + 1 if targets is not None else 1
         if self.group is None:
             if self._layout.notice:
                 cell.notice(self._layout.notice)
-            least = None if self.min_ranks is None or not self._started else max(self.min_ranks, named)
+            least = None  # the first time there have to be all
+            if self.min_ranks is not None and self._started:
+                least = max(self.min_ranks, needed)
             self.group = Group(self._engine, self._layout, cell, least)
             self._started = True
             self.logs = self.group.relay.logs
-            if (size := len(self.group.layout.devices)) < wanted:
+            size, wanted = len(self.group.layout.devices), len(self._layout.devices)
+            if size < wanted:
                 cell.notice(
                     f"there is room for {size} of {wanted} ranks: these go on. The next restart asks for {wanted} again"
                 )
-        elif (size := len(self.group.layout.devices)) < named:
-            raise NbdistError(
-                f"the call names rank {named - 1}, and of {wanted} ranks {size} are left; restart() asks for all again"
-            )
         return self.group
 
     def end(self, grace: float) -> None:

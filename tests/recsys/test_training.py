@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import math
 import re
 from collections.abc import Iterator
@@ -346,6 +347,35 @@ def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: dict[int, Session], t
     sessions[2].run(own)
     with pytest.raises(ValueError, match="taken on 2 ranks with rows of their own, and here are 1"):
         sessions[1].run(own)
+
+
+@pytest.mark.slow
+def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(
+    sessions: dict[int, Session], tmp_path: Path
+) -> None:
+    def warned() -> None:
+        """In a rank: as on a cluster, where one of the ranks is told in the third step."""
+        from nbdist.rank import preemption
+
+        seen = 0
+
+        def forward(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal seen
+            seen += 1
+            if seen == 3 and dist.get_rank() == 1:
+                preemption.tell()
+            return predict(module, batch)
+
+        os.environ[preemption.NOTICES] = "1"
+        try:
+            rows = MemoryLoader(clicks(1200, 1), 64)
+            fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), show=False)
+        finally:
+            del os.environ[preemption.NOTICES]
+            preemption._told = False
+
+    sessions[2].run(warned)
+    assert [path.name for path in Snapshots(tmp_path).all()] == ["step-3", "step-8"]
 
 
 @pytest.mark.slow
