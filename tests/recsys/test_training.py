@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
