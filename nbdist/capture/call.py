@@ -133,12 +133,9 @@ def _warn_if_shadowed(name: str, value: Any) -> None:
 
 def _sources(objects: Iterable[Any]) -> dict[str, str]:
     sources = {}
-    for obj in objects:
-        name = obj.__code__.co_filename if isinstance(obj, types.FunctionType) else None
-        if name is not None and name not in sources and not os.path.exists(name):
-            lines = linecache.getlines(name)
-            if lines:
-                sources[name] = "".join(lines)
+    for name in {obj.__code__.co_filename for obj in objects if isinstance(obj, types.FunctionType)}:
+        if not os.path.exists(name) and (lines := linecache.getlines(name)):
+            sources[name] = "".join(lines)
     return sources
 
 
