@@ -367,7 +367,7 @@ for name in ("small", "large"):  # the first one brings in what is there once
     files = f"{folder}/{name}"
     options = {"memory": 16 << 20, "row_group_size": 1 << 14, "progress": False}
     if what == "histories":
-        write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=20, **options)
+        write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=40, **options)
     else:
         workflow.fit(files, memory=16 << 20, progress=False)
         workflow.transform(files, f"{out}/{name}", **options)
@@ -380,7 +380,7 @@ print(most - before)
 @pytest.mark.parametrize("what", ["workflow", "histories"])
 def test_rows_larger_than_memory(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(0)
-    large, further, made = {"workflow": (3_000_000, 4, 8 * 3.5), "histories": (1_000_000, 1, 8 * 20)}[what]
+    large, further, made = {"workflow": (3_000_000, 4, 8 * 3.5), "histories": (1_500_000, 1, 8 * 40)}[what]
     for name, rows in (("small", 50_000), ("large", large)):
         (tmp_path / "in" / name).mkdir(parents=True)
         user, item = rng.integers(0, 1000, rows), rng.integers(0, 1000, rows)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -142,7 +143,7 @@ def write_history(
     with opened(source) as given:
         _check(pl.LazyFrame(schema=given.schema), [column], by, time, length)
         _check_name(name, given.schema.names())
-        made = {"column": column, "by": by, "time": time, "length": length, "name": name}
+        made: dict[str, Any] = {"column": column, "by": by, "time": time, "length": length, "name": name}
         alike = {**made, "rows": given.rows, "folder": os.fspath(folder), "memory": memory, **asdict(described)}
         ranks.agree("write_history", **alike)
         described = replace(described, count=min(files, given.rows))
