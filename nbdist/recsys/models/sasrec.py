@@ -74,7 +74,8 @@ class SASRec(nn.Module):
             num_embeddings=items,
             embedding_dim=embedding_dim,
             feature_names=[column],
-            init_fn=functools.partial(nn.init.normal_, std=embedding_dim**-0.5),
+            # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
+            init_fn=functools.partial(nn.init.normal_, std=1 / embedding_dim),
         )
         self.embeddings = EmbeddingCollection(tables=[config], device=torch.device(device))
         self.positions = nn.Embedding(length, embedding_dim)
@@ -143,7 +144,8 @@ class SASRec(nn.Module):
         hidden = places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
         # Counted from the end: a history is one longer when it is asked about than when it was trained.
         age = (lengths[:, None] - 1 - places).clamp(min=0)  # (rows, length)
-        states: Tensor = self.blocks(self.dropout(vectors + self.positions(age)), hidden, is_causal=True)
+        read = vectors * vectors.shape[2] ** 0.5 + self.positions(age)
+        states: Tensor = self.blocks(self.dropout(read), hidden, is_causal=True)
         return states
 
 
