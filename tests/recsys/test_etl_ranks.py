@@ -293,7 +293,7 @@ Workflow(Categorify("user")).fit(frame, progress=False).transform(
 """
 
 
-@pytest.mark.parametrize("stage", ["0-0.arrow", "whole/part-00003.parquet"])
+@pytest.mark.parametrize("stage", ["shuffled-0-0.arrow", "whole/part-00003.parquet"])
 def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     out = tmp_path / "data" / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], env={**os.environ, "PYTHONPATH": os.getcwd()})
