@@ -75,7 +75,7 @@ ALL = {
     "games": Published(
         "Amazon video games",
         (0.7410, 0.5360),
-        "Kang and McAuley, Self-attentive sequential recommendation, ICDM 2018, table III",
+        "Kang and McAuley, Self-attentive sequential recommendation, ICDM 2018",
         "what is to be found is ranked with 100 items that were drawn, of 10,000 users that were drawn",
         games,
         candidates=100,
