@@ -48,3 +48,14 @@ def save(name: str, lines: list[str], keep: bool = True) -> None:
     print(text)
     if keep:
         (ROOT / "benchmarks" / "results" / f"{name}.md").write_text(text)
+
+
+def save_section(name: str, title: str, lines: list[str], keep: bool = True) -> None:
+    """Print a section, and keep it in `results/<name>.md`, in place of the one with this title, or at the end."""
+    section = "\n".join([f"## {title}", "", *lines]) + "\n"
+    print(section)
+    if keep:
+        path = ROOT / "benchmarks" / "results" / f"{name}.md"
+        head, *others = path.read_text().split("\n## ")
+        there = {other.partition("\n")[0]: f"## {other.rstrip()}\n" for other in others}
+        path.write_text("\n".join([head.rstrip() + "\n", *{**there, title: section}.values()]))

@@ -297,6 +297,21 @@ def test_ten_movies(run: Run) -> None:
     assert min(found["towers, users of yesterday"]) > 2 * 10 / 400, "by chance it were 10 of 400 movies"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
+def test_next_movie(run: Run) -> None:
+    done = run("09_next_movie")
+    assert "NOT MovieLens" in done.text and done.tables("user", "history", "named") == 1
+    lines = re.findall(r"^(.*?) +([\d.]+) +([\d.]+) +([\d.]+)$", done.result, re.MULTILINE)
+    found = {name: float(first) for name, first, *_ in lines}
+    assert set(found) == {"SASRec", "what came after the last movie", "popularity"}
+    # The last two movies tell the next one, and the last one alone leaves two.
+    assert found["SASRec"] > 0.85 and found["what came after the last movie"] < 0.7 and found["popularity"] < 0.2
+    (difference,) = re.findall(r"vectors from those of this notebook: (\S+)", done.text)
+    assert float(difference) < 1e-4
+
+
 def test_a_failing_cell_is_shown_and_what_ran_is_kept(execute: ModuleType, tmp_path: Path) -> None:
     shown: list[str] = []
     path = notebook(tmp_path, "print('before')", "1 / 0", "print('after')")

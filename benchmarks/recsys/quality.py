@@ -15,7 +15,7 @@ import scipy.sparse
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.machine import conditions, save
+from benchmarks.machine import conditions, save_section
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.etl import Categorify, Workflow, leave_one_out
@@ -175,14 +175,11 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    text = ["# Quality of recommendations", ""]
+    packages = ("torch", "implicit", "torchmetrics", "polars")
     with Session(2) as session:
         for name in options.sets:
             likes = Likes.of(name)
-            lines = measure(likes, session)
-            text += [
-                f"## {name}",
-                "",
+            lines = [
                 f"{re.split(': http| from the folder', likes.source)[0]}. Liked are ratings above 3: "
                 f"{len(likes.train):,} to train on; of each user the last one is to be found "
                 f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
@@ -191,11 +188,12 @@ def main() -> None:
                 "",
                 f"| model | {' | '.join(METRICS)} | settings tried | chosen |",
                 "|---|" + "--:|" * (len(METRICS) + 1) + "---|",
-                *lines,
+                *measure(likes, session),
                 "",
             ]
-            packages = ("torch", "implicit", "torchmetrics", "polars")
-            save("quality", text + conditions(packages), keep=not options.print)
+            real = not likes.source.startswith("Synthetic")
+            title = f"MovieLens {name}, the real one" if real else f"Invented ratings, as many as in MovieLens {name}"
+            save_section("quality", title, lines + conditions(packages), keep=not options.print)
 
 
 if __name__ == "__main__":

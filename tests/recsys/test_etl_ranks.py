@@ -30,6 +30,8 @@ from nbdist.recsys.etl import (
     TargetEncoding,
     Workflow,
     inputs,
+    with_history,
+    write_history,
 )
 from nbdist.recsys.loader import ParquetLoader
 
@@ -291,7 +293,7 @@ Workflow(Categorify("user")).fit(frame, progress=False).transform(
 """
 
 
-@pytest.mark.parametrize("stage", ["0-0.arrow", "whole/part-00003.parquet"])
+@pytest.mark.parametrize("stage", ["shuffled-0-0.arrow", "whole/part-00003.parquet"])
 def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     out = tmp_path / "data" / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], env={**os.environ, "PYTHONPATH": os.getcwd()})
@@ -317,18 +319,37 @@ def test_the_kernel_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
         assert not scratch.exists() and not (kernel.cwd / "out").exists()
 
 
+def test_histories_do_not_depend_on_the_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
+    frame = ratings(1500).with_columns(timestamp=pl.col("rating") * 10)
+
+    def run(folder: Path, memory: int = 20_000) -> list[bytes]:
+        files = write_history(frame, folder / "out", "movie", files=4, row_group_size=100, memory=memory)
+        return [file.read_bytes() for file in files]
+
+    for name in ("1", "whole", *map(str, sessions)):
+        (tmp_path / name).mkdir()
+    expected = run(tmp_path / "1")
+    assert run(tmp_path / "whole", 1 << 30) == expected
+    read = pl.concat(pl.read_parquet(file) for file in sorted((tmp_path / "1" / "out").iterdir()))
+    assert read.equals(with_history(frame, "movie"))
+    for world, session in sessions.items():
+        for theirs in session.run_all(run, tmp_path / str(world)):
+            assert theirs == expected
+        assert os.listdir(tmp_path / str(world)) == ["out"]
+
+
 # --- larger than memory ---
 
 LARGE = """
 import sys, threading
 import polars as pl
 import psutil
-from nbdist.recsys.etl import Categorify, Join, Workflow
+from nbdist.recsys.etl import Categorify, Join, Workflow, write_history
 
 def resident():
     return psutil.Process().memory_info().rss
 
-folder, out = sys.argv[1:]
+folder, out, what = sys.argv[1:]
 table = pl.DataFrame({"item": range(1000), "tags": [list(range(i % 6)) for i in range(1000)]})
 workflow = Workflow(Join(table, on="item"), Categorify("user", "item", "tags"))
 done, most = threading.Event(), 0
@@ -344,24 +365,30 @@ for name in ("small", "large"):  # the first one brings in what is there once
         thread = threading.Thread(target=watch)
         thread.start()
     files = f"{folder}/{name}"
-    workflow.fit(files, memory=16 << 20, progress=False)
-    workflow.transform(files, f"{out}/{name}", memory=16 << 20, row_group_size=1 << 14, progress=False)
+    options = {"memory": 16 << 20, "row_group_size": 1 << 14, "progress": False}
+    if what == "histories":
+        write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=40, **options)
+    else:
+        workflow.fit(files, memory=16 << 20, progress=False)
+        workflow.transform(files, f"{out}/{name}", **options)
 done.set()
 thread.join()
 print(most - before)
 """
 
 
-def test_rows_larger_than_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["workflow", "histories"])
+def test_rows_larger_than_memory(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(0)
-    for name, rows in (("small", 50_000), ("large", 3_000_000)):
+    large, further, made = {"workflow": (3_000_000, 4, 8 * 3.5), "histories": (1_500_000, 1, 8 * 40)}[what]
+    for name, rows in (("small", 50_000), ("large", large)):
         (tmp_path / "in" / name).mkdir(parents=True)
         user, item = rng.integers(0, 1000, rows), rng.integers(0, 1000, rows)
-        part = pl.DataFrame({"user": user, "item": item, **{f"f{i}": rng.random(rows) for i in range(4)}})
+        part = pl.DataFrame({"user": user, "item": item, **{f"f{i}": rng.random(rows) for i in range(further)}})
         part.write_parquet(tmp_path / "in" / name / "rows.parquet", row_group_size=50_000, compression="lz4")
-    command = [sys.executable, "-c", LARGE, str(tmp_path / "in"), str(tmp_path)]
+    command = [sys.executable, "-c", LARGE, str(tmp_path / "in"), str(tmp_path), what]
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     grown = int(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
-    size = rows * (8 * 6 + 8 * 3.5)
+    size = rows * (8 * (2 + further) + made)
     assert grown < size / 3, f"memory grew by {grown / 1e6:.0f} MB for rows of {size / 1e6:.0f} MB"
     assert pl.scan_parquet(tmp_path / "large" / "*.parquet").select(pl.len()).collect().item() == rows

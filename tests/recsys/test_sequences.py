@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from nbdist import Session, warm
 from nbdist.recsys.datasets import synthetic_sequences
-from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences, with_history
+from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences, with_history, write_history
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows, padded
@@ -56,6 +57,52 @@ def test_histories_as_a_naive_reference_has_them(rows: list[Any], length: int, t
     assert whole["user"].to_list() == list(dict.fromkeys(row[0] for row in rows))
     assert sequences(frame.lazy(), "movie", length=length).collect().equals(whole)
     assert dict(sequences(frame, "movie").iter_rows()) == taken
+
+
+@pytest.mark.parametrize("kind", ["files", "frame", "lazy"])
+@pytest.mark.parametrize("memory", [3000, 1 << 30])
+def test_histories_of_rows_that_do_not_fit(tmp_path: Path, kind: str, memory: int) -> None:
+    rng = np.random.default_rng(1)
+    movies = pl.Series([None if one == 9 else f"movie {one}" for one in rng.integers(0, 10, 700)], dtype=pl.Categorical)
+    users = [None if one == 8 else f"user {one}" for one in rng.geometric(0.2, 700)]
+    times = [None if one == 5 else int(one) for one in rng.integers(0, 20, 700)]
+    frame = pl.DataFrame({"user": users, "rating": range(700), "movie": movies, "timestamp": times})
+    expected = with_history(frame, "movie", length=5)
+    source: Any = {"frame": frame, "lazy": frame.lazy(), "files": tmp_path / "in"}[kind]
+    (tmp_path / "in").mkdir()
+    for number, (start, stop) in enumerate([(0, 10), (10, 10), (10, 500), (500, 700)]):
+        frame[start:stop].write_parquet(tmp_path / "in" / f"{number}.parquet", row_group_size=100)
+    options: dict[str, Any] = {"length": 5, "files": 3, "row_group_size": 60, "memory": memory, "progress": False}
+    files = write_history(source, tmp_path / "out", "movie", **options)
+    assert [str(file.relative_to(tmp_path)) for file in files] == [f"out/part-0000{i}.parquet" for i in range(3)]
+    found = pl.concat(map(pl.read_parquet, files))
+    assert found.columns == expected.columns and found.rows() == expected.rows()
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"], "nothing else is left"
+    with pytest.raises(FileExistsError, match="out is there already"):
+        write_history(source, tmp_path / "out", "movie", **options)
+    few = write_history(frame[:2], tmp_path / "out", "movie", files=8, overwrite=True, progress=False)
+    assert (
+        len(few) == 2
+        and pl.read_parquet(few)["history"].to_list() == with_history(frame[:2], "movie")["history"].to_list()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"column": "film"}, "no column 'film'"),
+        ({"by": "who"}, "no column 'who'"),
+        ({"name": "user"}, "a column 'user' already"),
+        ({"length": 0}, "length=0: at least 1"),
+        ({"files": 0}, "files=0: at least 1"),
+        ({"compression": "zip"}, "compression='zip': one of"),
+    ],
+)
+def test_histories_that_cannot_be_written(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    frame = pl.DataFrame({"user": [1], "movie": [1], "timestamp": [1]})
+    with pytest.raises(ValueError, match=message):
+        write_history(frame, tmp_path / "out", **{"column": "movie", **arguments})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -158,9 +205,10 @@ def test_what_was_planted_is_learnt(split: Any, workflow: Workflow, tmp_path: Pa
     assert found["hit rate@1"] > 0.85, found
 
 
-def test_nothing_later_is_seen() -> None:
+@pytest.mark.parametrize("temperature", [None, 0.05])
+def test_nothing_later_is_seen(temperature: float | None) -> None:
     torch.manual_seed(0)
-    model = SASRec(30, length=6, embedding_dim=8, blocks=2).eval()
+    model = SASRec(30, length=6, embedding_dim=8, blocks=2, temperature=temperature).eval()
     lists = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]
 
     def ragged(lists: list[list[int]]) -> dict[str, Any]:
@@ -179,8 +227,11 @@ def test_nothing_later_is_seen() -> None:
         ends = torch.tensor([1, 5, 11])
         states = model.query(ragged([one[-7:-1] for one in lists[:3]]))
         following = torch.tensor([one[-1] for one in lists[:3]])
-        torch.testing.assert_close(logits[ends, 0], (states * model.item(following)).sum(1))
-        others = states @ model.item(negatives).T
+        scale = temperature or 1.0
+        torch.testing.assert_close(logits[ends, 0], (states * model.item(following)).sum(1) / scale)
+        others = states @ model.item(negatives).T / scale
+        if temperature:
+            torch.testing.assert_close(states.norm(dim=1), torch.ones(3))
         others[following[:, None] == negatives] = -torch.inf
         torch.testing.assert_close(logits[ends, 1:], others)
         # Another item changes what comes at its place and later, and nothing before it.

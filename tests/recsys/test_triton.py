@@ -35,7 +35,25 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from nbdist import Session
-from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow, fill_unknown
+from nbdist.recsys.etl import (
+    Bucketize,
+    Categorify,
+    Clip,
+    Compute,
+    Drop,
+    FillMissing,
+    Filter,
+    HashedCross,
+    Join,
+    JoinGroupby,
+    ListSlice,
+    Log,
+    Normalize,
+    NormalizeMinMax,
+    TargetEncoding,
+    Workflow,
+    fill_unknown,
+)
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.triton import NULL, NULL_STRING, PADDING, Ensemble, export_ensemble, serve, serving
 from nbdist.recsys.triton.onnx import write_onnx
@@ -549,6 +567,93 @@ def test_answers_are_the_models(workflow: Workflow, model: nn.Module, ensemble: 
     frame = impressions(300, seed=99)
     answers = np.concatenate([ask(client, ensemble.request(frame[i])) for i in range(len(frame))])
     assert np.abs(answers[:, 0] - expected(workflow, model, frame)).max() < 1e-5
+
+
+def purchases(rows: int, seed: int) -> pl.DataFrame:
+    """Rows for all steps that are served: strangers, missing values, lists of all lengths, and what is cut off."""
+    draw = np.random.default_rng(seed)
+    ages = [float("nan") if age < 5 else float(age) for age in draw.integers(0, 90, rows)]
+    return pl.DataFrame(
+        {
+            "user": [None if one == 0 else f"u{one}" for one in draw.integers(0, 30 + seed, rows)],
+            "movie": draw.integers(0, 12 + seed, rows) * 10,
+            "history": [(draw.integers(0, 12 + seed, n) * 10).tolist() for n in draw.integers(0, 6, rows)],
+            "age": ages,
+            "height": draw.normal(170, 30, rows),
+            "price": draw.integers(0, 1000, rows),
+            "score": draw.normal(3, 3, rows),
+            "spent": draw.normal(50, 20, rows),
+        },
+        schema_overrides={"movie": pl.Int32, "history": pl.List(pl.Int32), "age": pl.Float32, "score": pl.Float32},
+    )
+
+
+class Columns(nn.Module):
+    """All that it is given, beside each other; of lists the sum. So an answer shows what each step has made."""
+
+    def __init__(self, movies: int) -> None:
+        super().__init__()
+        codes = torch.arange(movies, dtype=torch.float32)[:, None]
+        self.sums = nn.EmbeddingBag.from_pretrained(codes, mode="sum", include_last_offset=True)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        lists = self.sums(batch["history"].values, batch["history"].offsets)
+        others = [column.float()[:, None] for name, column in sorted(batch.items()) if name != "history"]
+        return torch.cat([*others, lists], dim=1)
+
+
+@server_needed
+@pytest.mark.slow
+def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) -> None:
+    table = pl.DataFrame(
+        {"movie": range(0, 200, 10), "genre": [f"g{i % 4}" for i in range(20)], "year": range(1980, 2000)},
+        schema_overrides={"movie": pl.Int32},
+    )
+    workflow = Workflow(
+        Filter(pl.col("price") >= 10),
+        Join(table, on="movie"),
+        FillMissing("age", "year", value=40),
+        Log("price"),
+        Clip("score", least=0, most=5),
+        Bucketize("height", boundaries=[150, 170, 190]),
+        HashedCross("user", "genre", name="taste", num_buckets=40),
+        TargetEncoding("movie", ("user", "genre"), target="label", folds=3),
+        JoinGroupby("user", ("user", "genre"), columns="spent", stats=["count", "mean"]),
+        ListSlice("history", last=3),
+        Categorify("user", ("movie", "history"), "genre", num_buckets={"user": 3}),
+        Normalize("price", "spent", "user_spent_mean"),
+        NormalizeMinMax("age", "year"),
+    )
+    seen = purchases(400, seed=1)
+    workflow.fit(seen.with_columns(label=pl.int_range(pl.len()) % 3 == 0), progress=False)
+    columns = sorted(set(workflow.outputs) - {"label"})
+    model = Columns(workflow.vocabularies["movie"].size)
+
+    def everything(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch)
+
+    ensemble = export_ensemble(
+        workflow,
+        model,
+        tmp_path / "served",
+        "all",
+        columns=columns,
+        call=everything,
+        output="click",
+        backend="python",
+        fill=False,
+    )
+    with serve(ensemble.path) as server, tritonclient.http.InferenceServerClient(server.http) as client:
+        client.module = tritonclient.http
+        for rows in (200, 1):
+            frame = purchases(rows, seed=8)
+            answers = ask(client, ensemble.request(frame), "all")
+            wanted = workflow.lazy(frame, columns).collect()
+            single = [name for name in columns if name != "history"]
+            sums = wanted.select(pl.col("history").list.sum())
+            expected = wanted.select(pl.col(single).cast(pl.Float32)).hstack(sums).to_numpy()
+            np.testing.assert_array_equal(answers, expected.astype(np.float32))
+    assert wanted.width == 17
 
 
 @server_needed

@@ -3,7 +3,7 @@
 from .crossing import HashedCross
 from .elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
 from .groupby import JoinGroupby
-from .histories import sequences, with_history
+from .histories import sequences, with_history, write_history
 from .normalizing import Normalize, NormalizeMinMax
 from .rows import DifferenceLag, Filter
 from .splitting import Split, leave_one_out, time_split
@@ -38,4 +38,5 @@ __all__ = [
     "sequences",
     "time_split",
     "with_history",
+    "write_history",
 ]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from .. import ranks
+from ..io.folders import atomic_folder
+from .fitted import ROW
+from .inputs import Input, Part, Source, opened, row_bytes, rows_in
+from .output import OutputFiles, Placed, Places, Spill, divide, plain, write_buckets
 from .splitting import Frame, check_columns
+
+_NUMBER = 8  # bytes of a row's number
 
 
 def sequences(
@@ -54,7 +65,7 @@ def with_history(
 ) -> pl.DataFrame:
     """The rows with a further column: for each of them, what its user took before it, in the order of time.
 
-    Order as in `sequences`; the rows stay where they are. It is made in memory.
+    Order as in `sequences`; the rows stay where they are. It is made in memory: `write_history` is for more rows.
 
     Args:
         rows: A frame.
@@ -75,22 +86,158 @@ def with_history(
         [[20], [], [], [10]]
     """
     _check(rows, [column], by, time, length)
-    if name in rows.columns:
+    _check_name(name, rows.columns)
+    return rows.with_columns(_Histories(rows, column, by, time, length).of(0, len(rows)).alias(name))
+
+
+def write_history(
+    source: Source,
+    folder: str | os.PathLike[str],
+    column: str,
+    *,
+    by: str = "user",
+    time: str = "timestamp",
+    length: int = 50,
+    name: str = "history",
+    files: int = 8,
+    row_group_size: int = 1 << 17,
+    compression: str = "zstd",
+    overwrite: bool = False,
+    memory: int = 1 << 30,
+    progress: bool = True,
+) -> list[Path]:
+    """What `with_history` makes of rows that may be larger than memory, written to ``folder/part-00000.parquet`` ...
+
+    Ranks divide users and files among them; what is written does not depend on their number, nor on `memory`. The rows
+    stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
+
+    Args:
+        source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame.
+        folder: Appears when all files are whole; all ranks see it.
+        column, by, time, length, name: As for `with_history`.
+        files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+        row_group_size: Rows per row group.
+        compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+        overwrite: Whether to replace a folder of such files.
+        memory: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
+        progress: Whether to show a bar; in ranks, that of rank 0.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        FileExistsError: `folder` is there, or is being written by another process.
+        FileNotFoundError, ValueError: naming file and column: not there, another schema than the first file's, no rows;
+            and as for `with_history`.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import write_history
+        >>> rows = pl.DataFrame({"user": [1, 2, 1, 1], "movie": [30, 10, 10, 20], "timestamp": [3, 1, 1, 2]})
+        >>> rows.write_parquet("ratings.parquet")
+        >>> files = write_history("ratings.parquet", "ratings-with-history", "movie", files=2)
+        >>> pl.read_parquet(files)["history"].to_list()
+        [[10, 20], [], [], [10]]
+    """
+    described = OutputFiles(files, row_group_size, compression, None)
+    with opened(source) as given:
+        _check(pl.LazyFrame(schema=given.schema), [column], by, time, length)
+        _check_name(name, given.schema.names())
+        made: dict[str, Any] = {"column": column, "by": by, "time": time, "length": length, "name": name}
+        alike = {**made, "rows": given.rows, "folder": os.fspath(folder), "memory": memory, **asdict(described)}
+        ranks.agree("write_history", **alike)
+        described = replace(described, count=min(files, given.rows))
+        with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
+            _write(given, scratch, described, memory, progress, **made)
+    return [Path(folder) / file for file in described.names]
+
+
+def _write(
+    given: Input,
+    scratch: Path,
+    files: OutputFiles,
+    memory: int,
+    progress: bool,
+    column: str,
+    by: str,
+    time: str,
+    length: int,
+    name: str,
+) -> None:
+    """First all rows of some users come together, then the histories of rows that follow each other in the output."""
+    columns = list(dict.fromkeys([by, time, column]))
+    sample = given.head(given.schema.names())
+    history_width = length * row_bytes(sample.select(column))
+    size = rows_in(memory, row_bytes(sample.select(columns)) + _NUMBER)
+    parts = -(-given.rows // size)
+    kept = pl.Schema({one: given.schema[one] for one in columns} | {ROW: pl.Int64()})
+    users = Spill(scratch, "users", kept, parts)
+
+    def by_user(part: Part) -> Iterator[Placed]:
+        rows = part.read(columns, "streaming").with_columns(pl.int_range(part.first, part.first + part.rows).alias(ROW))
+        # Categories have other numbers in each part. Whose rows come together here makes no difference in the end.
+        whose = rows[by].cast(plain(rows.schema[by])).hash()
+        yield Placed(rows, (whose % parts).to_numpy().astype(np.int64))
+
+    share = given.share(size)
+    with ranks.progress_bar("users", sum(part.rows for part in share), progress) as bar:
+        users.write(share, by_user, bar.update)
+    ranks.barrier()
+
+    whole_size = rows_in(memory, row_bytes(sample) + history_width)
+    buckets = divide(given.rows, files.count, files.row_group_size, whole_size)
+    places = Places(buckets)
+    made = pl.Schema({name: pl.List(given.schema[column])})
+    lists = Spill(scratch, "histories", places.schema(made), len(buckets))
+
+    def histories(part: int) -> Iterator[Placed]:
+        rows = users.read(part).sort(ROW)
+        found = _Histories(rows, column, by, time, length)
+        position = rows[ROW].to_numpy().astype(np.uint64)
+        for start in range(0, len(rows), whole_size):
+            stop = min(start + whole_size, len(rows))
+            yield places.of(found.of(start, stop).alias(name).to_frame(), position[start:stop])
+
+    with ranks.progress_bar("histories", given.rows // ranks.world_size(), progress) as bar:
+        lists.write(range(ranks.rank(), parts, ranks.world_size()), histories, bar.update)
+    ranks.barrier()
+
+    def rows_of(number: int) -> pl.DataFrame:
+        bucket = buckets[number]
+        rows = given.read(bucket.start, bucket.stop, given.schema.names(), whole_size, "streaming")
+        return rows.hstack(places.in_order(lists.read(number)))
+
+    write_buckets(rows_of, buckets, files, scratch, progress)
+
+
+class _Histories:
+    """What came before each row, of its user; made when it is asked for, because it is larger than the rows."""
+
+    def __init__(self, rows: pl.DataFrame, column: str, by: str, time: str, length: int) -> None:
+        number = pl.int_range(pl.len())
+        order = rows.select(number.sort_by(by, time, nulls_last=False, maintain_order=True)).to_series()
+        self._values = rows[column][order]
+        place = rows.select(by)[order].select(number.over(by)).to_series().to_numpy()  # among those of the user
+        self._ends = np.empty(len(rows), np.int64)  # where each row is in that order
+        self._ends[order.to_numpy()] = np.arange(len(rows))
+        self._lengths = np.minimum(place, length)[self._ends]
+
+    def of(self, start: int, stop: int) -> pl.Series:
+        """The lists of the rows `start` to `stop` - 1."""
+        lengths = self._lengths[start:stop]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        # Value j of the lists belongs to row i, and is value ends[i] - lengths[i] + (j - offsets[i]) of all.
+        first = self._ends[start:stop] - lengths - offsets[:-1]
+        values = self._values.gather(np.repeat(first, lengths) + np.arange(offsets[-1]))
+        arrow = pa.LargeListArray.from_arrays(offsets, values.to_arrow(compat_level=pl.CompatLevel.oldest()))
+        lists = pl.from_arrow(arrow)
+        assert isinstance(lists, pl.Series)
+        return lists.cast(pl.List(self._values.dtype))
+
+
+def _check_name(name: str, columns: Sequence[str]) -> None:
+    if name in columns:
         raise ValueError(f"there is a column {name!r} already: choose another name=")
-    number = pl.int_range(pl.len())
-    order = rows.select(number.sort_by(by, time, nulls_last=False, maintain_order=True)).to_series()
-    ordered = rows.select(by, column)[order]
-    place = ordered.select(number.over(by)).to_series().to_numpy()  # of a row among those of its user
-    lengths = np.minimum(place, length)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    # Value j of the lists belongs to row i, and is that of row i - lengths[i] + (j - offsets[i]).
-    first = np.arange(len(place)) - lengths - offsets[:-1]
-    values = ordered[column].gather(np.repeat(first, lengths) + np.arange(offsets[-1]))
-    lists = pl.from_arrow(pa.LargeListArray.from_arrays(offsets, values.to_arrow(compat_level=pl.CompatLevel.oldest())))
-    assert isinstance(lists, pl.Series)
-    back = np.empty(len(place), np.int64)
-    back[order.to_numpy()] = np.arange(len(place))
-    return rows.with_columns(lists.cast(pl.List(rows.schema[column])).gather(back).alias(name))
 
 
 def _check(rows: pl.DataFrame | pl.LazyFrame, columns: Sequence[str], by: str, time: str, length: int | None) -> None:

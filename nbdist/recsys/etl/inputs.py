@@ -24,6 +24,7 @@ from ..io.storage import Paths, find
 
 _Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
 """Rows of a file, or a frame, by the first of them and their number."""
+_COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 
@@ -203,6 +204,10 @@ class Input:
         """Some columns of the first rows, of at most a thousand, at least one."""
         return self.parts(0, min(1000, self.rows), 1000)[0].read(columns, "streaming")
 
+    def read(self, first: int, stop: int, columns: Sequence[str], size: int, engine: Any) -> pl.DataFrame:
+        """Some columns of the rows `first` to `stop` - 1, read `size` rows at a time."""
+        return pl.concat(part.read(columns, engine) for part in self.parts(first, stop, size))
+
     def share(self, size: int) -> list[Part]:
         """The rows of this rank, in parts of at most `size` rows.
 
@@ -233,6 +238,16 @@ class Input:
             Part(self._slices[file], self._names[file], begin - offsets[file], begin, end - begin)
             for file, begin, end in spans
         ]
+
+
+def row_bytes(frame: pl.DataFrame) -> int:
+    """Bytes per row, at least 1."""
+    return max(1, -(-int(frame.estimated_size()) // max(1, frame.height)))
+
+
+def rows_in(memory: int, width: int) -> int:
+    """How many rows of `width` bytes to work on at a time, so that they and what is made of them take `memory`."""
+    return max(1, memory // (_COPIES * width))
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from .permutation import Permutation
 _POSITION = "position (nbdist)"  # of a row in its bucket
 _THREADS = 2  # half of the work is not polars', and done on one core
 _CHUNK = 1 << 16  # rows
+_Task = TypeVar("_Task")
 _Progress = Callable[[int], object]
 """Called with a number of rows that are done."""
 COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
@@ -41,13 +42,21 @@ class OutputFiles:
     seed: int | None
     """What the order of the rows follows from. None: it is that of the input."""
 
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for what makes no sense."""
+        for name, value in (("files", self.count), ("row_group_size", self.row_group_size)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: at least 1")
+        if self.compression not in COMPRESSIONS:
+            raise ValueError(f"compression={self.compression!r}: one of {', '.join(map(repr, COMPRESSIONS))}")
+
     @property
     def names(self) -> list[str]:
         """Of the files, in order."""
         return [f"part-{number:05d}.parquet" for number in range(self.count)]
 
 
-class _Bucket(NamedTuple):
+class Bucket(NamedTuple):
     """Rows that come one after the other in an output file, few enough to be in memory together."""
 
     file: int
@@ -83,8 +92,7 @@ def write(
     if files.seed is None:
 
         def rows_of(number: int) -> pl.DataFrame:
-            parts = given.parts(buckets[number].start, buckets[number].stop, size)
-            return pl.concat(part.read(columns.names(), engine) for part in parts)
+            return given.read(buckets[number].start, buckets[number].stop, columns.names(), size, engine)
     elif whole and ranks.world_size() == 1 and given.rows < 1 << 32:
         with ranks.progress_bar("read", given.rows, progress) as bar:
             rows = _read(given.share(size), columns.names(), engine, bar.update)
@@ -93,23 +101,38 @@ def write(
         def rows_of(number: int) -> pl.DataFrame:
             return rows[order[buckets[number].start : buckets[number].stop]]
     else:
-        spill = Spill(scratch, columns, buckets)
-        parts = given.share(size)
+        places = Places(buckets)
+        spill = Spill(scratch, "shuffled", places.schema(columns), len(buckets))
+        parts, permutation = given.share(size), Permutation(given.rows, files.seed)
+
+        def placed(part: Part) -> Iterator[Placed]:
+            yield places.of(part.read(columns.names(), engine), permutation.at(part.first, part.rows))
+
         with ranks.progress_bar("shuffle", sum(part.rows for part in parts), progress) as bar:
-            spill.write(parts, Permutation(given.rows, files.seed), engine, bar.update)
+            spill.write(parts, placed, bar.update)
         ranks.barrier()
-        rows_of = spill.read
+
+        def rows_of(number: int) -> pl.DataFrame:
+            return places.in_order(spill.read(number))
+
+    write_buckets(lambda number: apply(rows_of(number)), buckets, files, scratch, progress)
+
+
+def write_buckets(
+    rows_of: Callable[[int], pl.DataFrame], buckets: Sequence[Bucket], files: OutputFiles, scratch: Path, progress: bool
+) -> None:
+    """Write this rank's share of the files, to ``scratch/whole``, of the rows of each bucket, by its number."""
     mine = range(ranks.rank(), files.count, ranks.world_size())
 
     def write_file(file: int, progress: _Progress) -> None:
-        frames = (apply(rows_of(i)) for i, bucket in enumerate(buckets) if bucket.file == file)
+        frames = (rows_of(i) for i, bucket in enumerate(buckets) if bucket.file == file)
         _write(scratch / "whole" / files.names[file], frames, files, progress)
 
     with ranks.progress_bar("write", sum(b.stop - b.start for b in buckets if b.file in mine), progress) as bar:
         _in_threads(write_file, mine, bar.update)
 
 
-def divide(rows: int, files: int, row_group_size: int, size: int) -> list[_Bucket]:
+def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket]:
     """The buckets of an output, in order.
 
     Args:
@@ -120,61 +143,88 @@ def divide(rows: int, files: int, row_group_size: int, size: int) -> list[_Bucke
     step = max(1, size // row_group_size) * row_group_size
     edges = [rows * file // files for file in range(files + 1)]
     return [
-        _Bucket(file, start, min(start + step, edges[file + 1]))
+        Bucket(file, start, min(start + step, edges[file + 1]))
         for file in range(files)
         for start in range(edges[file], edges[file + 1], step)
     ]
 
 
-class Spill:
-    """Rows of all ranks on disk, of which any bucket can be read.
-
-    Each rank writes Arrow IPC files, with a record batch for each bucket out of each part of the input.
+class Places:
+    """Where rows belong in an output: the bucket of each, and its place in there, in a further column.
 
     Args:
-        folder: Where; all ranks see it.
-        schema: Of the rows.
         buckets: All of them.
     """
 
-    def __init__(self, folder: Path, schema: pl.Schema, buckets: Sequence[_Bucket]) -> None:
-        self._folder, self._schema, self._buckets = folder, schema, buckets
-        # Categories would be dictionaries, which cannot differ between the batches of an IPC file.
-        self._kept = pl.Schema({name: _plain(dtype) for name, dtype in schema.items()} | {_POSITION: pl.UInt32()})
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._starts = np.array([bucket.start for bucket in buckets], dtype=np.uint64)
 
-    def write(self, parts: Sequence[Part], permutation: Permutation, engine: Any, progress: _Progress) -> None:
-        """Write this rank's parts of the input, each row to the bucket that its place in the output is in."""
-        starts = np.array([bucket.start for bucket in self._buckets], dtype=np.uint64)
-        smallest = np.min_scalar_type(len(starts))  # NumPy sorts 16 bits in linear time
+    def schema(self, columns: pl.Schema) -> pl.Schema:
+        """That of rows with that column."""
+        return pl.Schema({**columns, _POSITION: pl.UInt32()})
+
+    def of(self, rows: pl.DataFrame, position: npt.NDArray[np.uint64]) -> Placed:
+        """Rows by their places in the whole output."""
+        bucket = np.searchsorted(self._starts, position, side="right") - 1
+        inside = pl.Series(_POSITION, (position - self._starts[bucket]).astype(np.uint32))
+        return Placed(rows.with_columns(inside), bucket)
+
+    def in_order(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """All rows of a bucket, each at its place."""
+        order = np.empty(rows.height, dtype=np.uint32)
+        order[rows[_POSITION].to_numpy()] = np.arange(rows.height, dtype=np.uint32)
+        return rows.drop(_POSITION)[order]
+
+
+class Placed(NamedTuple):
+    """Rows, and the number of each one's bucket."""
+
+    rows: pl.DataFrame
+    bucket: npt.NDArray[np.int64]
+
+
+class Spill:
+    """Rows of all ranks on disk, of which any bucket can be read.
+
+    Each rank writes Arrow IPC files, with a record batch for each bucket out of each frame that it has.
+
+    Args:
+        folder: Where; all ranks see it.
+        name: What the files begin with.
+        schema: Of the rows.
+        buckets: How many there are.
+    """
+
+    def __init__(self, folder: Path, name: str, schema: pl.Schema, buckets: int) -> None:
+        self._folder, self._name, self._schema, self._buckets = folder, name, schema, buckets
+        # Categories would be dictionaries, which cannot differ between the batches of an IPC file.
+        self._kept = pl.Schema({name: plain(dtype) for name, dtype in schema.items()})
+
+    def write(self, tasks: Sequence[_Task], placed: Callable[[_Task], Iterable[Placed]], progress: _Progress) -> None:
+        """Write this rank's rows: what `placed` makes of each of some tasks, which are done at the same time."""
+        smallest = np.min_scalar_type(self._buckets)  # NumPy sorts 16 bits in linear time
         schema = _arrow(pl.DataFrame(schema=self._kept)).schema
 
         def write(worker: int, progress: _Progress) -> None:
-            with pa.ipc.new_file(self._folder / f"{ranks.rank()}-{worker}.arrow", schema) as writer:
-                for part in parts[worker::_THREADS]:
-                    rows = part.read(self._schema.names(), engine)
-                    position = permutation.at(part.first, part.rows)
-                    bucket = (np.searchsorted(starts, position, side="right") - 1).astype(smallest)
-                    order = np.argsort(bucket, kind="stable").astype(np.uint32)
-                    inside = pl.Series(_POSITION, (position - starts[bucket]).astype(np.uint32))
-                    (batch,) = _arrow(rows.with_columns(inside).cast(self._kept)[order].rechunk()).to_batches()
-                    counts = np.bincount(bucket, minlength=len(starts)).tolist()
+            with pa.ipc.new_file(self._folder / f"{self._name}-{ranks.rank()}-{worker}.arrow", schema) as writer:
+                for rows, bucket in itertools.chain.from_iterable(map(placed, tasks[worker::_THREADS])):
+                    order = np.argsort(bucket.astype(smallest), kind="stable").astype(np.uint32)
+                    (batch,) = _arrow(rows.cast(self._kept)[order].rechunk()).to_batches()
+                    counts = np.bincount(bucket, minlength=self._buckets).tolist()
                     for first, count in zip(itertools.accumulate(counts, initial=0), counts, strict=False):
                         writer.write_batch(batch.slice(first, count))
-                    progress(part.rows)
+                    progress(rows.height)
 
         _in_threads(write, range(_THREADS), progress)
 
     def read(self, number: int) -> pl.DataFrame:
-        """The rows of a bucket, in the order of the output; all ranks must have written."""
+        """The rows of a bucket, in no particular order; all ranks must have written."""
         batches: list[pa.RecordBatch] = []
-        for path in self._folder.glob("*.arrow"):
+        for path in self._folder.glob(f"{self._name}-*.arrow"):
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
-                every = range(number, reader.num_record_batches, len(self._buckets))
+                every = range(number, reader.num_record_batches, self._buckets)
                 batches += [reader.get_batch(i) for i in every]
-        rows = pl.DataFrame(pl.from_arrow(pa.Table.from_batches(batches)))
-        order = np.empty(rows.height, dtype=np.uint32)
-        order[rows[_POSITION].to_numpy()] = np.arange(rows.height, dtype=np.uint32)
-        return rows.drop(_POSITION)[order].cast(self._schema)
+        return pl.DataFrame(pl.from_arrow(pa.Table.from_batches(batches))).cast(self._schema)
 
 
 def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: _Progress) -> pl.DataFrame:
@@ -246,7 +296,8 @@ def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
     return _leaf(f"{name}.list.element", dtype.value_type) if pa.types.is_large_list(dtype) else (name, dtype)
 
 
-def _plain(dtype: pl.DataType) -> pl.DataType:
+def plain(dtype: pl.DataType) -> pl.DataType:
+    """A type with strings for categories, in lists too."""
     if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
-        return pl.List(_plain(dtype.inner))
+        return pl.List(plain(dtype.inner))
     return pl.String() if isinstance(dtype, (pl.Categorical, pl.Enum)) else dtype

@@ -34,7 +34,7 @@ from .. import ranks
 from ..io.folders import atomic_folder
 from . import output, saving
 from .fitted import ROW, FittedStep, Learnt
-from .inputs import Input, Source, opened
+from .inputs import Input, Source, opened, row_bytes, rows_in
 from .learning import learn, numbered, with_rows
 from .moments import SQUARES, key
 from .pipeline import needed, pipeline, uses_row_numbers
@@ -42,7 +42,6 @@ from .rows import Filter, RowStep
 from .steps import Categorify, Step, type_name
 from .vocabulary import Vocabulary, value_type
 
-_COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _POSITION = 4  # bytes of a row's position in the output
 
 
@@ -152,7 +151,7 @@ class Workflow:
             schemas = [given.schema]
             for step in self.steps:
                 schemas.append(step.check(schemas[-1], given.where))
-            size = max(1, memory // (_COPIES * _width(given.head(given.schema.names()))))
+            size = rows_in(memory, row_bytes(given.head(given.schema.names())))
             known = Learnt() if previous is None else previous.learnt
             self._check_growth(known, schemas)
             self.learnt, rows = learn(self.steps, schemas, given, size, chosen, progress, known)
@@ -273,18 +272,12 @@ class Workflow:
                 or `training` is not said, and needed, or said of other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(engine)
-        for name, value in (("files", files), ("row_group_size", row_group_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
-        if compression not in output.COMPRESSIONS:
-            raise ValueError(f"compression={compression!r}: one of {', '.join(map(repr, output.COMPRESSIONS))}")
-
+        described = output.OutputFiles(files, row_group_size, compression, seed if shuffle else None)
         if training is None and uses_row_numbers(self.steps, wanted):
             raise ValueError(
                 "the workflow has a TargetEncoding: say training=True for the rows that it was fitted to, each of "
                 "which gets the mean of others then, and training=False for any other rows"
             )
-        described = output.OutputFiles(files, row_group_size, compression, seed if shuffle else None)
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory": memory, "training": training}
         with opened(source) as given:
             self._check_inputs(given.schema, self._inputs(self.steps, wanted), given.where)
@@ -302,8 +295,8 @@ class Workflow:
                     return steps(frame.lazy()).collect(engine=chosen)
 
                 sample = given.head(raw.names())
-                size = max(1, memory // (_COPIES * (_width(sample) + _width(apply(sample)))))
-                whole = given.rows * (_width(sample) + _POSITION) < memory // 4
+                size = rows_in(memory, row_bytes(sample) + row_bytes(apply(sample)))
+                whole = given.rows * (row_bytes(sample) + _POSITION) < memory // 4
                 described = replace(described, count=min(files, given.rows))
                 output.write(given, raw, apply, described, scratch, size, whole, chosen, progress)
         return [Path(folder) / name for name in described.names]
@@ -315,7 +308,7 @@ class Workflow:
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted), 0
-        size = max(1, memory // (_COPIES * _width(given.head(sorted(columns[0]) or given.schema.names()[:1]))))
+        size = rows_in(memory, row_bytes(given.head(sorted(columns[0]) or given.schema.names()[:1])))
         for i, step in enumerate(self.steps):
             if isinstance(step, RowStep) and (isinstance(step, Filter) or columns[i + 1].intersection(step.adds)):
                 before = sorted(columns[i])
@@ -420,8 +413,3 @@ def _engine(name: str) -> Any:
         )
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     return pl.GPUEngine(device=device, raise_on_fail=True)
-
-
-def _width(frame: pl.DataFrame) -> int:
-    """Bytes per row, at least 1."""
-    return max(1, -(-int(frame.estimated_size()) // max(1, frame.height)))

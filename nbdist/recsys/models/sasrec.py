@@ -25,6 +25,8 @@ class SASRec(nn.Module):
         blocks: Layers of attention.
         heads: Of each of them; `embedding_dim` is a multiple.
         dropout: While it is trained.
+        temperature: What logits are divided by that are cosines: vectors then have the length 1. None: they are plain
+            products.
         device: Of the table: "meta" where it is sharded and too large for one rank.
 
     Examples:
@@ -62,16 +64,18 @@ class SASRec(nn.Module):
         blocks: int = 2,
         heads: int = 1,
         dropout: float = 0.2,
+        temperature: float | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.column, self.length = column, length
+        self.column, self.length, self.temperature = column, length, temperature
         config = EmbeddingConfig(
             name=column,
             num_embeddings=items,
             embedding_dim=embedding_dim,
             feature_names=[column],
-            init_fn=functools.partial(nn.init.normal_, std=embedding_dim**-0.5),
+            # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
+            init_fn=functools.partial(nn.init.normal_, std=1 / embedding_dim),
         )
         self.embeddings = EmbeddingCollection(tables=[config], device=torch.device(device))
         self.positions = nn.Embedding(length, embedding_dim)
@@ -103,9 +107,11 @@ class SASRec(nn.Module):
         vectors = whole.view(-1, self.length + 1, whole.shape[1])
         states = self._states(vectors[:, :-1], there[:, 1:].sum(1))[there[:, 1:]]  # (places, columns)
         following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
+        states, following, drawn = self._scaled(states), self._scaled(following), self._scaled(drawn)
         own = (states * following).sum(1, keepdim=True)
         others = (states @ drawn.T).masked_fill(next_code[:, None] == negatives[None, :], -torch.inf)
-        return torch.cat([own, others], dim=1), torch.zeros_like(next_code, dtype=torch.int64)
+        logits = torch.cat([own, others], dim=1) / (self.temperature or 1.0)
+        return logits, torch.zeros_like(next_code, dtype=torch.int64)
 
     def query(self, batch: Columns) -> Tensor:
         """The vector of each row's whole history, shape (rows, columns); zeros where it is empty.
@@ -118,11 +124,14 @@ class SASRec(nn.Module):
         states = self._states(vectors.view(-1, self.length, vectors.shape[1]), lengths)
         last = (lengths - 1).clamp(min=0)
         found = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[2])).squeeze(1)
-        return found * there[:, :1]
+        return self._scaled(found) * there[:, :1]
 
     def item(self, codes: Tensor) -> Tensor:
         """The vectors of items, shape (items, columns). Of the plain module."""
-        return self._look_up(codes, torch.ones_like(codes))
+        return self._scaled(self._look_up(codes, torch.ones_like(codes)))
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        return vectors if self.temperature is None else nn.functional.normalize(vectors)
 
     def _look_up(self, codes: Tensor, lengths: Tensor) -> Tensor:
         lengths = torch.cat([lengths, lengths.new_zeros(1)])  # TorchRec cannot look up no rows
@@ -135,7 +144,8 @@ class SASRec(nn.Module):
         hidden = places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
         # Counted from the end: a history is one longer when it is asked about than when it was trained.
         age = (lengths[:, None] - 1 - places).clamp(min=0)  # (rows, length)
-        states: Tensor = self.blocks(self.dropout(vectors + self.positions(age)), hidden, is_causal=True)
+        read = vectors * vectors.shape[2] ** 0.5 + self.positions(age)
+        states: Tensor = self.blocks(self.dropout(read), hidden, is_causal=True)
         return states
 
 
