@@ -186,6 +186,13 @@ class RayRanks:
     def abort(self, rank: int, peers: Sequence[Address]) -> None:
         self._ask_for(rank, "aborts", peers)
 
+    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        if rank not in self._news.alive:
+            return False
+        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+            self._driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
+        return True
+
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
         """Let the agent of a rank do something to it."""
         if rank in self._news.alive:
