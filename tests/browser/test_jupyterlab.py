@@ -109,9 +109,12 @@ class Notebook:
         """Run a cell, as Control and Enter do."""
 
         def begun() -> bool:
+            asked = self.page.locator(".jp-Dialog button.jp-mod-accept")
+            if asked.count():  # for a kernel, while the one that the notebook names is about to start
+                asked.first.click()
             self.cell(number).locator(".cm-content").click()
             self.page.keyboard.press("Control+Enter")
-            return poll(lambda: re.search(r"[*\d]", self.prompt(number)), 3)
+            return poll(lambda: asked.count() or re.search(r"[*\d]", self.prompt(number)), 3) and not asked.count()
 
         assert poll(begun, 60), "a notebook that was just opened has no kernel yet, and runs nothing"
 
@@ -160,7 +163,7 @@ def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRe
         yield made
     finally:
         if SCREENSHOTS:
-            page.screenshot(path=f"{SCREENSHOTS}/{name}.png")
+            page.locator(".jp-Notebook").screenshot(path=f"{SCREENSHOTS}/{name}.png")
         page.close()
         with urllib.request.urlopen(f"{url}/api/kernels") as answer:
             kernels = json.load(answer)
