@@ -34,9 +34,12 @@ class CellError(RuntimeError):
 
 
 class Kernel:
-    """A fresh kernel in an empty folder of its own, without GPUs; its temporary files are in that folder too."""
+    """A fresh kernel in an empty folder of its own, without GPUs; its temporary files are in that folder too.
 
-    def __init__(self) -> None:
+    `version` is the folder of the nbdist that it imports.
+    """
+
+    def __init__(self, version: Path = ROOT) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="nbdist-bench-", ignore_cleanup_errors=True)
         self.mark = uuid.uuid4().hex
         self.manager = KernelManager()
@@ -46,7 +49,7 @@ class Kernel:
         ]
         env = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(version),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "TMPDIR": self.folder.name,
             "IPYTHONDIR": self.folder.name,

@@ -66,13 +66,13 @@ def is_watched(message: Mapping[str, Any] | None) -> bool:
     return bool(message) and bool(message.get("content", {}).get("allow_stdin", True))  # type: ignore[union-attr]
 
 
-def hidden_names() -> dict[str, Any]:
-    """The names that IPython itself puts into the notebook (`get_ipython`, `exit`, `open`), with their values.
+def is_hidden(name: str, value: Any) -> bool:
+    """Whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`, `open`).
 
     Not those of its history (`_`, `_3`, `In`, `Out`): they are data.
     """
     hidden = getattr(shell(), "user_ns_hidden", {})
-    return {name: value for name, value in hidden.items() if not _HISTORY.fullmatch(name)}
+    return name in hidden and hidden[name] is value and not _HISTORY.fullmatch(name)
 
 
 def shown() -> Any:

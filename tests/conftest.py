@@ -22,6 +22,11 @@ from jupyter_client.manager import KernelManager
 
 from nbdist.wire import rank_memory
 
+# A run in the background (`nohup make test &`) ignores these signals, and so would all that it starts.
+for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
+
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
 LINUX = rank_memory.POSSIBLE
 #: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.

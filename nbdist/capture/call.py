@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..notebook import cell_numbers, hidden_names
+from ..notebook import cell_numbers, is_hidden
 from ..wire.cache import SentCache
 from ..wire.messages import Header
 from ..wire.parcel import Parcel, pack
@@ -88,14 +88,13 @@ def pickle_call(
 ) -> Pickler:
     """Pickle a call; the pickler holds the result, and knows what became of what. Raises `CaptureError`."""
     given = names_given(imports) - set(need)
-    hidden = hidden_names()
 
     def skip(key: str, name: str) -> bool:
         value = main_namespace().get(name)
         if key == "__main__" and name in given:
             _warn_if_shadowed(name, value)
             return True
-        return key == "__main__" and name in hidden and hidden[name] is value
+        return key == "__main__" and is_hidden(name, value)
 
     need_in = dict.fromkeys(("__main__", namespace_key(fn)))
 
@@ -133,12 +132,9 @@ def _warn_if_shadowed(name: str, value: Any) -> None:
 
 def _sources(objects: Iterable[Any]) -> dict[str, str]:
     sources = {}
-    for obj in objects:
-        name = obj.__code__.co_filename if isinstance(obj, types.FunctionType) else None
-        if name is not None and name not in sources and not os.path.exists(name):
-            lines = linecache.getlines(name)
-            if lines:
-                sources[name] = "".join(lines)
+    for name in {obj.__code__.co_filename for obj in objects if isinstance(obj, types.FunctionType)}:
+        if not os.path.exists(name) and (lines := linecache.getlines(name)):
+            sources[name] = "".join(lines)
     return sources
 
 

@@ -111,6 +111,8 @@ class Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
         if isinstance(obj, Step):
             return obj.reduce(self._progress)
+        if type(obj) is types.FunctionType and obj in _READERS:
+            return NotImplemented
         number = self._known.get(id(obj))
         if number is not None:
             return reading.original, (number,)
@@ -119,8 +121,6 @@ class Pickler(cloudpickle.Pickler):
         if type(obj) is types.CodeType:
             return NotImplemented  # cloudpickle's, by its type
         if isinstance(obj, types.FunctionType):
-            if obj in _READERS:
-                return NotImplemented
             if importable(obj):
                 self.modules.add(obj.__module__)
                 return NotImplemented
@@ -227,7 +227,7 @@ class Pickler(cloudpickle.Pickler):
         for some_code, some_data in more:
             code += some_code
             data += some_data
-        return Open(), *code, Close(data)
+        return (Open(), *code, Close(data)) if code or data else ()
 
     def _own_name(self, obj: Any) -> list[Any]:
         """What lets the reader find `obj` by its name, if the notebook does."""

@@ -39,7 +39,7 @@ class SettingsSender:
     def __init__(self) -> None:
         self._patches = Patches()
         self._last: dict[str, Any] = {}
-        self._pickled: dict[str, bytes | None] = {}
+        self._pickled: dict[str, bytes] = {}
         self._modules: dict[str, set[str]] = {}
 
     def modules(self) -> set[str]:
@@ -49,21 +49,29 @@ class SettingsSender:
 
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
-        found = {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}
+        loaded, last = sys.modules, self._last
+        found = {name: read(loaded[module]) for name, (module, read) in _SOURCES.items() if module in loaded}
         found["patches"] = self._patches.find(lambda value: _pickle(value)[0] is None)
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
-            if name not in self._last or not _same(self._last[name], value) or (name == "patches" and value):
-                self._last[name], (self._pickled[name], self._modules[name]) = value, _pickle(value)
-                if value and name in _SOURCES:
-                    self._modules[name].add(_SOURCES[name][0])
-                if self._pickled[name] is None:
-                    warnings.warn(
-                        f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
-                        f"settings=False sends no settings.",
-                        stacklevel=2,
-                    )
-        return {name: pickled for name, pickled in self._pickled.items() if pickled is not None}
+            if name not in last or not _same(last[name], value) or (name == "patches" and value):
+                last[name] = value
+                self._take(name, value)
+        return dict(self._pickled)
+
+    def _take(self, name: str, value: Any) -> None:
+        self._pickled.pop(name, None)
+        pickled, self._modules[name] = _pickle(value)
+        if value and name in _SOURCES:
+            self._modules[name].add(_SOURCES[name][0])
+        if pickled is not None:
+            self._pickled[name] = pickled
+        else:
+            warnings.warn(
+                f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
+                f"settings=False sends no settings.",
+                stacklevel=3,
+            )
 
 
 #: Of this process.
@@ -91,29 +99,37 @@ class _Loggers:
     """Reads the settings of loggers: a hundred there are, of which nearly all are as libraries leave them."""
 
     def __init__(self) -> None:
-        self._last: Any = None
+        self._rows: list[tuple[Any, ...]] = []
+        self._formatters: dict[logging.Handler, logging.Formatter | None] = {}
         self._described: dict[logging.Handler, tuple[Any, ...]] = {}
-        self._read: dict[str, tuple[int, bool, bool, list[Any]]] = {}
+        self._read: dict[str, tuple[int, bool, bool, list[tuple[Any, ...]]]] = {}
 
     def __call__(self, module: Any) -> Any:
-        touched = [
-            (name, logger.level, logger.disabled, logger.propagate, logger.handlers[:])
-            for name, logger in [("", logging.root), *logging.root.manager.loggerDict.items()]
-            if isinstance(logger, logging.Logger)
+        every: dict[str, Any] = logging.root.manager.loggerDict
+        placeholder, root = logging.PlaceHolder, logging.root
+        rows = [
+            (name, logger.level, logger.disabled, logger.propagate, *logger.handlers)
+            for name, logger in every.items()
+            if type(logger) is not placeholder
             and (logger.handlers or logger.level or logger.disabled or not logger.propagate)
         ]
-        now = touched, [handler.formatter for *_, handlers in touched for handler in handlers]
-        # A handler that is not described has nothing else that is sent.
-        if now != self._last or any(describe_handler(own) != spec for own, spec in self._described.items()):
-            self._read_again(touched)
-            self._last = now
+        rows.append(("", root.level, root.disabled, root.propagate, *root.handlers))
+        # Whether a handler is described depends on its formatter alone, and only of those is anything else sent.
+        if (
+            rows != self._rows
+            or [handler.formatter for handler in self._formatters] != [*self._formatters.values()]
+            or [describe_handler(handler) for handler in self._described] != [*self._described.values()]
+        ):
+            self._read_again(rows)
         return logging.root.manager.disable, self._read
 
-    def _read_again(self, touched: list[tuple[str, int, bool, bool, list[logging.Handler]]]) -> None:
-        described = {handler: describe_handler(handler) for *_, handlers in touched for handler in handlers}
+    def _read_again(self, rows: list[tuple[Any, ...]]) -> None:
+        self._rows = rows
+        self._formatters = {handler: handler.formatter for row in rows for handler in row[4:]}
+        described = {handler: describe_handler(handler) for handler in self._formatters}
         self._described = {handler: spec for handler, spec in described.items() if spec is not None}
         self._read = {}
-        for name, level, disabled, propagate, handlers in touched:
+        for name, level, disabled, propagate, *handlers in rows:
             settings = level, disabled, propagate, [self._described[own] for own in handlers if own in self._described]
             if settings != (0, False, True, []) and name.partition(".")[0] not in _KERNEL_LOGGERS:
                 self._read[name] = settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from typing import Any
 
 from ..capture.imports import parse_imports
@@ -43,7 +44,7 @@ def _check_returns(fn: Any) -> None:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__name__", type(fn).__name__)
-    for code in (fn, type(fn).__call__):
+    for code in [fn] if isinstance(fn, types.FunctionType) else [fn, type(fn).__call__]:
         if inspect.iscoroutinefunction(code):
             raise TypeError(
                 f"{name} is a coroutine function: calling it runs nothing, and a coroutine cannot leave its rank. Give "

@@ -50,8 +50,7 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
 def who() -> dict[str, str]:
     """The variables that cells and calls have left in the rank, with their types."""
     found = {name: value for name, value in vars(shell.main).items() if not name.startswith("_")}
-    hidden = notebook.hidden_names()
-    return {name: type(value).__name__ for name, value in found.items() if hidden.get(name, found) is not value}
+    return {name: type(value).__name__ for name, value in found.items() if not notebook.is_hidden(name, value)}
 
 
 def complete(line: str, cursor: int) -> list[str]:

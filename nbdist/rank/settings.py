@@ -47,24 +47,31 @@ class Settings:
 
     def _logging(self, value: Any) -> None:
         disable, loggers = value
-        logging.disable(disable)
+        # What holds anyway is not set: that would copy most pages with loggers in each rank.
+        if disable != logging.root.manager.disable:
+            logging.disable(disable)
         for name in {*loggers, *self._last.get("logging", (0, {}))[1]}:
             level, disabled, propagate, handlers = loggers.get(name, (0, False, True, []))
             logger = logging.getLogger(name)
-            logger.setLevel(level)
-            logger.disabled, logger.propagate = disabled, propagate
+            if level != logger.level:
+                logger.setLevel(level)
+            if (disabled, propagate) != (logger.disabled, logger.propagate):
+                logger.disabled, logger.propagate = disabled, propagate
             others = [handler for handler in logger.handlers if describe_handler(handler) is None]
-            for old in logger.handlers:
-                if isinstance(old, logging.FileHandler):
-                    old.close()
-            logger.handlers[:] = [*(_handler(*spec) for spec in handlers), *others]
+            if handlers or others != logger.handlers:
+                for old in logger.handlers:
+                    if isinstance(old, logging.FileHandler):
+                        old.close()
+                logger.handlers[:] = [*(_handler(*spec) for spec in handlers), *others]
 
     def _warnings(self, value: Any) -> None:
         warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in value)]  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
     def _numpy_print(self, value: Any) -> None:
-        importlib.import_module("numpy").set_printoptions(**value)
+        numpy = importlib.import_module("numpy")
+        if numpy.get_printoptions() != value:
+            numpy.set_printoptions(**value)
 
     def _numpy_errors(self, value: Any) -> None:
         importlib.import_module("numpy").seterr(**value)
