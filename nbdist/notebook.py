@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import linecache
 import re
+import signal
 import sys
+import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
@@ -37,6 +40,22 @@ def forget_shown_traceback() -> None:
     shown_by = getattr(shell(), "InteractiveTB", None)
     if shown_by is not None:
         shown_by.tb = None
+
+
+def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool] | None]) -> None:
+    """Where there is IPython: let `%debug` after an exception with this `cause` call what `debug` gives, if it gives
+    something, with the cause; and do what it always does where that returns False."""
+    found: Any = shell()
+    if found is None:
+        return
+    original = type(found).debugger.__get__(found)
+
+    def debugger(force: bool = False) -> None:
+        look = debug() if force and getattr(getattr(sys, "last_value", None), "__cause__", None) is cause else None
+        if look is None or not look(cause):
+            original(force=force)
+
+    found.debugger = debugger
 
 
 def is_watched(message: Mapping[str, Any] | None) -> bool:
@@ -168,9 +187,18 @@ def show_figures() -> None:
             importlib.import_module(backend)  # which registers them, if it is the backend
 
 
+def in_main_thread() -> bool:
+    """Whether this is the thread of a kernel that runs its cells."""
+    return kernel_shell() is not None and threading.current_thread() is threading.main_thread()
+
+
 def register_comm(comm: Any) -> None:
-    """In a kernel: have what a front end says to the widget of `comm.comm_id` handed to `comm`."""
+    """In a kernel: have what a front end says to `comm.comm_id` handed to `comm`, which may stand for a widget."""
     kernel_shell().kernel.comm_manager.register_comm(comm)
+    if comm.target_name == "jupyter.widget":
+        with contextlib.suppress(ImportError):  # it answers front ends that ask for all widgets
+            importlib.import_module("ipywidgets")
+            _widgets()[comm.comm_id] = comm
 
 
 def own_comm(comm_id: str) -> Any:
@@ -178,10 +206,126 @@ def own_comm(comm_id: str) -> Any:
     return kernel_shell().kernel.comm_manager.comms.get(comm_id)
 
 
-def forget_comms(ids: list[str]) -> None:
-    """In a kernel: no longer do so."""
-    for comm_id in ids:
-        kernel_shell().kernel.comm_manager.comms.pop(comm_id, None)
+def forget_comm(comm_id: str) -> None:
+    """In a kernel: no longer hand over what is said to it."""
+    kernel_shell().kernel.comm_manager.comms.pop(comm_id, None)
+    _widgets().pop(comm_id, None)
+
+
+def _widgets() -> dict[str, Any]:
+    """The widgets that ipywidgets knows of, by their ids."""
+    module: Any = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None:
+        return {}
+    found: dict[str, Any] = module._instances if hasattr(module, "_instances") else module.Widget.widgets  # before 8.0
+    return found
+
+
+def embedded(widget: Any) -> Any:
+    """What ipywidgets saves of what stands for a widget."""
+    module: Any = sys.modules["ipywidgets.widgets.widget"]
+    return module.Widget._get_embed_state(widget)
+
+
+def send_state(comm_id: str, state: dict[str, Any], request: Mapping[str, Any]) -> None:
+    """In a kernel: answer a front end that asks for the state of a widget."""
+    module: Any = sys.modules.get("ipywidgets.widgets.widget")
+    paths, buffers = [], []
+    if module is not None:
+        state, paths, buffers = module._remove_buffers(state)
+    data = {"method": "update", "state": state, "buffer_paths": paths}
+    kernel = kernel_shell().kernel
+    kernel.session.send(
+        kernel.iopub_socket, "comm_msg", {"comm_id": comm_id, "data": data}, parent=request, buffers=buffers
+    )
+
+
+class Requests:
+    """What front ends ask a kernel whose main thread is in a cell: that thread can look at it, and take some.
+
+    A page that is loaded again gets the answers that it needs for its widgets. All else is left for after the cell.
+
+    Args:
+        take: Takes what is said to a comm; False leaves it, too.
+    """
+
+    #: What is answered at once, as it changes nothing.
+    _ANSWERED = ("kernel_info_request", "comm_info_request")
+    _CONTROL = "jupyter.widget.control"
+
+    def __init__(self, take: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._kernel, self._take = kernel_shell().kernel, take
+        # From ipykernel 7 on a thread reads what front ends send, and passes it on to the main one.
+        reader = getattr(self._kernel, "shell_channel_thread", None)
+        manager = None if reader is None else reader.manager
+        self._stream = self._kernel.shell_stream if manager is None else manager._shell_channel_to_main.to_stream
+        self._answers = self._stream if manager is None else manager.get_subshell_to_shell_channel_socket(None)
+        self._leave = self._stream._recv_callback
+        self._stream.on_recv(self._hear, copy=False)
+
+    def look(self) -> None:
+        """Take what there is."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # or an interrupt could lose a message
+        try:
+            self._stream.flush()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def close(self) -> None:
+        """Take no more."""
+        self._stream.on_recv(self._leave, copy=False)
+
+    def _hear(self, frames: list[Any]) -> Any:
+        session = self._kernel.session
+        try:
+            idents, parts = session.feed_identities(frames, copy=False)
+            message = session.deserialize(parts, content=False, copy=False)
+            message["content"] = session.unpack(message["content"])
+        except Exception:  # the kernel says what is wrong with it
+            return self._leave(frames)
+        if self._is_answered(message):
+            with self._status(message):
+                self._answer(idents, message)
+            return None
+        if message["msg_type"] not in ("comm_msg", "comm_close") or not self._take(message):
+            return self._leave(frames)
+        with self._status(message):  # a front end waits for that before it says more to the same widget
+            return None
+
+    def _is_answered(self, message: Mapping[str, Any]) -> bool:
+        kind, content = message["msg_type"], message["content"]
+        if kind == "comm_open":
+            return bool(content.get("target_name") == self._CONTROL)
+        comm = self._kernel.comm_manager.comms.get(content.get("comm_id"))
+        return kind in self._ANSWERED or (comm is not None and comm.target_name == self._CONTROL)
+
+    def _answer(self, idents: Any, message: Mapping[str, Any]) -> None:
+        answer = self._kernel.shell_handlers[message["msg_type"]](self._answers, idents, message)
+        if inspect.iscoroutine(answer):
+            with contextlib.suppress(StopIteration):
+                answer.send(None)  # to its end: it waits for nothing
+            answer.close()
+
+    @contextlib.contextmanager
+    def _status(self, message: Mapping[str, Any]) -> Iterator[None]:
+        self._send_status("busy", message)
+        try:
+            yield
+        finally:
+            self._send_status("idle", message)
+            self._send_status("busy", self._kernel.get_parent())  # or front ends take the cell for done
+
+    def _send_status(self, state: str, parent: Mapping[str, Any]) -> None:
+        kernel, content = self._kernel, {"execution_state": state}
+        kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=kernel._topic("status"))
+
+
+def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+    """In a rank: let a widget hear what was done to it in the page."""
+    manager = sys.modules["comm"].get_comm_manager() if "comm" in sys.modules else shell().kernel.comm_manager
+    comm = manager.comms.get(content["comm_id"])
+    if comm is not None:  # or it was closed meanwhile
+        comm.handle_msg({"content": content, "buffers": buffers})
 
 
 def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[str, Any]) -> None:
@@ -234,14 +378,19 @@ def _comm_class(base: Any, kernel: Any, send: Callable[..., None]) -> Any:
             **keys,
         )
 
+    def handle_msg(self: Any, msg: dict[str, Any]) -> None:
+        # Without the events of a cell, which show figures: the function may just be drawing one.
+        if self._msg_callback is not None:
+            self._msg_callback(msg)
+
     # A property, since the old class has a trait of that name that takes nothing but a real kernel.
     own_kernel = property(lambda self: kernel, lambda self, value: None)
-    names = {"kernel": own_kernel, "publish_msg": publish_msg, "_publish_msg": publish_msg}  # _: before ipykernel 6.18
-    return type("RankComm", (base,), names)
+    names = {"kernel": own_kernel, "publish_msg": publish_msg, "handle_msg": handle_msg}
+    return type("RankComm", (base,), {**names, "_publish_msg": publish_msg})  # as it is called before ipykernel 6.18
 
 
 class _Comms:
-    """What comms register at where there is no package `comm`. Nothing that a view says gets to a rank."""
+    """What comms register at where there is no package `comm`."""
 
     def __init__(self) -> None:
         self.comms: dict[str, Any] = {}

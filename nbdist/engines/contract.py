@@ -113,6 +113,10 @@ class Ranks(Protocol):
         """Let a rank break off what it waits for in its process groups. `peers` are the other ranks' ends of its
         connections to them."""
 
+    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        """Let a widget of a rank hear at once what was done to it in the page, whatever the rank is busy with; whether
+        it has got that, as far as is known. From any thread."""
+
     def connections(self) -> list[list[Connection]]:
         """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""
 

@@ -126,7 +126,8 @@ class LocalRanks:
         self._stacks: list[socket.socket] = []  # for each rank, where it is asked for its stack
         # Another thread may ask for a stack while the ranks are given up.
         self._asking = [threading.RLock() for _ in range(world_size)]
-        self._questions = itertools.cycle(range(1, 255))
+        self._ordering = threading.RLock()  # several may have orders, and then that they are given up
+        self._questions = itertools.cycle(range(1, 256))
         make_room(world_size, each=5)  # a channel, two pipes, where it is asked for its stack, and the process itself
         self._watch = Watch(world_size)
         self._server, self._number = server, -1
@@ -162,7 +163,7 @@ class LocalRanks:
 
     def after_fork(self) -> None:
         """In a child of this process: the ranks are not its own."""
-        self._asking = [threading.RLock() for _ in self._asking]
+        self._asking, self._ordering = [threading.RLock() for _ in self._asking], threading.RLock()
         ends = [*map(Channel.fileno, self.channels), *map(socket.socket.fileno, self._stacks)]
         blind(*ends, *itertools.chain.from_iterable(self.outputs))
 
@@ -225,13 +226,19 @@ class LocalRanks:
             return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
 
     def abort(self, rank: int, peers: Sequence[Address]) -> None:
-        if rank in self._watch.alive:
-            stacks.ask_to_abort(self._stacks[rank], peers)
+        self._order(rank, "abort", peers)
+
+    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        return self._order(rank, "widget", content, buffers)
+
+    def _order(self, rank: int, *order: Any) -> bool:
+        with self._ordering:
+            return rank in self._watch.alive and bool(self._stacks) and stacks.order(self._stacks[rank], *order)
 
     def tell_preemption(self) -> None:
         """Tell all ranks that a machine of theirs will be taken away."""
         for rank in list(self._watch.alive):
-            stacks.tell_preemption(self._stacks[rank])
+            self._order(rank, "preemption")
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}
@@ -252,7 +259,7 @@ class LocalRanks:
                 channel.close()
             self._wait_for_exits(5.0)
             with contextlib.ExitStack() as nobody_asks:
-                for lock in self._asking:
+                for lock in [*self._asking, self._ordering]:
                     nobody_asks.enter_context(lock)
                 for fd in itertools.chain.from_iterable(self.outputs):
                     os.close(fd)

@@ -52,7 +52,8 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
     start.add_argument("--timeout", type=float, help="seconds that a cell may take")
     start.add_argument("--output", default="rank0", **_OUTPUT)
     start.add_argument("--seed", type=int)
-    start.add_argument("--hold-on-error", action="store_true", help="keep the frames of an error for post-mortem")
+    held = "keep the frames of an error for post-mortem; CPU ranks do in any case"
+    start.add_argument("--hold-on-error", action="store_true", default=None, help=held)
     for name in ("status", "stacks", "who", "history", "restart", "stop"):
         command(name, getattr(magics, name))
     command("use", magics.use).add_argument("name")

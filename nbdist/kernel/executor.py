@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..capture.call import Call
 from ..engines.contract import Engine
 from ..errors import NbdistError, RankDied, RemoteTraceback
+from ..notebook import shell
 from .cell import Cell
+from .comms import Between
 from .debugger import Keyboard
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
@@ -65,6 +67,8 @@ class Executor:
         self._dead = ""  # why calls are refused until `restart`
         self._lost = ""  # why the next call has fresh ranks
         self.closed = False
+        self.between: Callable[[], Between | None] = lambda: None
+        """Gives what lets a widget's rank hear the page between calls."""
 
     @property
     def layout(self) -> Layout:
@@ -148,7 +152,8 @@ class Executor:
             return values
         except BaseException as exc:
             if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
-                looks = "post_mortem() looks" if self._keep_frames else "hold_on_error=True, then post_mortem() looks"
+                looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
+                looks = looks if self._keep_frames else f"hold_on_error=True, then {looks}"
                 exc.__cause__.inside = f"{looks} inside"
             if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
                 group.relay.cell.notice(describe_exit(exc))
@@ -191,6 +196,7 @@ class Executor:
             self.group = Group(self._engine, self._layout, cell, least)
             self._started = True
             self.logs = self.group.relay.logs
+            self.group.relay.comms.between = self.between
             size, wanted = len(self.group.layout.devices), len(self._layout.devices)
             if size < wanted:
                 cell.notice(
@@ -211,6 +217,14 @@ class Executor:
         group.join()  # so that the user can ask it for its rank, and the like
         group.send(rank, "debug")
         self._wait_for(group, Waiting(group, [rank], "post_mortem", keyboard=Keyboard(group, commands)))
+
+    def hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
+        """Let a widget of a rank hear what was done to it in the page, and show what comes of that."""
+        group = self.group
+        if group is not None and not self._dead:
+            group.relay.begin(cell, "rank0", rank)
+            group.send(rank, "widget", said, buffers)
+            self._wait_for(group, Waiting(group, [rank], "widget"))
 
     def empty_cache(self, cell: Cell) -> None:
         """Let the ranks, if there are any, give back memory of their GPUs that is free."""

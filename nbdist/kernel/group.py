@@ -15,6 +15,7 @@ from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
 from ..wire.messages import World
 from .cell import Cell
+from .comms import Comms
 from .gpu_errors import explain_gpu_error
 from .output import Relay
 
@@ -76,7 +77,7 @@ class Group:
         self._fresh = True
         self._joined = False
         self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
-        self._end = weakref.finalize(self, _leave, self.ranks, self.doing)
+        self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
         self.underway = False
         """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
         self._memory: dict[int, int | None] = {}
@@ -176,9 +177,12 @@ class Group:
     def end(self, grace: float) -> None:
         """Let the ranks leave, kill after `grace` seconds those that have not."""
         if self._end.detach() is not None:
+            self.relay.comms.close()
             self.ranks.close(grace)
 
 
-def _leave(ranks: Ranks, doing: Sequence[Doing]) -> None:
+def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:
     """End ranks that nobody refers to any more, or whose kernel ends."""
+    with contextlib.suppress(Exception):  # where the kernel ends, nothing can be shown any more
+        comms.close()
     ranks.close(0.0 if any(one.state == "running" for one in doing) else GRACE_TO_LEAVE)

@@ -74,7 +74,7 @@ class DdpMagics(Magics):
         %ddp logs RANK                                what a rank has written
         %ddp push NAME ...                            send variables of the notebook to all ranks
         %ddp pull NAME ...                            bring variables of rank 0 into the notebook
-        %ddp post-mortem [RANK]                       pdb in a rank that raised (start --hold-on-error)
+        %ddp post-mortem [RANK]                       pdb in a rank that raised (GPUs: start --hold-on-error)
         %ddp who                                      the variables that live in rank 0
         %ddp history                                  the cells that the ranks have run
         %ddp use NAME                                 run cells on the ranks of a Session of the notebook

@@ -10,6 +10,7 @@ from ..engines.contract import Ranks
 from ..wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
 from .cell import Cell
 from .columns import Columns
+from .comms import Comms
 from .flood import LINES, Excerpt
 
 #: Characters of output kept of each rank; older text is dropped first.
@@ -42,6 +43,7 @@ class Relay:
     def __init__(self, ranks: Ranks) -> None:
         self._read = ranks.read
         self.logs = [Log() for _ in ranks.pids]
+        self.comms = Comms(ranks)
         self.begin(Cell(), "none", 0)
         # By rank: what makes sense of what comes there.
         self._readers = [(FrameReader(STDOUT), FrameReader(STDERR)) for _ in ranks.pids]
@@ -89,16 +91,22 @@ class Relay:
             name, content = what
             if name == "display":
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            shown = self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first)
+            if name.startswith("comm_"):
+                self.comms.pass_on(rank, name, content, self.cell, shown and self._columns is None)
             if self._columns is not None:
                 self._columns.message(rank, name, content)
                 return
             if self._show == "all" and name == "display" and not content["update"]:
                 self._end_line(rank)
                 self._excerpt.text(f"[rank {rank}]\n", STDOUT)
-            if self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first):
+            if shown:
                 if not content.get("update"):
                     self._excerpt.interrupt()
-                self.cell.message(name, content)
+                if name == "display":
+                    self.comms.note_view(content, self.cell)
+                if not name.startswith("comm_"):
+                    self.cell.message(name, content)
             return
         self.logs[rank].write(what)
         if self._columns is not None:

@@ -20,7 +20,8 @@ from ..capture.need import Names
 from ..capture.scattering import for_each_rank
 from ..devices import VISIBLE, choose_backend
 from ..engines.ray.options import RayOptions
-from ..errors import NbdistError, entry, summary
+from ..errors import NbdistError, RemoteTraceback, entry, summary
+from ..notebook import debug_instead
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
@@ -78,7 +79,8 @@ class Session:
         start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
             "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
             without being refused there, and for variables of `env` that any library reads while it is imported.
-        hold_on_error: Ranks keep the frames of a call that raised, for `post_mortem`, until the next call.
+        hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
+            None: those that have no GPU, whose memory such frames would keep.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
@@ -115,7 +117,7 @@ class Session:
         settings: bool = True,
         engine: str | RayOptions | None = None,
         start: str = "forkserver",
-        hold_on_error: bool = False,
+        hold_on_error: bool | None = None,
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
@@ -137,14 +139,12 @@ class Session:
         name, notice = choose_backend(chosen, options.pop("backend", None), visible)
         layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
         self._settings = settings
+        keep = set(chosen) == {"cpu"} if hold_on_error is None else hold_on_error
         self._executor = Executor(
-            self._engine,
-            layout,
-            timeout=timeout,
-            keep_frames=hold_on_error,
-            restarts=restarts,
-            min_ranks=min_ranks,
+            self._engine, layout, timeout=timeout, keep_frames=keep, restarts=restarts, min_ranks=min_ranks
         )
+        self._raised: RemoteTraceback | None = None  # of the last call that has raised
+        self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
@@ -306,7 +306,7 @@ class Session:
         """
         request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
         with contextlib.closing(request.call.parcel):
-            return self._lock.in_turn(lambda: self._executor.carry_out(request, Cell()))
+            return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
     def logs(self, rank: int) -> str:
         """What a rank has written, shown or not: the last million characters since the ranks started."""
@@ -348,7 +348,7 @@ class Session:
             commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
         Raises:
-            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
+            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error`.
         """
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
@@ -356,13 +356,20 @@ class Session:
         held = self.held_ranks()
         if not held:
             raise NbdistError(
-                "no rank is held: post_mortem() follows a call that raised in a rank, in a session with "
-                "hold_on_error=True, before any other call"
+                "no rank is held: post_mortem() follows a call that raised in a rank, before any other call; with "
+                "GPUs, or in in_ddp, hold_on_error=True has to be said"
             )
         rank = held[0] if rank is None else rank
         if rank not in held:
             raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
         self._executor.debug(rank, commands, Cell())
+
+    def _debug_raised(self, remote: RemoteTraceback) -> bool:
+        """What `%debug` does after a call has raised: whether there was anything to look at."""
+        if remote is not self._raised or not self.held_ranks():
+            return False
+        self.post_mortem()
+        return True
 
     def held_ranks(self) -> list[int]:
         """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
@@ -424,6 +431,13 @@ class Session:
         if not 0 <= rank < self.nranks:
             raise ValueError(f"there is no rank {rank}: this session has ranks 0 to {self.nranks - 1}")
 
+    def _hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
+        """Let a widget of a rank hear what was done to it in the page; False while a call runs."""
+        if self._lock.busy():
+            return False
+        self._lock.in_turn(lambda: self._executor.hear_widget(rank, said, buffers, cell))
+        return True
+
     def _cancel_background(self) -> None:
         for future in list(self._background):
             future.cancel()
@@ -456,9 +470,18 @@ class Session:
         what = getattr(fn, "__name__", type(fn).__name__)
         return Request(call, seeds, targets, everyone, output, self._lines, what)
 
+    def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:
+        try:
+            return self._executor.carry_out(request, cell, stop)
+        except Exception as exc:
+            if isinstance(exc.__cause__, RemoteTraceback) and self.held_ranks():
+                self._raised = exc.__cause__
+                debug_instead(self._raised, weakref.WeakMethod(self._debug_raised))
+            raise
+
     def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
         try:
-            return self._executor.carry_out(request, cell, stop)[0]
+            return self._carry_out(request, cell, stop)[0]
         except KeyboardInterrupt:  # it was cancelled
             raise
         except BaseException as exc:

@@ -18,6 +18,7 @@ from ..wire import rank_memory
 from ..wire.connections import Address, between
 from ..wire.parcel import Parcel
 from . import stacks
+from .comms import Page
 from .debugger import Keyboard
 from .futures import Stop
 from .group import Group
@@ -37,6 +38,9 @@ GRACE_BEFORE_ABORT = 2.0
 #: progress bar, are spared a kernel that wakes up each time, on a core that they need. The first line after a pause is
 #: seen at once.
 OUTPUT_INTERVAL = 0.3
+
+#: Seconds from which on a call is told that ranks waited for others, and the share of its time from which on.
+LONG_CALL, MUCH_WAITING = 10.0, 0.2
 
 #: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
 _LOST_PEER = re.compile(
@@ -89,8 +93,10 @@ class Waiting:
         self._timeout, self._originals, self._stop = timeout, originals, stop
         refusal = "" if stop is None else "a call in the background has no cell that could ask"
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
+        self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
-        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._begin = time.monotonic()
+        self._deadline = None if timeout is None else self._begin + timeout
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
         self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
         self._grace = 0.0  # seconds that they get after that
@@ -99,6 +105,7 @@ class Waiting:
         self._patient = False  # the loss of a rank was waited for
         self._unfit: set[int] = set()  # not waited for any more, and not fit for another call
         self._answers: dict[int, Parcel | None] = {}
+        self._waited: dict[int, float] = {}  # seconds for other ranks, where that was more than a moment
         self._copied: dict[int, list[memoryview]] = {}  # big buffers of answers that are about to come
         self._failures: list[_Failure] = []
         for rank in self.pending:
@@ -126,6 +133,7 @@ class Waiting:
             self._relay.flush()
             if interrupted or self._failures:
                 raise self._failure(interrupted)
+            self._tell_of_waiting()
             answers = [self._answers[rank] for rank in sorted(self._answers)]
             try:
                 return [None if parcel is None else load(parcel, self._originals) for parcel in answers]
@@ -133,10 +141,23 @@ class Waiting:
                 why = f"{type(exc).__name__}: {text_of(exc)}"
                 raise CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})") from exc
         finally:
+            self._page.close()
+            self._relay.comms.end_call()
             self._relay.cell.close()
             for parcel in self._answers.values():
                 if parcel is not None:
                     parcel.close()
+
+    def _tell_of_waiting(self) -> None:
+        """Say that ranks of a long call waited for another, if they did so for much of the time."""
+        took = time.monotonic() - self._begin
+        shares = {rank: self._waited.get(rank, 0.0) / took for rank in self._answers}
+        most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
+        if took > LONG_CALL and shares[most] > MUCH_WAITING and most != least:
+            self._relay.cell.notice(
+                f"rank {most} waited {100 * shares[most]:.0f} % of the time for others, rank {least} "
+                f"{100 * shares[least]:.0f} %: it is the one that they wait for. session.profile shows what it does"
+            )
 
     def _failure(self, interrupted: bool) -> BaseException:
         """The exception to raise: the root cause, with the other ranks' failures listed under it."""
@@ -174,7 +195,8 @@ class Waiting:
     def _step(self, listener: Listening) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
-            listener.select(self._keyboard.soon(left))
+            listener.select(self._page.soon(self._keyboard.soon(left)))
+            self._page.look()
             self._ask_user()
         elif self._leaving and not self._aborted:
             self._abort()
@@ -286,6 +308,8 @@ class Waiting:
             if parcel is not None:
                 parcel.buffers = self._copied.pop(rank, [])
             self._group.note(rank, "idle")
+            if len(message) > 2:
+                self._waited[rank] = message[2]
             if not message[1]:
                 self._group.leave()
         if self._leaving:

@@ -6,7 +6,9 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from .. import notebook
 from ..integrations import fastai
 from ..wire.channel import Channel
 from ..wire.messages import Header, Setting, World
@@ -59,6 +61,7 @@ class Rank:
             "call": self._call,
             "debug": self._debug,
             "empty_cache": self._empty_cache,
+            "widget": self._widget,
             "begin": self._mapper.begin,
             "items": self._items,
         }
@@ -131,13 +134,21 @@ class Rank:
         _fds: list[int],
     ) -> Answer:
         self._keep_frames, self._frames = keep_frames, None
+        before = _waited()
         value = self._caller.run(header, seeds, place, restarts, parcel)
+        waited = _waited() - before
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
-        return self._outcomes.value(value, grouped, answers)
+        return self._outcomes.value(value, grouped, answers, waited)
 
     def _empty_cache(self, _parcel: None, _fds: list[int]) -> Answer:
         gpu_state.empty_cache()
+        return ("done", True), None
+
+    def _widget(self, content: dict[str, Any], buffers: Sequence[bytes], _parcel: None, _fds: list[int]) -> Answer:
+        """Between calls: let a widget hear what was done to it in the page."""
+        notebook.hear_comm(content, buffers)
+        shell.after_call()
         return ("done", True), None
 
     def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
@@ -155,3 +166,9 @@ class Rank:
         if self._keep_frames:
             self._frames = tb
         return self._outcomes.error(exc, tb, ends)
+
+
+def _waited() -> float:
+    """Seconds that this process has waited for other ranks, as far as that is counted: in nbdist's own collectives."""
+    collectives = sys.modules.get("nbdist.wire.shared_collectives")
+    return 0.0 if collectives is None else float(collectives.waited)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import faulthandler
@@ -11,13 +12,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from ..wire import stacks
 from ..wire.channel import Channel
+from ..wire.connections import Address
 from ..wire.forking import RankDescriptors
-from . import leaving, preemption, streams
+from . import leaving, preemption, streams, widgets
 from .loop import Rank
 from .world import abort
 
@@ -56,7 +58,7 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.close(fds.stdout)
         os.close(fds.stderr)
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
-        stacks.answer(fds.stacks, abort, preemption.tell)
+        stacks.answer(fds.stacks, {"abort": _abort, "widget": widgets.hear, "preemption": preemption.tell})
         code = Rank(Channel(socket.socket(fileno=fds.channel))).serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()
@@ -66,3 +68,7 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
     finally:
         streams.flush()
         os._exit(status)
+
+
+def _abort(peers: Sequence[Address]) -> None:
+    _thread.start_new_thread(abort, (peers,))  # a communicator may take its time

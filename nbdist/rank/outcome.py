@@ -48,15 +48,17 @@ class Outcomes:
         self.reads_memory = False
         """Whether the kernel may read big answers out of this process's memory."""
 
-    def value(self, value: Any, grouped: bool, wanted: bool) -> Answer:
+    def value(self, value: Any, grouped: bool, wanted: bool, waited: float) -> Answer:
         """The answer of a call that has returned.
 
         Args:
             value: What it returned.
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
+            waited: Seconds that it waited for other ranks; less than one is not told.
         """
-        return ("done", grouped), self._pack(value, self._caller.originals, offer=True) if wanted else None
+        done = ("done", grouped, waited) if waited > 1.0 else ("done", grouped)
+        return done, self._pack(value, self._caller.originals, offer=True) if wanted else None
 
     def items(self, seconds: float, values: list[Any]) -> Answer:
         """The answer of a worker: what its items took, and gave."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..wire.stacks import NOTICES
+from ..wire.messages import NOTICES
 
 _told = False
 

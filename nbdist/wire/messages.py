@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from .rendezvous import RendezvousAddress
 
+#: The variable that is set in ranks which may be told that a machine of theirs will be taken away: those on a cluster.
+NOTICES = "NBDIST_NOTICES"
+
 
 class Slot(NamedTuple):
     """Where a rank runs, in the words of torchrun, and what of the node is its own."""

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from .segments import Segment
 
 #: Bytes of a part that are exchanged at once: they stay in the processor's cache.
 _PIECE = 1 << 20
+
+#: Seconds that this process has waited for other ranks here.
+waited = 0.0
 
 
 class _File(NamedTuple):
@@ -97,11 +101,14 @@ class SharedCollectives:
             os.write(outbox[parity], mark)
         wanted = mark * (self._size - 1)
         heard = b""
+        begin = time.perf_counter()
         while len(heard) < len(wanted):
             more = os.read(self._inboxes[parity], len(wanted) - len(heard))
             if not more:
                 raise RuntimeError("connection closed by peer: another rank has ended")
             heard += more
+        global waited
+        waited += time.perf_counter() - begin
         if heard != wanted:
             raise RuntimeError(f"the ranks' tensors differ in size: {part.nbytes} bytes here")
         yield parts

@@ -1,5 +1,5 @@
-"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, breaks off what it
-waits for in a process group, and hears that its machine will be taken away. Both ends of that.
+"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, and takes orders, such
+as to break off what it waits for in a process group. Both ends of that.
 
 `faulthandler` alone would do, at any moment, but it reads frames that a thread is just changing, and a rank that is
 busy in Python code may die of that (python/cpython#116008; with 3.13 some asking is enough). So a thread of the rank's
@@ -12,31 +12,33 @@ from __future__ import annotations
 import _thread
 import contextlib
 import faulthandler
-import json
 import os
+import pickle
+import select
 import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping
 from types import FrameType
+from typing import Any
 
 from .channel import readable
-from .connections import Address
 from .forking import STACK_SIGNAL
 
-#: What is no question, but asks to abort: then the size of a list of addresses, and the list.
-_ABORT = b"\0"
-#: Nor is this: it tells of a preemption.
-_PREEMPTION = b"\xff"
-_SIZE = struct.Struct("<I")
+#: What is no question, but part of an order: whether it is the first one, and the last; its size; the part.
+_ORDER = b"\0"
+_PART = struct.Struct("<??I")
+#: Bytes of a part. One that finds no room must not be cut in two: what follows would make no sense.
+_PART_SIZE = 1 << 13
 #: A zero, which no text has; the number of the question; the length of the text that follows.
 _ANSWER = struct.Struct("<ccI")
 #: Seconds without an answer after which C code must have the GIL: a thread gets it from Python code in milliseconds,
 #: but on a machine that has more to do than cores it waits for one of these, too.
 PATIENCE = 1.0
-#: The variable that is set in ranks which may be told so: those on a cluster.
-NOTICES = "NBDIST_NOTICES"
+#: Seconds that an order waits for a rank that takes none: C code has its GIL, or it is stopped.
+_PATIENCE_TO_ORDER = 1.0
 #: Frames that are told of a stack, innermost first.
 _MOST = 100
 
@@ -46,7 +48,7 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: Of the question, from 1 to 254; not that of one just before.
+        number: Of the question, from 1 to 255; not that of one just before.
         insist: Sends `STACK_SIGNAL`. Called after a while without an answer.
     """
     question = bytes([number])
@@ -90,42 +92,57 @@ def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
     return answers, written
 
 
-def ask_to_abort(sock: socket.socket, peers: Sequence[Address]) -> None:
-    """In the kernel: let a rank break off what it waits for in its process groups.
+def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
+    """In the kernel: let a rank do something; whether it has got that. One thread at a time may.
 
     Args:
         sock: The kernel's end of the socket at which the rank answers.
-        peers: The other ranks' ends of the rank's connections to them.
+        what, arguments: The name of one of the actions given to `answer`, and what that takes.
     """
-    addresses = json.dumps(peers).encode()
-    with contextlib.suppress(OSError):  # it is gone, or has not read what it was asked before
-        sock.send(_ABORT + _SIZE.pack(len(addresses)) + addresses)
+    data = pickle.dumps((what, arguments))
+    deadline = time.monotonic() + _PATIENCE_TO_ORDER
+    for start in range(0, len(data), _PART_SIZE):
+        part = data[start : start + _PART_SIZE]
+        rest = memoryview(_ORDER + _PART.pack(start == 0, start + len(part) == len(data), len(part)) + part)
+        while rest:
+            try:
+                rest = rest[sock.send(rest) :]
+            except BlockingIOError:
+                if not _writable(sock, deadline - time.monotonic()):
+                    return False
+            except OSError:  # it is gone
+                return False
+    return True
 
 
-def tell_preemption(sock: socket.socket) -> None:
-    """Tell a rank, from its engine, that a machine of the ranks will be taken away."""
-    with contextlib.suppress(OSError):  # it is gone
-        sock.send(_PREEMPTION)
+def _writable(sock: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    return seconds > 0 and bool(poll.poll(seconds * 1000))
 
 
-def answer(fd: int, abort: Callable[[Sequence[Address]], None], preempted: Callable[[], None]) -> None:
-    """In a rank's main thread: from now on answer at `fd`, `abort` when asked to, call `preempted` when told so; all in
-    a thread."""
+def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
+    """In a rank's main thread: from now on, answer at `fd` and do what is ordered, in a thread.
+
+    Args:
+        fd: The rank's end of the socket.
+        actions: By name, what can be ordered. They return at once: stacks are still asked for.
+    """
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
-    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), abort, preempted))
+    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), actions))
 
 
-def _serve(fd: int, main: int, abort: Callable[[Sequence[Address]], None], preempted: Callable[[], None]) -> None:
+def _serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    order = b""
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
         while question := os.read(fd, 1):
-            if question == _ABORT:
-                peers = json.loads(_read(fd, *_SIZE.unpack(_read(fd, _SIZE.size))))
-                # In a thread of its own: a communicator may take its time, and stacks are still asked for.
-                _thread.start_new_thread(abort, ([tuple(peer) for peer in peers],))
-                continue
-            if question == _PREEMPTION:
-                preempted()
+            if question == _ORDER:
+                first, last, size = _PART.unpack(_read(fd, _PART.size))
+                order = _read(fd, size) if first else order + _read(fd, size)
+                if last:
+                    what, arguments = pickle.loads(order)
+                    actions[what](*arguments)
                 continue
             text = _written(sys._current_frames().get(main)).encode(errors="backslashreplace")
             data = _ANSWER.pack(b"\0", question, len(text)) + text

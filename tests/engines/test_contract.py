@@ -463,6 +463,31 @@ def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None
         assert own.run(sums) == 2.0
 
 
+def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
+    def waits() -> list[Any]:
+        from nbdist import notebook
+
+        heard: list[Any] = []
+        notebook.hear_comm = lambda content, buffers: heard.append((content, list(buffers)))
+        while not heard:
+            sum(range(1000))
+        return heard[0]
+
+    with Session(2, engine=engine) as own:
+        own.run(int)
+        future = own.submit(waits, ranks=[1])
+        group = own._executor.group
+        assert group is not None
+
+        def heard() -> bool:
+            assert group.ranks.tell_widget(1, {"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)])
+            time.sleep(0.1)
+            return future.done()
+
+        assert poll(heard, 30)
+        assert future.result() == ({"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)])
+
+
 # -------------------------------------------------------------------------------------------------------- in a notebook
 
 

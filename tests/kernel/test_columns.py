@@ -128,6 +128,32 @@ def test_pictures_of_widgets() -> None:
     assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
 
 
+def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
+    widgets = Widgets()
+
+    def seen(kind: str, **state: Any) -> str:
+        common = {"_model_name": kind, "_model_module": "@jupyter-widgets/controls", "_view_name": "View"}
+        widgets.hear("comm_open", kind, {"state": {**common, **state}})
+        return widgets.picture(kind) or ""
+
+    assert ">7<" in seen("IntSliderModel", value=7) and "rate" in seen("IntSliderModel", value=7, description="rate")
+    assert "Go" in seen("ButtonModel", description="Go") and "<button" not in seen("ButtonModel", description="Go")
+    assert "\N{BALLOT BOX WITH CHECK}" in seen("CheckboxModel", value=True)
+    assert "b, c" in seen("SelectMultipleModel", _options_labels=["a", "b", "c"], index=[1, 2])
+    assert ">b<" in seen("DropdownModel", _options_labels=["a", "b"], index=1)
+    assert "&lt;i&gt;" in seen("TextModel", value="<i>") and seen("TabModel", children=[]) == ""
+    assert "have ended" in seen("VBoxModel", children=["IPY_MODEL_ButtonModel", "IPY_MODEL_TextModel"])
+    assert "have ended" not in seen("HTMLModel", value="text")
+
+
+def test_what_is_binary_in_a_state_is_put_in_its_place() -> None:
+    widgets = Widgets()
+    state = {"_model_name": "OtherModel", "traces": [{"x": {"shape": [1]}}]}
+    widgets.hear("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])
+    assert widgets.state("plot")["traces"] == [{"x": {"shape": [1], "value": b"1"}}]
+    assert state["traces"] == [{"x": {"shape": [1]}}], "what goes to the page is as it was"
+
+
 def test_a_widget_of_the_notebook_shows_what_ranks_do_to_it(notebook: Kernel) -> None:
     code = """
     import ipywidgets

@@ -154,14 +154,30 @@ def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
 
 def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
     seen = notebook.run("session.run(lambda: 1 / 0)").plain_traceback
-    assert re.search(r"raised ZeroDivisionError \(hold_on_error=True, then post_mortem\(\) looks inside\)", seen), seen
-    seen = notebook.run("in_ddp(1, lambda: 1 / 0, hold_on_error=True)").plain_traceback
-    assert "raised ZeroDivisionError (post_mortem() looks inside)" in seen
+    assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) looks inside\)", seen), seen
+    seen = notebook.run("in_ddp(1, lambda: 1 / 0)").plain_traceback
+    assert "raised ZeroDivisionError (hold_on_error=True, then %debug or post_mortem() looks inside)" in seen
+
+
+def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:
+    notebook.run("def train(x):\n    return x / (x - x)\ndef caller(mine):\n    session.run(train, mine)\ncaller(41)")
+    prompts, text = typed(notebook, "%debug", "p x + 1", "q")
+    assert "42\n" in text and "-> return x / (x - x)" in text and "nbdist/" not in text, text
+    assert set(prompts) == {"(rank 0) "} or set(prompts) == {"(rank 1) "}
+    _, text = typed(notebook, "%debug", "p x + 2", "q")
+    assert "43\n" in text, "again, as often as one likes"
+    notebook.run("own = 6\nown / 0")
+    _, text = typed(notebook, "%debug", "p own + 1", "q")
+    assert "7\n" in text, "another exception is looked at as ever"
+    notebook.run("caller(1)")
+    notebook.ok("try:\n    session.run(int, 'x')\nexcept ValueError:\n    session.run(int)")
+    _, text = typed(notebook, "%debug", "p mine", "q")
+    assert "1\n" in text, "the frames of the rank are gone with the next call, those of the notebook are not"
 
 
 def test_debug_opens_in_the_cell_that_called(notebook: Kernel) -> None:
     notebook.run("1 / 0")
-    notebook.run("def caller(mine):\n    session.run(lambda: 1 / 0)\ncaller(41)")
+    notebook.run("def caller(mine):\n    in_ddp(1, lambda: 1 / 0)\ncaller(41)")
     _, text = typed(notebook, "%debug", "p mine + 1", "q")
     assert "42\n" in text and "errors.py" not in text, text
 

@@ -183,7 +183,7 @@ def fails_with(number: int) -> None:
 
 
 def test_post_mortem_looks_into_the_frames_of_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    with Session(2, hold_on_error=True) as own:
+    with Session(2, devices="cpu") as own:  # whose memory is their own
         before = own.run_all(remember, 1)
         with pytest.raises(ZeroDivisionError):
             own.run(fails_with, 21)
@@ -210,11 +210,12 @@ def test_post_mortem_of_another_rank(capsys: pytest.CaptureFixture[str]) -> None
             own.post_mortem(5, commands=[])
 
 
-def test_post_mortem_needs_a_held_rank(session: Session) -> None:
-    with pytest.raises(ValueError):
-        session.run(boom)
-    with pytest.raises(NbdistError, match="hold_on_error=True"):
-        session.post_mortem(commands=[])
+def test_post_mortem_needs_a_held_rank() -> None:
+    with Session(1, hold_on_error=False) as session:
+        with pytest.raises(ValueError):
+            session.run(boom)
+        with pytest.raises(NbdistError, match="hold_on_error=True"):
+            session.post_mortem(commands=[])
     with pytest.raises(NbdistError, match="hold_on_error=True"):
         post_mortem(commands=[])
 

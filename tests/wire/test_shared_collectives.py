@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from conftest import LINUX, poll
 
 from nbdist import RankDied, Session
+from nbdist.kernel import waiting
 from nbdist.wire import shared_collectives
 from nbdist.wire.shared_collectives import SharedCollectives, open_shared_collectives
 
@@ -78,6 +80,28 @@ def test_ranks_that_come_late_are_waited_for(session: Session) -> None:
         return seen
 
     assert session.run_all(uneven) == [[turn + 1.0 for turn in range(30)]] * 3
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_long_call_says_whom_the_others_waited_for(
+    slow: int, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def uneven(rest: float) -> None:
+        shared = opened()
+        for _ in range(3):
+            if dist.get_rank() == slow:
+                time.sleep(rest)
+            shared.mean_(torch.ones(1))
+
+    session.run(uneven, 0.6)
+    assert "waited" not in capsys.readouterr().err, "it was over soon"
+    monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
+    session.run(uneven, 0.6)
+    found = re.search(r"rank (\d) waited (\d+) % of the time for others, rank (\d) (\d+) %", capsys.readouterr().err)
+    assert found is not None and int(found[3]) == slow != int(found[1])
+    assert int(found[2]) > 50 > int(found[4])
+    session.run(time.sleep, 1.1)
+    assert "waited" not in capsys.readouterr().err
 
 
 def test_it_ends_with_its_process_group(session: Session) -> None:

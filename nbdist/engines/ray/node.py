@@ -237,6 +237,7 @@ class Agent:
         questions: dict[str, Callable[..., Any]] = {
             "signals": self._signal,
             "aborts": self._abort,
+            "widget": self._tell_widget,
             "stacks": self._stacks,
             "memory": self._memory,
             "connections": self._ranks.connections,
@@ -255,6 +256,9 @@ class Agent:
     def _abort(self, aborts: Iterable[tuple[int, Sequence[Address]]]) -> None:
         for rank, peers in aborts:
             self._ranks.abort(rank - self._first, peers)
+
+    def _tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        self._ranks.tell_widget(rank - self._first, content, buffers)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Those of the ranks among these that are here."""

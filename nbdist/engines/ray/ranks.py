@@ -22,11 +22,10 @@ from ...errors import NbdistError
 from ...notebook import kernel_shell
 from ...wire.connections import Address, Connection
 from ...wire.limits import allow_open_files
-from ...wire.messages import Setting, Slot
+from ...wire.messages import NOTICES, Setting, Slot
 from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
-from ...wire.stacks import NOTICES
 from ..contract import Exit
 from .hearing import News, NewsListener
 from .node import Node
@@ -187,6 +186,13 @@ class RayRanks:
 
     def abort(self, rank: int, peers: Sequence[Address]) -> None:
         self._ask_for(rank, "aborts", peers)
+
+    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        if rank not in self._news.alive:
+            return False
+        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+            self._driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
+        return True
 
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
         """Let the agent of a rank do something to it."""

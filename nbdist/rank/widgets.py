@@ -1,0 +1,37 @@
+"""What is done in the page to a rank's widgets while a call runs: a thread of its own hears it, in order.
+
+The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell hears such things in a
+thread, too.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import signal
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from .. import notebook
+
+_heard: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]]] = queue.SimpleQueue()
+_listens = False
+
+
+def hear(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+    """Let the widgets hear what the page says, soon. Always called by the same thread."""
+    global _listens
+    _heard.put((content, buffers))
+    if not _listens:  # most calls have no widget that anybody touches
+        _listens = True
+        _thread.start_new_thread(_listen, ())
+
+
+def _listen() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    while True:
+        try:
+            notebook.hear_comm(*_heard.get())
+        except Exception:  # of a handler: the next one may be another's
+            traceback.print_exc()

@@ -1,0 +1,300 @@
+"""The cell as a person sees it: a real JupyterLab, in a browser without a screen."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from conftest import living, poll
+from nbformat.v4 import new_code_cell, new_notebook
+
+BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
+MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
+ROOT = str(Path(__file__).parent.parent.parent)
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="there is no Chromium"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+]
+
+#: Where a picture of each test's page is left, if anywhere.
+SCREENSHOTS = os.environ.get("NBDIST_SCREENSHOTS", "")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a JupyterLab, and its folder."""
+    folder = tmp_path_factory.mktemp("lab")
+    kernels = folder / "share" / "jupyter" / "kernels" / "python3"
+    kernels.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Python 3", "language": "python", "env": {"PYTHONPATH": ROOT}}
+    (kernels / "kernel.json").write_text(json.dumps(spec))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+    command += [
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+        "--ServerApp.disable_check_xsrf=True",
+    ]
+    places = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
+    places |= {"JUPYTER_PATH": str(folder / "share" / "jupyter"), "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(command, cwd=folder, env={**os.environ, **places}, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(OSError):
+            return bool(urllib.request.urlopen(f"{url}/api/status", timeout=1).status == 200)
+        return False
+
+    try:
+        assert poll(answers, 60), (folder / "log").read_text()
+        yield url, folder
+    finally:
+        family = psutil.Process(server.pid).children(recursive=True)
+        server.terminate()
+        server.wait(30)
+        assert poll(lambda: not living(family), 20), living(family)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Notebook:
+    """A notebook that is open in the browser."""
+
+    def __init__(self, page: Any, url: str, file: Path) -> None:
+        self.page, self._url, self.file = page, f"{url}/lab/tree/{file.name}?reset", file
+        self.load()
+
+    def load(self) -> None:
+        """Open it, or load it again."""
+        self.page.goto(self._url)
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self.page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"], '
+                                    '.jp-Notebook-ExecutionIndicator[data-status="busy"]', timeout=60_000)  # fmt: skip
+
+    def cell(self, number: int) -> Any:
+        return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
+
+    def start(self, number: int) -> None:
+        """Run a cell, as Control and Enter do."""
+
+        def begun() -> bool:
+            asked = self.page.locator(".jp-Dialog button.jp-mod-accept")
+            if asked.count():  # for a kernel, while the one that the notebook names is about to start
+                asked.first.click()
+            self.cell(number).locator(".cm-content").click()
+            self.page.keyboard.press("Control+Enter")
+            return poll(lambda: asked.count() or re.search(r"[*\d]", self.prompt(number)), 3) and not asked.count()
+
+        assert poll(begun, 60), "a notebook that was just opened has no kernel yet, and runs nothing"
+
+    def run(self, number: int) -> str:
+        """Run a cell to its end; what it shows."""
+        self.start(number)
+        return self.end(number)
+
+    def end(self, number: int, seconds: float = 60.0) -> str:
+        assert poll(lambda: re.search(r"\[\d+\]", self.prompt(number)), seconds), self.shown(number)
+        return self.shown(number)
+
+    def prompt(self, number: int) -> str:
+        return str(self.cell(number).locator(".jp-InputArea-prompt").inner_text())
+
+    def shown(self, number: int) -> str:
+        return str(self.cell(number).locator(".jp-OutputArea").first.inner_text())
+
+    def until(self, number: int, text: str, seconds: float = 60.0) -> None:
+        assert poll(lambda: re.search(text, self.shown(number)), seconds), self.shown(number)
+
+    def save(self) -> None:
+        before = self.file.stat().st_mtime_ns
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+s")
+        assert poll(lambda: self.file.stat().st_mtime_ns != before, 20)
+
+
+Open = Callable[..., Notebook]
+
+
+@pytest.fixture
+def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Opens a notebook with these cells."""
+    url, folder = lab
+    name = request.node.name.removeprefix("test_")
+    page = browser.new_page(viewport={"width": 1100, "height": 700})
+
+    def made(*cells: str) -> Notebook:
+        node = new_notebook(cells=[new_code_cell(cell.strip("\n")) for cell in cells])
+        node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(node, folder / f"{name}.ipynb")
+        return Notebook(page, url, folder / f"{name}.ipynb")
+
+    try:
+        yield made
+    finally:
+        if SCREENSHOTS:
+            page.locator(".jp-Notebook").screenshot(path=f"{SCREENSHOTS}/{name}.png")
+        page.close()
+        with urllib.request.urlopen(f"{url}/api/kernels") as answer:
+            kernels = json.load(answer)
+        for kernel in kernels:
+            urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
+
+
+BAR = """
+import os, time
+from nbdist import Session, in_ddp
+def train(steps=4):
+    from tqdm.notebook import tqdm
+    for step in tqdm(range(steps), mininterval=0):
+        print("step", step)
+        while step and not os.path.exists(f"{NAME}{step}"):
+            time.sleep(0.02)
+    return "trained"
+"""
+
+
+def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:
+    book = open_notebook("NAME = 'launch'" + BAR, "in_ddp(2, train)")
+    book.run(0)
+    book.start(1)
+    book.until(1, "1/4")
+    assert book.cell(1).locator(".widget-hprogress, .jupyter-widgets").count(), "a bar of widgets"
+    for step in (1, 2, 3):
+        (lab[1] / f"launch{step}").touch()
+    shown = book.end(1)
+    assert "4/4" in shown and "step 3" in shown and "'trained'" in shown
+    assert not book.cell(1).locator(".jupyter-widgets").count(), "it is a picture at the end"
+
+
+def test_stop(open_notebook: Open) -> None:
+    book = open_notebook(
+        "import time\nfrom nbdist import in_ddp\ndef train():\n    print('begun')\n    time.sleep(600)",
+        "in_ddp(2, train)",
+        "in_ddp(2, lambda: 'the next one works')",
+    )
+    book.run(0)
+    book.start(1)
+    book.until(1, "begun")
+    book.page.keyboard.press("Escape")
+    book.page.keyboard.press("i")
+    book.page.keyboard.press("i")
+    assert "KeyboardInterrupt" in book.end(1, 20)
+    assert "the next one works" in book.run(2)
+
+
+def test_a_page_that_is_loaded_again(open_notebook: Open, lab: tuple[str, Path]) -> None:
+    book = open_notebook("NAME = 'reload'" + BAR, "in_ddp(2, train)", "1 + 1")
+    book.run(0)
+    book.start(1)
+    book.until(1, "1/4")
+    book.save()
+    book.load()
+    book.until(1, "1/4")
+    assert book.cell(1).locator(".jupyter-widgets").count() and "Error displaying widget" not in book.shown(1)
+    for step in (1, 2, 3):
+        (lab[1] / f"reload{step}").touch()
+    book.until(1, "4/4")
+    assert "2" in book.run(2)
+    book.save()
+    book.load()
+    book.until(1, "4/4")
+    assert "Error displaying widget" not in book.shown(1), "also once it is over"
+
+
+def test_tabs(open_notebook: Open) -> None:
+    book = open_notebook(
+        "import torch.distributed as dist\nfrom nbdist import Session\nsession = Session(2, output='tabs')",
+        "session.run(lambda: print('I am', dist.get_rank()))",
+    )
+    book.run(0)
+    shown = book.run(1)
+    assert all(f"rank {rank}" in shown and f"I am {rank}" in shown for rank in (0, 1))
+
+
+def test_a_breakpoint_is_typed_in_the_input_box(open_notebook: Open) -> None:
+    book = open_notebook(
+        "from nbdist import in_ddp\ndef train(x):\n    breakpoint()\n    return x", "in_ddp(1, train, 20)"
+    )
+    book.run(0)
+    book.start(1)
+    for line in ("p x + 3", "x = 42", "c"):
+        box = book.cell(1).locator(".jp-Stdin-input").last
+        box.wait_for(timeout=30_000)
+        box.fill(line)
+        box.press("Enter")
+        if line.startswith("p"):
+            book.until(1, "23")
+        else:
+            time.sleep(0.5)
+    assert re.search(r"\b42\b", book.end(1))
+
+
+WIDGETS = """
+import ipywidgets, time
+import torch.distributed as dist
+from IPython.display import display
+from nbdist import Session
+def show():
+    global button, label
+    button, label = ipywidgets.Button(description="press"), ipywidgets.Label("not yet")
+    def pressed(button):
+        label.value = f"pressed in rank {dist.get_rank()}"
+        print("printed by the handler")
+    button.on_click(pressed)
+    display(ipywidgets.HBox([button, label]))
+def wait():
+    show()
+    while label.value == "not yet":
+        time.sleep(0.02)
+    return label.value
+session = Session(2)
+"""
+
+
+def test_a_widget_is_clicked(open_notebook: Open) -> None:
+    book = open_notebook(WIDGETS, "session.run(wait, ranks=[0])", "session.run(show)", "session.close()")
+    book.run(0)
+    book.start(1)
+    book.cell(1).get_by_role("button", name="press").click(timeout=60_000)
+    assert "'pressed in rank 0'" in book.end(1)
+    book.run(2)
+    book.cell(2).get_by_role("button", name="press").click()
+    book.until(2, "pressed in rank 0")
+    book.until(2, "printed by the handler")
+    book.run(3)
+    assert poll(lambda: not book.cell(2).locator(".jupyter-widgets").count())
+    picture = book.cell(2).locator("summary")
+    assert "press" in picture.inner_text() and "pressed in rank 0" in picture.inner_text()
+    picture.click()
+    book.until(2, "ranks of this widget have ended")

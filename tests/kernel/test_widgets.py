@@ -1,0 +1,308 @@
+"""Widgets of ranks: what is done to them in the page reaches the ranks, and a page that is loaded again finds them."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Kernel, poll
+
+from nbdist.wire import stacks
+
+FIRST_CELL = """
+import time
+import ipywidgets
+from IPython.display import display
+from nbdist import Session, in_ddp
+
+def controls():
+    "A slider, a button and what their handlers have noted."
+    slider, button, label, noted = ipywidgets.IntSlider(), ipywidgets.Button(), ipywidgets.Label("none"), []
+    def moved(change):
+        noted.append(change.new)
+        label.value = f"at {change.new}"
+    def clicked(button):
+        noted.append("click")
+        print("clicked")
+    slider.observe(moved, "value")
+    button.on_click(clicked)
+    return ipywidgets.VBox([slider, button, label]), noted
+
+def use(many):
+    box, noted = controls()
+    display(box)
+    while len(noted) < many:
+        time.sleep(0.01)
+    return noted
+"""
+
+Message = dict[str, Any]
+
+
+class Page:
+    """A front end of a kernel: what it has heard, and the widgets that it knows by that."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.heard: list[Message] = []
+        self.models: dict[str, dict[str, Any]] = {}
+
+    def until(self, condition: Callable[[Message], Any], seconds: float = 30.0) -> Message:
+        """The first message to come for which it holds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                message = self.kernel.client.get_iopub_msg(timeout=1)
+            except queue.Empty:
+                continue
+            self.heard.append(message)
+            kind, content = message["msg_type"], message["content"]
+            if kind == "comm_open":
+                self.models[content["comm_id"]] = dict(content["data"].get("state", {}))
+            elif kind == "comm_msg" and content["data"].get("method") == "update":
+                self.models.setdefault(content["comm_id"], {}).update(content["data"]["state"])
+            if condition(message):
+                return message
+        raise TimeoutError([(m["msg_type"], m["content"]) for m in self.heard[-20:]])
+
+    def model(self, name: str) -> str:
+        """The id of the last widget of a kind."""
+        return [model_id for model_id, state in self.models.items() if state.get("_model_name") == name][-1]
+
+    def shown(self, message: Message) -> bool:
+        return message["msg_type"] == "display_data"
+
+    def send(self, kind: str, content: Message, **header: Any) -> str:
+        message = self.kernel.client.session.msg(kind, content, **header)
+        self.kernel.client.shell_channel.send(message)
+        return str(message["header"]["msg_id"])
+
+    def say(self, comm_id: str, **data: Any) -> str:
+        """Say something to a widget, and wait until the kernel has taken it, as a page does before it says more."""
+        sent = self.send("comm_msg", {"comm_id": comm_id, "data": data})
+        self.until(lambda message: is_idle(message, sent))
+        return sent
+
+    def move(self, value: int) -> str:
+        return self.say(self.model("IntSliderModel"), method="update", state={"value": value}, buffer_paths=[])
+
+    def click(self) -> str:
+        return self.say(self.model("ButtonModel"), method="custom", content={"event": "click"})
+
+    def label(self) -> Any:
+        return self.models[self.model("LabelModel")]["value"]
+
+    def done(self, cell: str) -> None:
+        self.until(lambda message: is_idle(message, cell))
+        self.kernel._await_reply(cell, 10)
+
+    def text(self, cell: str) -> str:
+        mine = [m for m in self.heard if m["parent_header"].get("msg_id") == cell]
+        assert not [m["content"] for m in mine if m["msg_type"] == "error"]
+        return "".join(m["content"]["text"] for m in mine if m["msg_type"] == "stream")
+
+
+def is_idle(message: Message, of: str) -> bool:
+    idle = message["content"].get("execution_state") == "idle"
+    return bool(idle and message["parent_header"].get("msg_id") == of)
+
+
+@pytest.fixture
+def page(notebook: Kernel) -> Page:
+    return Page(notebook)
+
+
+def test_a_widget_hears_what_is_done_to_it_during_a_call(notebook: Kernel, page: Page) -> None:
+    cell = notebook.start("print(in_ddp(1, use, 3))")
+    page.until(page.shown)
+    later = notebook.start("print('later')")  # it waits for its turn, and is not lost
+    moved = page.move(7)
+    page.click()
+    page.move(9)
+    page.done(cell)
+    assert page.text(cell) == "clicked\n[7, 'click', 9]\n"
+    page.done(later)
+    assert page.text(later) == "later\n"
+    assert page.models[page.model("LabelModel")]["value"] == "at 9", "what handlers change is seen"
+    echoes = [m for m in page.heard if m["content"].get("data", {}).get("method") == "echo_update"]
+    assert echoes[0]["parent_header"]["msg_id"] == moved, "by which a page knows that it is no news"
+    last = [m for m in page.heard if m["msg_type"] == "update_display_data"][-1]["content"]["data"]["text/html"]
+    assert "at 9" in last and "have ended" in last, "a picture of the last state, and a click says so"
+    assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
+
+
+def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
+    cell = notebook.start(
+        textwrap.dedent(
+            """
+            session = Session(2)
+            def show():
+                global noted
+                box, noted = controls()
+                display(box)
+            session.run(show)
+            """
+        )
+    )
+    page.until(page.shown)
+    page.done(cell)
+    page.move(5)
+    page.click()
+    assert page.label() == "at 5"
+    assert page.text(cell) == "clicked\n", "in the cell that shows the widget"
+    during = notebook.start("session.run(time.sleep, 1); print('slept')")
+    page.until(lambda message: message["msg_type"] == "execute_input")
+    page.move(6)
+    page.done(during)
+    assert page.text(during) == "slept\n" and page.label() == "at 6"
+    again = notebook.start("print(session.run(lambda: noted)); session.restart()")
+    page.done(again)
+    assert page.text(again) == "[5, 'click', 6]\n"
+    update = [m for m in page.heard if m["msg_type"] == "update_display_data"][-1]["content"]["data"]["text/html"]
+    assert "at 6" in update and "have ended" in update
+    notebook.ok("session.close()")
+
+
+def test_a_widget_of_another_package_says_that_its_ranks_have_ended(notebook: Kernel, page: Page) -> None:
+    cell = notebook.start(
+        textwrap.dedent(
+            """
+            def show():
+                class Other(ipywidgets.DOMWidget):
+                    from traitlets import Bytes, Unicode
+                    _model_module, _view_module = Unicode("other").tag(sync=True), Unicode("other").tag(sync=True)
+                    _model_name, _view_name = Unicode("OtherModel").tag(sync=True), Unicode("OtherView").tag(sync=True)
+                    data = Bytes(b"binary").tag(sync=True)
+                display(Other())
+            in_ddp(1, show)
+            """
+        )
+    )
+    page.done(cell)
+    for _ in range(2):
+        page.say(page.model("OtherModel"), method="custom", content={"event": "click"})
+    assert page.text(cell).count("have ended") == 1, "once is enough"
+    asked = page.say(page.model("OtherModel"), method="request_state")
+    (answer,) = [m for m in page.heard if m["msg_type"] == "comm_msg" and m["parent_header"]["msg_id"] == asked]
+    assert answer["content"]["data"]["state"]["_model_name"] == "OtherModel"
+    assert answer["content"]["data"]["buffer_paths"] == [["data"]] and bytes(answer["buffers"][0]) == b"binary"
+
+
+def test_a_widget_of_the_notebook_is_heard_in_all_ranks(notebook: Kernel, page: Page) -> None:
+    cell = notebook.start(
+        textwrap.dedent(
+            """
+            stop = ipywidgets.Checkbox()
+            pressed = []
+            stop.observe(lambda change: pressed.append(change.new), "value")
+            def train():
+                display("begun")
+                while not stop.value:
+                    time.sleep(0.01)
+                return "stopped"
+            session = Session(2)
+            print(session.run_all(train))
+            """
+        )
+    )
+    page.until(page.shown)
+    state = {"method": "update", "state": {"value": True}, "buffer_paths": []}
+    page.send("comm_msg", {"comm_id": page.model("CheckboxModel"), "data": state})
+    page.done(cell)
+    assert page.text(cell) == "['stopped', 'stopped']\n"
+    assert notebook.ok("print(stop.value, pressed); session.close()").text == "True [True]\n", (
+        "and once in the notebook"
+    )
+
+
+def asked_again(page: Page) -> dict[str, Any]:
+    """What a page that is loaded again asks, and gets: the states of all widgets by their ids."""
+    info = page.send("kernel_info_request", {})
+    known = page.send("comm_info_request", {"target_name": "jupyter.widget"})
+    replies: dict[str, Any] = {}
+
+    def replied() -> bool:
+        try:
+            message = page.kernel.client.get_shell_msg(timeout=0.1)
+        except queue.Empty:
+            return False
+        replies[message["parent_header"]["msg_id"]] = message["content"]
+        return {info, known} <= replies.keys()
+
+    assert poll(replied, 20), "no answer"
+    comm_id = f"control-{info}"
+    opens = {"comm_id": comm_id, "target_name": "jupyter.widget.control", "data": {}}
+    page.send("comm_open", opens, metadata={"version": "1.0.0"})
+    page.send("comm_msg", {"comm_id": comm_id, "data": {"method": "request_states"}})
+    answer = page.until(lambda message: message["content"].get("data", {}).get("method") == "update_states")
+    states = answer["content"]["data"]["states"]
+    assert replies[known]["status"] == "ok" and replies[known]["comms"].keys() == states.keys()
+    return dict(states)
+
+
+BAR = """
+def train():
+    from tqdm.notebook import tqdm
+    for step in tqdm(range(3), mininterval=0):
+        while step and not os.path.exists(f"step{step}"):
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("call", ["in_ddp(2, train)", "future = session.submit(train)"])
+def test_a_page_that_is_loaded_again_during_a_call(call: str, notebook: Kernel, page: Page) -> None:
+    for step in (1, 2):
+        (notebook.cwd / f"step{step}").unlink(missing_ok=True)
+    notebook.ok("import os\nsession = Session(2)\n" + BAR)
+    cell = notebook.start(call, watched=True)
+    page.until(lambda message: message["content"].get("data", {}).get("state", {}).get("value") == 1)
+    states = asked_again(page)
+    bar = states[page.model("FloatProgressModel")]
+    assert bar["state"]["value"] == 1 and bar["model_module"] == "@jupyter-widgets/controls"
+    (notebook.cwd / "step1").touch()
+    page.until(lambda message: message["content"].get("data", {}).get("state", {}).get("value") == 2)
+    (notebook.cwd / "step2").touch()
+    page.done(cell if "in_ddp" in call else notebook.start("future.result()"))
+    bar = asked_again(page)[page.model("FloatProgressModel")]
+    assert bar["state"]["value"] == 3 and bar["state"]["bar_style"] == "success", "it was away when the picture came"
+    notebook.ok("session.close()")
+
+
+def test_orders_of_any_size_arrive_whole_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    got: queue.Queue[Any] = queue.Queue()
+    with ours, theirs:
+        thread = threading.Thread(
+            target=stacks._serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
+        )
+        thread.start()
+        big = bytes(range(256)) * 5_000
+        assert stacks.order(ours, "take", 1) and stacks.order(ours, "take", big) and stacks.order(ours, "take")
+        assert [got.get(timeout=10) for _ in range(3)] == [(1,), (big,), ()]
+        assert "test_orders" in stacks.ask(ours, 7, lambda: None), "it tells stacks between them"
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_an_order_that_is_not_taken_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_PATIENCE_TO_ORDER", 0.05)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    got: queue.Queue[Any] = queue.Queue()
+    with ours, theirs:
+        assert not stacks.order(ours, "take", bytes(10_000_000)), "nobody reads"
+        thread = threading.Thread(
+            target=stacks._serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
+        )
+        thread.start()
+        assert poll(lambda: stacks.order(ours, "take", 2)) and got.get(timeout=10) == (2,)
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
