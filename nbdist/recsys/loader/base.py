@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ class Loader(Adapter):
         shuffle: A new random order each epoch; otherwise the order of the input.
         seed: What the order follows from, beside the epoch. None: drawn by rank 0 from torch's generator.
         remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
+        keyed: The columns that `keyed_jagged` will be asked for, by the model or by `predict`, in that order: ids, or
+            lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
+            ranks that hold the rows. A column that `transform` changes is taken as it is then.
         transform: Called with each batch; what it returns is given out instead.
         device: Where batches are to be. A GPU gets them asynchronously, through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
@@ -56,6 +59,7 @@ class Loader(Adapter):
         shuffle: bool = False,
         seed: int | None = None,
         remainder: str = "keep",
+        keyed: Sequence[str] = (),
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | int | None = None,
         prefetch: int | None = None,
@@ -71,6 +75,10 @@ class Loader(Adapter):
             raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
         self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
         self.transform, self.prefetch, self.pin_memory = transform, prefetch, pin_memory
+        self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)
+        for name in self.keyed:
+            if name not in self._names():
+                raise ValueError(f"keyed={name!r}: there is no such column, but {', '.join(self._names())}")
         self.to(device)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self._epoch = self._step = self._start = 0
@@ -94,6 +102,10 @@ class Loader(Adapter):
         if stop > partition.rows:  # padded: a row of another rank comes again
             share = torch.cat([share, order[:1]])
         return Window(start, table, share)
+
+    def _names(self) -> list[str]:
+        """The columns by their names; none where they have none."""
+        raise NotImplementedError
 
     def _fingerprint(self) -> str:
         """Equal for inputs with equal columns in equal pieces."""
@@ -128,7 +140,8 @@ class Loader(Adapter):
         self._step = step = start
         busy = self._waits or self.device.type == "cuda"
         depth = self.prefetch if self.prefetch is not None else 2 if busy else 0
-        placed = on_device(self._blocks(partition, self.rank, epoch, start), self.device, depth, self.pin_memory)
+        blocks = self._keyed_blocks(self._blocks(partition, self.rank, epoch, start))
+        placed = on_device(blocks, self.device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for i in range(len(block.boundaries) - 1):
@@ -138,6 +151,13 @@ class Loader(Adapter):
                     progress.end_of_dataloader = step == partition.steps
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step = epoch + 1, 0
+
+    def _keyed_blocks(self, blocks: Generator[Block, None, None]) -> Generator[Block, None, None]:
+        """The same blocks, with keyed jagged tensors."""
+        with contextlib.closing(blocks):
+            for block in blocks:
+                yield block.key(self.keyed) if self.keyed else block
+                del block  # not kept while the next one is made
 
     def _shape(self, batch: Columns) -> Any:
         return batch
