@@ -37,7 +37,7 @@ MAY: dict[str, set[str]] = {
     "recsys.metrics": {"recsys.loader", "recsys.ranks"},
     "recsys.models": {"recsys.loader"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
-    "recsys.sharding": {"recsys.parallel", "recsys.versions"},
+    "recsys.sharding": {"wire", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "recsys.fastai": {"recsys.loader"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},

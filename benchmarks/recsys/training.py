@@ -1,19 +1,23 @@
-"""How fast a click model trains with sharded tables and a fused optimizer, beside plain DDP with dense gradients."""
+"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP with dense gradients."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from benchmarks.machine import conditions, save
 from nbdist import Session
@@ -23,7 +27,9 @@ from nbdist.recsys.training import fit, replicate
 from nbdist.recsys.training.loop import log_loss
 
 TABLES = {"user": 162_541, "movie": 59_047}  # MovieLens 25M
-REQUIRED = {16: 2.5, 64: 8.0}
+WIDTHS = (16, 64)
+DENSE = {16: 2.5, 64: 8.0}
+"""Times as fast as plain DDP that is required."""
 WARM = 5
 """Steps before the clock starts."""
 
@@ -64,83 +70,246 @@ def plain(width: int, batch_size: int) -> Any:
     return replicate(Model(width), adagrad)
 
 
-def rows_for(steps: int, batch_size: int) -> MemoryLoader:
-    """Rows for so many steps, in the same order for everybody; few users and movies have most of them."""
+class Sparse(nn.Module):
+    """The same model on torch's own tables, with gradients of the rows of a batch alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        whole = Model(width)
+        weights = [table.weight for table in whole.tables.embedding_bags.values()]
+        self.tables = nn.ModuleList(nn.Embedding.from_pretrained(w, freeze=False, sparse=True) for w in weights)
+        self.tower = whole.tower
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found = [table(batch[name]) for table, name in zip(self.tables, TABLES, strict=True)]
+        return self.tower(torch.cat(found, dim=1)).squeeze(1)  # (rows,)
+
+
+def rows_for(steps: int, rows: int, keyed: tuple[str, ...] = ()) -> MemoryLoader:
+    """So many steps of so many rows over all ranks, alike for everybody; most are of few users and movies."""
     draw = torch.Generator().manual_seed(0)
-    rows = steps * batch_size * dist.get_world_size()
-    ids = {name: (torch.rand(rows, generator=draw) ** 2 * size).long() for name, size in TABLES.items()}
-    liked = (sum(ids.values()) + torch.randint(100_000, (rows,), generator=draw)) % 2
-    return MemoryLoader({**ids, "liked": liked}, batch_size)
+    ids = {name: (torch.rand(steps * rows, generator=draw) ** 2 * size).long() for name, size in TABLES.items()}
+    liked = (sum(ids.values()) + torch.randint(100_000, (steps * rows,), generator=draw)) % 2
+    return MemoryLoader({**ids, "liked": liked}, rows // dist.get_world_size(), keyed=keyed)
 
 
-def loop(build: Callable[[int, int], Any], width: int, batch_size: int, steps: int) -> tuple[float, float]:
-    """In a rank: seconds for `steps` steps of a plain loop after the first ones, and the loss of the last."""
-    model = build(width, batch_size)
-    for step, batch in enumerate(rows_for(WARM + steps, batch_size)):
+class Clock:
+    """Seconds and memory of a contestant, from its first step that counts to its last."""
+
+    def __init__(self) -> None:
+        self.before = private_memory()
+
+    def start(self) -> None:
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def stop(self, loss: torch.Tensor | float) -> Turn:
+        seconds = time.perf_counter() - self.began
+        return Turn(seconds, float(loss), private_memory() - self.before)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a rank tells of a turn: seconds, the last loss, and the bytes that its model and steps have taken."""
+
+    seconds: float
+    loss: float
+    memory: int
+
+
+def private_memory() -> int:
+    return int(psutil.Process().memory_full_info().uss)
+
+
+def loop(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Turn:
+    """In a rank: `steps` steps of a plain loop after the first ones."""
+    clock, batches = Clock(), rows_for(WARM + steps, rows, tuple(TABLES))
+    model = build(width, batches.batch_size)
+    for step, batch in enumerate(batches):
         if step == WARM:
-            dist.barrier()
-            began = time.perf_counter()
+            clock.start()
         model.optimizer.zero_grad()
         loss = log_loss(*predict(model.model, batch))
         loss.backward()
         model.optimizer.step()
-    return time.perf_counter() - began, loss.item()
+    return clock.stop(loss.detach())
 
 
-def helped(width: int, batch_size: int, steps: int) -> tuple[float, float]:
-    """In a rank: the same by `fit`, as it counts its own time; sharded."""
-    model, rows = sharded(width, batch_size), rows_for(WARM + steps, batch_size)
-    fit(model, predict, rows, steps=WARM, show=False)
-    last = fit(model, predict, rows, steps=steps, show=False)[-1]
-    return steps * batch_size * dist.get_world_size() / last.rows_per_second, last.loss
+def helped(width: int, rows: int, steps: int) -> Turn:
+    """In a rank: the same by `fit`; sharded."""
+    clock, batches = Clock(), rows_for(WARM + steps, rows, tuple(TABLES))
+    model = sharded(width, batches.batch_size)
+    fit(model, predict, batches, steps=WARM, show=False)
+    clock.start()
+    return clock.stop(fit(model, predict, batches, steps=steps, show=False)[-1].loss)
 
 
-def measure(session: Session, width: int, batch_size: int, steps: int, repeats: int) -> dict[str, list[float]]:
-    """Rows per second of each, in turn, so that what disturbs one disturbs all. The first round is for warming up."""
-    few = max(5, steps // 5)
-    contestants: dict[str, tuple[int, tuple[Any, ...]]] = {
-        "sharded tables, fused Adagrad": (steps, (loop, sharded, width, batch_size, steps)),
-        "the same, by `fit`": (steps, (helped, width, batch_size, steps)),
-        "plain DDP, dense gradients, Adagrad": (few, (loop, plain, width, batch_size, few)),
-    }
-    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+def one_process(width: int, rows: int, steps: int) -> Turn:
+    """The same in a single process without anything of ours but the rows."""
+    clock, batches = Clock(), rows_for(WARM + steps, rows)
+    torch.manual_seed(0)
+    model = Sparse(width)
+    optimizer = adagrad(model.parameters())
+    for step, batch in enumerate(batches):
+        if step == WARM:
+            clock.start()
+        optimizer.zero_grad()
+        loss = log_loss(model(batch), batch["liked"])
+        loss.backward()
+        optimizer.step()
+    return clock.stop(loss.detach())
+
+
+@dataclass
+class Batch(Pipelineable):
+    """As TorchRec's pipelines take it."""
+
+    features: KeyedJaggedTensor
+    liked: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        pass
+
+    def pin_memory(self) -> Batch:
+        return self
+
+
+class WithLoss(nn.Module):
+    """As TorchRec's pipelines take it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = log_loss(self.model(batch.features), batch.liked)
+        return loss, loss.detach()
+
+
+def torchrec_alone(width: int, rows: int, steps: int) -> Turn:
+    """In a rank: TorchRec as it comes, by its own planner, wrapper and pipeline."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+
+    device = torch.device("cpu")
+    clock, batches = Clock(), rows_for(WARM + steps, rows, tuple(TABLES))
+    torch.manual_seed(0)
+    fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.01, "eps": 1e-8}
+    model = WithLoss(Model(width))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    parallel = DistributedModelParallel(model, device=device, sharders=[EmbeddingBagCollectionSharder(fused)])
+    for key, held in parallel.state_dict().items():  # the weights that everybody begins with
+        for part in held.local_shards() if hasattr(held, "local_shards") else ():
+            (row, column), (height, columns) = part.metadata.shard_offsets, part.metadata.shard_sizes
+            part.tensor.copy_(weights[key][row : row + height, column : column + columns])
+    dense = {key: p for key, p in parallel.named_parameters() if not hasattr(p, "_in_backward_optimizers")}
+    optimizer = CombinedOptimizer([parallel.fused_optimizer, KeyedOptimizerWrapper(dense, adagrad)])
+    pipeline: Any = TrainPipelineSparseDist(parallel, optimizer, device)
+    steady = iter([Batch(keyed_jagged(batch, list(TABLES)), batch["liked"]) for batch in batches])
+    for step in range(WARM + steps):
+        if step == WARM:
+            clock.start()
+        loss = pipeline.progress(steady)
+    return clock.stop(loss.detach())
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who trains how."""
+
+    name: str
+    ranks: int
+    threads: int
+    function: Callable[..., Turn]
+    arguments: tuple[Any, ...] = ()
+    part: float = 1.0
+    """Of the steps; slow ones get fewer."""
+
+
+ONE, RAW, DDP = (
+    "one process, `nn.Embedding(sparse=True)`",
+    "TorchRec, `TrainPipelineSparseDist`",
+    "DDP, dense gradients",
+)
+OURS = "`shard`, plain loop"
+CONTESTANTS = (
+    Contestant(ONE, 1, 2, one_process),
+    Contestant(RAW, 2, 1, torchrec_alone),
+    Contestant(DDP, 2, 1, loop, (plain,), 0.2),
+    Contestant("`shard`, one rank", 1, 2, loop, (sharded,)),
+    Contestant(OURS, 2, 1, loop, (sharded,)),
+    Contestant("`shard` and `fit`", 2, 1, helped),
+)
+
+
+@contextlib.contextmanager
+def sessions() -> Iterator[dict[int, Session]]:
+    with Session(1, devices="cpu", threads=2) as one, Session(2, devices="cpu", threads=1) as two:
+        yield {1: one, 2: two}
+
+
+def measure(open_sessions: dict[int, Session], width: int, rows: int, steps: int, repeats: int) -> dict[str, list[Any]]:
+    """Of each contestant the turns, each of all its ranks. They take turns, so that what disturbs one disturbs all; the
+    first round is for warming up."""
+    turns: dict[str, list[Any]] = {one.name: [] for one in CONTESTANTS}
     for number in range(repeats + 1):
-        for name, (count, (fn, *arguments)) in contestants.items():
-            seconds = max(took for took, _ in session.run_all(fn, *arguments))
+        for one in CONTESTANTS:
+            some = max(5, int(steps * one.part))
+            answers = open_sessions[one.ranks].run_all(one.function, *one.arguments, width, rows, some)
+            speed = some * rows / max(turn.seconds for turn in answers)
             if number:
-                speeds[name].append(count * batch_size * session.nranks / seconds)
-    return speeds
+                turns[one.name].append((speed, max(turn.memory for turn in answers)))
+    return turns
 
 
-def same_loss(session: Session, width: int, batch_size: int) -> tuple[float, float]:
-    """The mean over the ranks of the last loss, sharded and under plain DDP, after the same steps."""
-    losses = []
-    for build in (sharded, plain):
-        answers = session.run_all(loop, build, width, batch_size, 10)
-        losses.append(sum(loss for _, loss in answers) / len(answers))
-    return losses[0], losses[1]
+def same_loss(open_sessions: dict[int, Session], width: int, rows: int) -> float:
+    """The mean over the ranks of the last loss after the same steps; ends the program where it is not the same."""
+    losses = {}
+    for one in CONTESTANTS:
+        answers = open_sessions[one.ranks].run_all(one.function, *one.arguments, width, rows, 10)
+        losses[one.name] = sum(turn.loss for turn in answers) / len(answers)
+    del losses["`shard` and `fit`"]  # a mean over all steps
+    if max(losses.values()) - min(losses.values()) > 1e-4:
+        sys.exit(f"not the same training: {losses}")
+    return losses[OURS]
 
 
-def table(speeds: dict[str, list[float]], required: float) -> list[str]:
-    """Rows for one width; ratios are of figures of one round, then their median."""
-    (ours, first), (by_fit, second), (theirs, third) = speeds.items()
-    overhead = statistics.median(b / a for a, b in zip(first, second, strict=True))
-    ratio = statistics.median(a / b for a, b in zip(first, third, strict=True))
-    verdict = "reached" if ratio >= required else "**missed**"
-    return [
-        "| | rows/s | ours is faster by | required |",
-        "|---|---:|---:|---:|",
-        f"| {ours} | {statistics.median(first):,.0f} | | |",
-        f"| {by_fit} | {statistics.median(second):,.0f} | ({overhead:.2f} of the plain loop) | |",
-        f"| {theirs} | {statistics.median(third):,.0f} | {ratio:.1f} × | {required:g} ×: {verdict} |",
+def table(turns: dict[str, list[Any]], width: int) -> list[str]:
+    """Rows for one width; ratios are of figures of one round, then their median and spread."""
+
+    def ratio(name: str, other: str) -> str:
+        found = sorted(a[0] / b[0] for a, b in zip(turns[name], turns[other], strict=True))
+        return f"{statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
+
+    lines = [f"| | ranks × threads | rows/s | of {ONE} | of {RAW} | MiB a rank |", "|---|---:|---:|---:|---:|---:|"]
+    for one in CONTESTANTS:
+        speed = statistics.median(speed for speed, _ in turns[one.name])
+        memory = statistics.median(memory for _, memory in turns[one.name]) / 2**20
+        lines.append(
+            f"| {one.name} | {one.ranks} × {one.threads} | {speed:,.0f} | {ratio(one.name, ONE)} "
+            f"| {ratio(one.name, RAW)} | {memory:,.0f} |"
+        )
+    weights = sum(TABLES.values()) * width * 4 / 2**20
+    lines += [
+        "",
+        f"The tables take {weights:,.0f} MiB, and as much again what Adagrad keeps of them. Required of two ranks:",
     ]
+    for other, wanted in ((ONE, 1.0), (RAW, 1.0), (DDP, DENSE[width])):
+        found = statistics.median(a[0] / b[0] for a, b in zip(turns[OURS], turns[other], strict=True))
+        lines.append(f"{wanted:g} × {other}: {found:.2f}, {'reached' if found >= wanted else '**missed**'}.")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one for warming up")
     parser.add_argument("--steps", type=int, default=50, help="a round, after the first ones; a fifth with plain DDP")
-    parser.add_argument("--batch-size", type=int, default=2048, help="rows per step and rank")
+    parser.add_argument("--rows", type=int, default=4096, help="rows per step over all ranks")
     parser.add_argument("--quick", action="store_true", help="one round of few steps, to see that everything works")
     parser.add_argument("--print", action="store_true", help="show the table without keeping it in results/")
     options = parser.parse_args()
@@ -150,19 +319,15 @@ def main() -> None:
         "# Training a click model",
         "",
         f"Tables of {' and '.join(f'{rows:,} {name}s' for name, rows in TABLES.items())}, a tower of 128-128-1, "
-        f"2 CPU ranks, batch {options.batch_size:,} a rank. Median of {repeats} rounds in which all take turns; ratios "
-        "within a round.",
+        f"Adagrad, {options.rows:,} rows a step over all ranks. Medians of {repeats} rounds in which all take turns; "
+        "ratios within a round, and their spread. All begin with the same weights and end with the same loss.",
     ]
-    with Session(2, devices="cpu") as session:
-        for width, required in REQUIRED.items():
-            ours, theirs = same_loss(session, width, options.batch_size)
-            if abs(ours - theirs) > 1e-4:
-                sys.exit(f"not the same training: the loss is {ours:.5f} sharded, {theirs:.5f} with plain DDP")
-            speeds = measure(session, width, options.batch_size, steps, repeats)
-            title = (
-                f"Embeddings of {width}; after 15 steps the loss is {ours:.5f} sharded, {theirs:.5f} with plain DDP."
-            )
-            lines += ["", title, "", *table(speeds, required)]
+    with sessions() as open_sessions:
+        for width in WIDTHS:
+            loss = same_loss(open_sessions, width, options.rows)
+            turns = measure(open_sessions, width, options.rows, steps, repeats)
+            lines += ["", f"Embeddings of {width} (after 15 steps the loss of all is {loss:.4f}):", ""]
+            lines += table(turns, width)
     lines += ["", "Not run on a GPU: none was at hand.", "", *conditions(("torch", "torchrec", "fbgemm-gpu-cpu"))]
     save("training", lines, keep=not options.print)
 

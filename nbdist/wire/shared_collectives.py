@@ -13,9 +13,10 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,10 @@ from .segments import Segment
 
 #: Bytes of a part that are exchanged at once: they stay in the processor's cache.
 _PIECE = 1 << 20
+#: Bytes at the head of what one rank sends to another, for its size: a line of the processor's cache.
+_HEAD = 64
+#: What ranks tell each other of parts that may differ in size, and what one that waits is told to end that.
+_UNEQUAL, _ABORTED = 1 << 62, b"\xff" * 8
 
 #: Seconds that this process has waited for other ranks here.
 waited = 0.0
@@ -55,9 +60,14 @@ class SharedCollectives:
         self._parts = parts  # by parity of the piece's number, and by rank: bytes
         self._inboxes, self._outboxes = inboxes, outboxes  # by parity; of each other rank, by parity
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        width = _PIECE // self._size // _HEAD * _HEAD
+        # By parity, sender and receiver. NumPy takes a tenth of the time that torch takes for small ones.
+        self._slots = parts.numpy()[..., : self._size * width].reshape(2, self._size, self._size, width)
+        self._heads = self._slots[..., :16].view(np.int64)
         self._group = weakref.ref(dist.group.WORLD)
         self._count = 0  # of pieces that were exchanged; negative after a failure
-        weakref.finalize(self, _close, [*inboxes, *(fd for fds in outboxes for fd in fds)]).atexit = False
+        self._close = weakref.finalize(self, _close, [*inboxes, *(fd for fds in outboxes for fd in fds)])
+        self._close.atexit = False
 
     @property
     def usable(self) -> bool:
@@ -83,9 +93,61 @@ class SharedCollectives:
                     whole.copy_(parts)
         return [one.view(tensor.shape) for one in gathered]
 
+    def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
+        with _noted("nbdist:reduce"):
+            for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
+                with self._exchanged(part) as parts:
+                    part.copy_(reduce(parts, 0))
+        return tensor
+
+    def all_to_all(self, outputs: Sequence[np.ndarray], inputs: Sequence[np.ndarray]) -> None:
+        """Send each rank its part of `inputs`, and receive each one's in `outputs`. Sizes may differ.
+
+        Args:
+            outputs: Of each rank, where what it sends is to be: bytes, shape (some,).
+            inputs: For each rank, what it gets: bytes, shape (some,).
+        """
+        # Each sender has a slot for each receiver: how much comes in all, how much it sends to anyone at most, and as
+        # much as there is room for. What does not fit comes in further rounds.
+        me, others = self._rank, [rank for rank in range(self._size) if rank != self._rank]
+        room, start, most = self._slots.shape[3] - _HEAD, 0, max(map(len, inputs))
+        outputs[me][:] = inputs[me]
+        with _noted("nbdist:all_to_all"):
+            while start == 0 or start < most:
+                with self._turn(_UNEQUAL) as (parity, tell):
+                    for rank in others:
+                        part = inputs[rank][start : start + room]
+                        self._heads[parity, me, rank] = len(inputs[rank]), most
+                        self._slots[parity, me, rank, _HEAD : _HEAD + len(part)] = part
+                    tell()
+                    for rank in others:
+                        coming, largest = self._heads[parity, rank, me].tolist()
+                        if coming != len(outputs[rank]):
+                            raise RuntimeError(
+                                f"rank {rank} sends {coming} bytes, and {len(outputs[rank])} are awaited here"
+                            )
+                        part = outputs[rank][start : start + room]
+                        part[:] = self._slots[parity, rank, me, _HEAD : _HEAD + len(part)]
+                        most = max(most, largest)
+                start += room
+
     @contextlib.contextmanager
     def _exchanged(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
         """All ranks' parts, one a row, until the end of the block."""
+        with self._turn(part.nbytes) as (parity, tell):
+            parts = self._parts[parity, :, : part.nbytes].view(part.dtype)
+            parts[self._rank].copy_(part)
+            tell()
+            yield parts
+
+    @contextlib.contextmanager
+    def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
+        """One exchange: which half of the memory it has, and what to call after writing there and before reading.
+
+        Args:
+            size: What all ranks have to say alike: the bytes of each one's part, or `_UNEQUAL`.
+        """
         if not self.usable:
             raise RuntimeError(
                 "a collective after another has failed, or after the end of its process group: wrap the model anew"
@@ -94,25 +156,45 @@ class SharedCollectives:
         # of this: a rank that has sent the next has read this.
         count, self._count = self._count, -1  # for good, if this is interrupted: the ranks are out of step then
         parity = count % 2
-        parts = self._parts[parity, :, : part.nbytes].view(part.dtype)
-        parts[self._rank].copy_(part)
-        mark = part.nbytes.to_bytes(8, "little")
-        for outbox in self._outboxes:
-            os.write(outbox[parity], mark)
-        wanted = mark * (self._size - 1)
-        heard = b""
-        begin = time.perf_counter()
-        while len(heard) < len(wanted):
-            more = os.read(self._inboxes[parity], len(wanted) - len(heard))
-            if not more:
-                raise RuntimeError("connection closed by peer: another rank has ended")
-            heard += more
-        global waited
-        waited += time.perf_counter() - begin
-        if heard != wanted:
-            raise RuntimeError(f"the ranks' tensors differ in size: {part.nbytes} bytes here")
-        yield parts
+
+        def tell() -> None:
+            mark = size.to_bytes(8, "little")
+            for outbox in self._outboxes:
+                os.write(outbox[parity], mark)
+            wanted = mark * (self._size - 1)
+            heard = b""
+            begin = time.perf_counter()
+            while len(heard) < len(wanted):
+                more = os.read(self._inboxes[parity], len(wanted) - len(heard))
+                if not more:
+                    raise RuntimeError("connection closed by peer: another rank has ended")
+                heard += more
+            global waited
+            waited += time.perf_counter() - begin
+            if _ABORTED in heard:
+                raise RuntimeError("connection closed by peer: this rank is to leave its process group")
+            if heard != wanted:
+                raise RuntimeError(
+                    f"the ranks' tensors differ in size, or they are at different collectives: {size} bytes here"
+                )
+
+        yield parity, tell
         self._count = count + 1
+
+    def abort(self) -> None:
+        """End, from any thread, what waits here: it fails, and so does all that follows."""
+        self._count = -1
+        for inbox in self._inboxes if self._close.alive else ():
+            fd = os.open(f"/proc/self/fd/{inbox}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, _ABORTED * self._size)  # all that it may wait for, and more
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Give the descriptors back. Nothing may wait here."""
+        self._count = -1
+        self._close()
 
 
 def open_shared_collectives() -> SharedCollectives | None:
@@ -121,12 +203,14 @@ def open_shared_collectives() -> SharedCollectives | None:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
     length = 2 * size * _PIECE
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as kept:
         segment = Segment.create(length if rank == 0 else 0)
         opened.callback(segment.close)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
         for fd in writes:
             opened.callback(os.close, fd)
+        for fd in reads:
+            kept.callback(os.close, fd)
         with open("/proc/sys/kernel/random/boot_id") as file:
             machine = file.read()
         offer = _Offer(machine, os.getpid(), [_file(fd) for fd in writes], _file(segment.fd) if rank == 0 else None)
@@ -139,17 +223,19 @@ def open_shared_collectives() -> SharedCollectives | None:
             for other in range(size):
                 if other != rank:
                     outboxes.append([])
-                    outboxes[-1] += [_open(offers[other], file, os.O_WRONLY, machine) for file in offers[other].pipes]
+                    for file in offers[other].pipes:
+                        outboxes[-1].append(_open(offers[other], file, os.O_WRONLY, machine))
+                        kept.callback(os.close, outboxes[-1][-1])
             memory = _open(offers[0], offers[0].memory, os.O_RDWR, machine)
             opened.callback(os.close, memory)
             parts = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8).view(2, size, _PIECE)
         except OSError:  # another machine, container or user
             made.zero_()
         dist.all_reduce(made, dist.ReduceOp.MIN)  # and nobody closes what another has yet to open
-        if made:
-            return SharedCollectives(parts, list(reads), outboxes)
-        _close([*reads, *(fd for fds in outboxes for fd in fds)])
-        return None
+        if not made:
+            return None
+        kept.pop_all()
+        return SharedCollectives(parts, list(reads), outboxes)
 
 
 def _file(fd: int) -> _File:

@@ -78,6 +78,6 @@ def build(how: str, dropout: float = 0.0, optimizer: Any = None, tables: dict[st
     return shard(model, strategies, batch_size=64, dense_optimizer=dense, **options)
 
 
-def loaders(rows: int, batch_size: int, seed: int = 3) -> tuple[MemoryLoader, MemoryLoader]:
-    train = MemoryLoader(clicks(rows, 1), batch_size, shuffle=True, seed=seed)
+def loaders(rows: int, batch_size: int, seed: int = 3, keyed: Any = ()) -> tuple[MemoryLoader, MemoryLoader]:
+    train = MemoryLoader(clicks(rows, 1), batch_size, shuffle=True, seed=seed, keyed=keyed)
     return train, MemoryLoader(clicks(rows // 4 + 1, 2), 2 * batch_size)

@@ -12,6 +12,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from nbdist import Session, warm
+from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.sharding import STRATEGIES, shard
 
 pytestmark = pytest.mark.slow
@@ -71,3 +72,24 @@ def test_the_first_and_the_last_row_are_inside(session: Session, pooled: bool) -
 
 def test_unchecked_on_request(session: Session) -> None:
     assert len(session.run(ask, "table_wise", [57], checked=False)) == 2
+
+
+def test_an_id_that_the_loader_has_seen(session: Session) -> None:
+    """Nothing is read of the ids in the step; and the error is the same."""
+
+    def look_up(ids: list[int], change: int | None) -> bool:
+        config = EmbeddingBagConfig(name="users", num_embeddings=ROWS, embedding_dim=32, feature_names=["user"])
+        sharded = shard(EmbeddingBagCollection(tables=[config]), {"*": "row_wise"}, batch_size=8)
+        user = torch.tensor(ids if dist.get_rank() == 0 else [0] * len(ids))
+        for batch in MemoryLoader({"user": user}, 2, keyed="user", rank=0, world_size=1):
+            features = keyed_jagged(batch, ["user"])
+            if change is not None:
+                features.values()[0] = change
+            with torch.profiler.profile() as profiler:
+                sharded.model(features).values()
+        return any("aminmax" in event.key for event in profiler.key_averages())
+
+    assert session.run(look_up, [1, ROWS - 1, 0, 5], None) is False
+    for ids, change in (([1, 2, 3, 57], None), ([1, 2, 3, 4], 57)):
+        with pytest.raises(ValueError, match=r"feature 'user' has the id 57, and table 'users' has 50 rows"):
+            session.run(look_up, ids, change)

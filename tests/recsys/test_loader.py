@@ -24,6 +24,7 @@ from nbdist.recsys.loader import MemoryLoader, ParquetLoader, prefetch
 from nbdist.recsys.loader import batches as batching
 from nbdist.recsys.loader.base import Loader
 from nbdist.recsys.loader.columns import Ragged, keyed_jagged
+from nbdist.recsys.loader.keyed import Keyed
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
@@ -325,6 +326,61 @@ def test_slices_and_empty_lists() -> None:
     empty = pa.table({"genres": pa.array([[], [], []], pa.large_list(pa.int32()))})
     (batch,) = MemoryLoader(empty, 3, shuffle=True)
     assert batch["genres"].values.dtype == torch.int32 and batch["genres"].offsets.tolist() == [0, 0, 0, 0]
+
+
+def test_keyed_ahead_is_what_is_made_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchrec")
+    monkeypatch.setattr(batching, "BLOCK_BYTES", 1000)  # several batches in some blocks, one in others
+    keys = ["row", "genres", "small"]
+    pq.write_table(table(100), tmp_path / "rows.parquet", row_group_size=17)
+    makers: list[str] = []
+    make = Keyed.make
+    monkeypatch.setattr(Keyed, "make", lambda *args: [makers.append(threading.current_thread().name), make(*args)][1])
+    for options in ({}, {"shuffle": True, "seed": 1}, {"remainder": "pad", "rank": 1, "world_size": 3}):
+        for build, source in ((MemoryLoader, table(100)), (ParquetLoader, tmp_path / "rows.parquet")):
+            ahead, plain = (build(source, 7, keyed=keyed, **options) for keyed in (keys, ()))
+            for batch, other in zip(ahead, plain, strict=True):
+                assert check(batch) == check(other)
+                made, wanted = keyed_jagged(batch, keys), keyed_jagged({k: _wide(other[k]) for k in keys}, keys)
+                assert keyed_jagged(batch, keys) is made and made.values().dtype == torch.int32
+                assert made.keys() == keys and made.stride() == len(batch["row"])
+                assert made.length_per_key() == wanted.length_per_key()
+                assert torch.equal(made.values(), wanted.values()) and torch.equal(made.lengths(), wanted.lengths())
+                assert keyed_jagged(batch, ["row"]).keys() == ["row"]
+            assert set(makers) == ({"MainThread"} if build is MemoryLoader else {"nbdist loader"})
+            makers.clear()
+
+
+def _wide(column: Any) -> Any:
+    return column._replace(values=column.values.long()) if isinstance(column, Ragged) else column.long()
+
+
+def test_keyed_ahead_of_columns_that_are_changed() -> None:
+    pytest.importorskip("torchrec")
+    keys = ["row", "genres"]
+    for number, batch in enumerate(MemoryLoader(table(12), 4, keyed=keys)):
+        made = keyed_jagged(batch, keys)
+        assert made["row"].values().tolist() == list(range(4 * number, 4 * number + 4))
+        if number == 1:
+            batch["row"] = batch["row"] + 1
+        elif number == 2:
+            batch["genres"].values.add_(1)
+        again = keyed_jagged(batch, keys)
+        assert (again is made) == (number == 0)
+        assert torch.equal(again["row"].values().long(), batch["row"])
+        assert torch.equal(again["genres"].values().long(), batch["genres"].values)
+
+
+def test_keyed_of_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match="keyed='movie': there is no such column, but row, small"):
+        MemoryLoader(table(4), 2, keyed=["row", "movie"])
+    with pytest.raises(ValueError, match="keyed='row'"):
+        MemoryLoader((torch.arange(4),), 2, keyed="row")
+    for column, says in (("score", "torch.float32"), ("liked", "torch.bool"), ("pair", r"shape \(2, 2\)")):
+        with pytest.raises(ValueError, match=says):
+            list(MemoryLoader(table(2), 2, keyed=[column]))
+    with pytest.raises(ValueError, match="the id 2147483648, above 31 bits"):
+        list(MemoryLoader({"user": torch.tensor([1, 2**31])}, 2, keyed=["user"]))
 
 
 def test_transform_and_keyed_jagged() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -617,6 +618,25 @@ def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: dict[int
         "other": "?",
     }
     assert strategies["other"] in STRATEGIES
+
+
+def test_large_tables_are_not_copied_unasked(sessions: dict[int, Session]) -> None:
+    def plan(strategies: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        configs = [
+            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=16, feature_names=[name])
+            for name, rows in {"large": 70_000, "small": 100}.items()
+        ]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+            made = shard(model, strategies, batch_size=64).plan
+        return [str(one.message) for one in caught if "data_parallel" in str(one.message)], made.strategies
+
+    (said, chosen), (not_said, _) = sessions[2].run_all(plan, {"*": "data_parallel"})
+    assert chosen["large"] == "data_parallel" and not not_said
+    assert len(said) == 1 and "'large' is to be data_parallel: each step sends" in said[0] and "70,000 rows" in said[0]
+    said, chosen = sessions[2].run(plan, {})
+    assert not said and chosen["large"] != "data_parallel"
 
 
 def test_works_again_after_a_rank_has_failed() -> None:

@@ -50,7 +50,7 @@ def numbers(history: History) -> list[Any]:
 def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, States]:
     """In a rank: train, and gather; `breaks_after` so many steps there is an error."""
     dropout, left = options.pop("dropout", 0.0), options.pop("breaks_after", 10**9)
-    tables, seed = options.pop("tables", None), options.pop("seed", 3)
+    tables, keyed, seed = options.pop("tables", None), options.pop("keyed", ()), options.pop("seed", 3)
 
     def forward(module: nn.Module, features: Any) -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal left
@@ -58,7 +58,7 @@ def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, Sta
         return (noisy if dropout else predict)(module, features) if left >= 0 else 1 / 0
 
     model = build(how, dropout, tables=tables)
-    history = fit(model, forward, *loaders(rows, batch, seed), **options)
+    history = fit(model, forward, *loaders(rows, batch, seed, keyed=keyed), **options)
     whole = model.gather()
     return history, {} if whole is None else whole.state_dict()
 
@@ -239,6 +239,7 @@ def test_early_stop(sessions: dict[int, Session], tmp_path: Path) -> None:
 
 # --- gradients that wait for the step ---
 
+LONG: dict[str, Any] = {"dropout": 0.2, "steps": 23, "every": 4, "schedule": warmup_decay(23, warmup=5), "show": False}
 WAITING: dict[str, dict[str, Any]] = {"sharded": {"tables": {"fused": False}}, "replicated": {}}
 
 
@@ -278,9 +279,52 @@ def test_gradients_are_clipped_by_the_norm_of_all(sessions: dict[int, Session], 
         sessions[2].run(train, "sharded", 400, 50, steps=steps, accumulate=2, show=False)
 
 
-# --- snapshots ---
+def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
+    """In a rank: how often ids that were sent ahead were taken, and what `function` gives."""
+    from nbdist.recsys.parallel.ahead import InputsAhead
 
-LONG: dict[str, Any] = {"dropout": 0.2, "steps": 23, "every": 4, "schedule": warmup_decay(23, warmup=5), "show": False}
+    taken = 0
+    take = InputsAhead.take
+
+    def count(self: Any, *args: Any) -> Any:
+        nonlocal taken
+        found = take(self, *args)
+        taken += found is not None
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputsAhead, "take", count)
+        result = function(*args, **options)
+    return taken, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ids_that_are_sent_ahead_change_nothing(sessions: dict[int, Session], tmp_path: Path, accumulate: int) -> None:
+    """Ten full batches and an uneven one an epoch, evaluations and snapshots between; broken off and resumed."""
+    options: dict[str, Any] = {"keyed": ["user", "movie"], "accumulate": accumulate, **LONG, **WAITING["sharded"]}
+    one = sessions[2].run(ahead, train, "sharded", 1300, 64, **options)
+    assert one[0] == 0, "on CPUs it has to be asked for"
+    history, expected = one[1]
+    options["pipelined"] = True
+    taken, (found, weights) = sessions[2].run(ahead, train, "sharded", 1300, 64, **options)
+    assert taken >= 12 * accumulate
+    assert numbers(found) == numbers(history)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    options["snapshots"] = Snapshots(tmp_path, every=3, keep=1, resume=True)
+    with pytest.raises(ZeroDivisionError):
+        sessions[2].run(train, "sharded", 1300, 64, breaks_after=11 * accumulate, **options)
+    _, (found, weights) = sessions[2].run(ahead, train, "sharded", 1300, 64, **options)
+    assert numbers(found) == numbers(history)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    # A model that makes its ids itself takes nothing of it; nor does one that has nothing sharded.
+    options = {"pipelined": True, "steps": 5, "show": False, "keyed": ["movie", "user"]}
+    taken, (_, weights) = sessions[2].run(ahead, train, "sharded", 400, 50, **options)
+    torch.testing.assert_close(weights, sessions[2].run(train, "sharded", 400, 50, steps=5, show=False)[1])
+    assert taken == 0 and sessions[2].run(ahead, train, "replicated", 400, 50, **options)[0] == 0
+
+
+# --- snapshots ---
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from .. import ranks
 from ..io.partition import Partition
 from ..io.rest import Rest
 from .adapter import Adapter, known_to_accelerate
-from .batches import Window, blocks
+from .batches import Block, Window, blocks
 from .columns import Columns
 from .prefetch import on_device
 
@@ -36,6 +36,9 @@ class Loader(Adapter):
         shuffle: A new random order each epoch; otherwise the order of the input.
         seed: What the order follows from, beside the epoch. None: drawn by rank 0 from torch's generator.
         remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
+        keyed: The columns that `keyed_jagged` will be asked for, by the model or by `predict`, in that order: ids, or
+            lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
+            ranks that hold the rows. A column that `transform` changes is taken as it is then.
         transform: Called with each batch; what it returns is given out instead.
         device: Where batches are to be. A GPU gets them asynchronously, through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
@@ -58,6 +61,7 @@ class Loader(Adapter):
         shuffle: bool = False,
         seed: int | None = None,
         remainder: str = "keep",
+        keyed: Sequence[str] = (),
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | int | None = None,
         prefetch: int | None = None,
@@ -73,6 +77,10 @@ class Loader(Adapter):
             raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
         self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
         self.transform, self.prefetch, self.pin_memory = transform, prefetch, pin_memory
+        self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)
+        for name in self.keyed:
+            if name not in self._names():
+                raise ValueError(f"keyed={name!r}: there is no such column, but {', '.join(self._names())}")
         self.to(device)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self._epoch = self._step = self._start = 0
@@ -109,6 +117,10 @@ class Loader(Adapter):
                 del window
                 if last == high:  # nothing more is read
                     break
+
+    def _names(self) -> list[str]:
+        """The columns by their names; none where they have none."""
+        raise NotImplementedError
 
     def _fingerprint(self) -> str:
         """Equal for inputs with equal columns in equal pieces."""
@@ -159,7 +171,9 @@ class Loader(Adapter):
             rows = self._windows(partition, rank, epoch, position)
         else:
             rows = self._windows_of_rest(rest, epoch, position, stop)
-        placed = on_device(blocks(rows, partition, rank, start), self.device, depth, self.pin_memory)
+        placed = on_device(
+            self._keyed_blocks(blocks(rows, partition, rank, start)), self.device, depth, self.pin_memory
+        )
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for i in range(len(block.boundaries) - 1):
@@ -169,6 +183,13 @@ class Loader(Adapter):
                     progress.end_of_dataloader = step == partition.steps
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step, self._rest = epoch + 1, 0, None
+
+    def _keyed_blocks(self, blocks: Generator[Block, None, None]) -> Generator[Block, None, None]:
+        """The same blocks, with keyed jagged tensors."""
+        with contextlib.closing(blocks):
+            for block in blocks:
+                yield block.key(self.keyed) if self.keyed else block
+                del block  # not kept while the next one is made
 
     def _shape(self, batch: Columns) -> Any:
         return batch

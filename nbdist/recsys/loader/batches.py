@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..io.partition import Partition
 from .columns import Columns, Ragged, bytes_of, join, rows_of, take
+from .keyed import Keyed
 
 BLOCK_BYTES = 1 << 22  # bytes that are gathered, pinned and copied in one go; a batch that is larger goes alone
 
@@ -21,6 +22,8 @@ class Block(NamedTuple):
     """Rows at which the batches begin, and the end of the last one."""
     value_boundaries: dict[str, list[int]]
     """For each list column, the values at which the batches begin; known before the block goes to a GPU."""
+    keyed: Keyed | None = None
+    """The batches' keyed jagged tensors."""
 
     @classmethod
     def make(cls, columns: Columns, boundaries: list[int]) -> Block:
@@ -33,7 +36,11 @@ class Block(NamedTuple):
         columns: Columns = {}
         for name, column in self.columns.items():
             columns[name] = Ragged(*map(fn, column)) if isinstance(column, Ragged) else fn(column)
-        return self._replace(columns=columns)
+        return self._replace(columns=columns, keyed=self.keyed.map(fn) if self.keyed else None)
+
+    def key(self, keys: Sequence[str]) -> Block:
+        """The block with keyed jagged tensors of some columns."""
+        return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys))
 
     def batch(self, i: int) -> Columns:
         """Batch i, as views where nothing has to be computed."""
@@ -45,7 +52,7 @@ class Block(NamedTuple):
                 batch[name] = Ragged(column.values[low:high], column.offsets[start : stop + 1] - low)
             else:
                 batch[name] = column[start:stop]
-        return batch
+        return self.keyed.batch(i, batch) if self.keyed else batch
 
 
 class Window(NamedTuple):

@@ -39,6 +39,37 @@ Column: TypeAlias = Tensor | Ragged
 """A tensor of shape (rows, ...), or one list per row."""
 Columns: TypeAlias = dict[str, Column]
 
+
+class Batch(dict[str, Column]):
+    """The columns of a batch, and what `keyed_jagged` gives for some of them."""
+
+    def __init__(self, columns: Columns, keyed: KeyedJaggedTensor) -> None:
+        super().__init__(columns)
+        self._keyed = keyed
+        self._made_of = {key: _state(columns[key]) for key in keyed.keys()}  # noqa: SIM118 (no mapping)
+
+    def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
+        """That of these columns, in this order, if it is there."""
+        return self.prepared if list(keys) == self._keyed.keys() else None
+
+    @property
+    def prepared(self) -> KeyedJaggedTensor | None:
+        """What its loader has made, unless a column has been changed since."""
+        same = all(key in self and _state(self[key]) == state for key, state in self._made_of.items())
+        return self._keyed if same else None
+
+
+def _state(column: Column) -> list[tuple[int, int]]:
+    """What differs once a column is replaced or written to."""
+    parts = column if isinstance(column, Ragged) else (column,)
+    return [(id(part), version_of(part)) for part in parts]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, as autograd counts that; -1 where it does not."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 # torch stores unsigned integers wider than a byte but has few kernels for them; the bits can be moved as signed ones.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -91,7 +122,7 @@ def join(parts: Sequence[Column]) -> Column:
 
 
 def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJaggedTensor:
-    """TorchRec's `KeyedJaggedTensor` of some columns of a batch.
+    """TorchRec's `KeyedJaggedTensor` of some columns of a batch: what its loader has made ahead with `keyed=`, if so.
 
     Args:
         batch: As a loader gives it.
@@ -115,6 +146,9 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
     """
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    made = batch.keyed(keys) if isinstance(batch, Batch) else None
+    if made is not None:
+        return made
     values, lengths = [], []
     for key in keys:
         if key not in batch:

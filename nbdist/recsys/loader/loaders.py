@@ -72,6 +72,9 @@ class MemoryLoader(Loader):
     def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
         yield self._everything(self._table, partition, rank, epoch)
 
+    def _names(self) -> list[str]:
+        return [] if self._tuples else list(self._table)
+
     def _fingerprint(self) -> str:
         return _digest([(name, dtype_of(column)) for name, column in self._table.items()])
 
@@ -172,6 +175,9 @@ class ParquetLoader(Loader):
                     torch.randperm(rows, generator=self._generator(epoch, rank, number), out=order)
                 yield Window(start, self._files.read(window, spare, room), order)
             start += rows
+
+    def _names(self) -> list[str]:
+        return list(self._files.types)
 
     def _fingerprint(self) -> str:
         types = [(name, str(kind)) for name, kind in self._files.types.items()]

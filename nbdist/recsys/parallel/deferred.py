@@ -55,6 +55,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         """As FBGEMM's: pooled, shape (samples, columns of all features); else (ids of all features, columns)."""
         features = self.feature_table_map
         samples = (len(offsets) - 1) // len(features)
+        offsets = offsets.long()  # as `unique` numbers the ids
         ends = offsets[::samples].tolist() if samples else [0] * (len(features) + 1)
         found = []
         for table, weight in enumerate(self.split_embedding_weights()):

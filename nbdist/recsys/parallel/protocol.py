@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .growth import Growth
+
+
+class Ahead(Protocol):
+    """See `InputsAhead`."""
+
+    def start(self, features: Any) -> None:
+        """Begin to send."""
+
+    def proceed(self) -> None:
+        """Once it is known how much comes, send on."""
 
 
 class Parallel(Protocol):
@@ -25,6 +35,10 @@ class Parallel(Protocol):
     @property
     def fused(self) -> bool:
         """Whether there are tables that are updated in the backward pass already, before any `step`."""
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What sends ids of the next batch to the ranks that hold their rows; None where nothing is sent."""
 
     def clip_gradients(self, norm: float) -> float:
         """Scale all gradients so that their norm, that of all of them together, is at most `norm`; it before that."""

@@ -45,6 +45,10 @@ class Replicated:
         """Whether there are tables that are updated in the backward pass: none."""
         return False
 
+    @property
+    def ahead(self) -> None:
+        """What sends ids to the ranks that hold their rows: nothing, for all do."""
+
     def clip_gradients(self, norm: float) -> float:
         """Scale all gradients so that their norm, that of all of them together, is at most `norm`.
 

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from ...devices import collective_device
 from . import buffers, checkpoint, growth, optimizers
+from .ahead import InputsAhead
 from .checkpoint import no_future_warnings
 from .deferred import TablesOptimizer
 from .growth import Growth
@@ -56,6 +57,8 @@ class Sharded:
     """The model as it was, its parameters on the meta device."""
     fused: bool = True
     """Whether there are tables that are updated in the backward pass."""
+    ahead: InputsAhead | None = None
+    """What sends ids of the next batch to the ranks that hold their rows, for `fit`; None on a single rank."""
 
     @torch.no_grad()
     def clip_gradients(self, norm: float) -> float:

@@ -26,7 +26,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,12 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel, comm
+from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
+from ...wire.shared_group import shared_group
+from ..parallel.ahead import InputsAhead
 from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
@@ -53,6 +56,7 @@ from .strategies import (
     find_tables,
     fused_types,
     of_each,
+    too_large_to_copy,
 )
 
 
@@ -82,7 +86,8 @@ def shard(
         model: A module with `EmbeddingBagCollection`s or `EmbeddingCollection`s, or one of those. It is consumed: use
             `Sharded.model` instead.
         strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
-            Tables that nothing matches are left to TorchRec's planner.
+            Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
+            warned of.
         batch_size: Samples per rank and step, for the planner's estimates.
         optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass where FBGEMM can; or table name or glob →
             one. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. All leave alone the rows that a
@@ -97,7 +102,8 @@ def shard(
         memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
             ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
-            that; without it, such ids are those of other rows, and train them.
+            that, unless a loader with `keyed=` has looked before; without it, such ids are those of other rows, and
+            train them.
 
     Raises:
         ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
@@ -135,6 +141,10 @@ def shard(
             f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
+    for name, strategy in chosen.items():
+        why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
+        if strategy == "data_parallel" and why and dist.get_rank() == 0:
+            warnings.warn(f"table {name!r} is to be data_parallel: {why}. row_wise is faster", stacklevel=2)
     sharders = make_sharders({"eps": eps})
     for name, table in tables.items():  # where TorchRec looks for it
         table.weight._optimizer_kwargs = [{"optimizer": OPTIMIZERS[named[name]], "learning_rate": rates[name]}]  # type: ignore[attr-defined]
@@ -145,12 +155,23 @@ def shard(
         seed = common_seed(device)
         materialise(model, device)
         _forget_old_groups()
-        hooks = [_hooks(path, module, plan, checked) for path, module in model.named_modules()]
+        # gloo sends what ranks of one machine have for each other through its network's loopback.
+        group = shared_group() if device.type == "cpu" else None
+        by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
+        hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
+        features = _features(model)
         types = fused_types(device, fused)
         with deferring(types):
-            parallel = DistributedModelParallel(model, device=device, plan=torchrec_plan, sharders=sharders)
+            parallel = DistributedModelParallel(
+                model,
+                env=ShardingEnv.from_process_group(group or dist.group.WORLD),
+                device=device,
+                plan=torchrec_plan,
+                sharders=sharders,
+            )
         for add in hooks:
             add(parallel.module)
+        collections = {parallel.module.get_submodule(path): names for path, names in features.items()}
         fill(parallel.state_dict(), tables, seed)
     names = [name for name, _ in template.named_buffers()]
     if names:
@@ -172,11 +193,17 @@ def shard(
     any_fused = any(
         OPTIMIZERS[named[table]] in types for table, how in plan.strategies.items() if how != "data_parallel"
     )
-    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused)
+    ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
+    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
 
 
-def _hooks(path: str, module: nn.Module, plan: Plan, checked: bool) -> Callable[[nn.Module], None]:
-    """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in."""
+def _hooks(
+    path: str, module: nn.Module, plan: Plan, checked: bool, by_gloo: Sequence[str]
+) -> Callable[[nn.Module], None]:
+    """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in.
+
+    `by_gloo` are the strategies for which gloo scatters what it adds up.
+    """
     if isinstance(module, EmbeddingCollection):
         rows = _rows(module.embedding_configs())
 
@@ -203,9 +230,18 @@ def _hooks(path: str, module: nn.Module, plan: Plan, checked: bool) -> Callable[
         if any(means.values()):
             divide_means(sharded, means, features)
         restore_order(sharded, names)
-        pad_batches(sharded, by_rows and dist.get_backend() == "gloo")
+        pad_batches(sharded, any(plan.strategies[name] in by_gloo for name in features))
 
     return add_to_bags
+
+
+def _features(model: nn.Module) -> dict[str, set[str]]:
+    """Path of each collection → the features that it takes."""
+    return {
+        path: set(_rows(module.embedding_bag_configs() if bags else module.embedding_configs()))
+        for path, module in model.named_modules()
+        if (bags := isinstance(module, EmbeddingBagCollection)) or isinstance(module, EmbeddingCollection)
+    }
 
 
 def _rows(configs: Iterable[Any]) -> dict[str, list[tuple[str, int]]]:

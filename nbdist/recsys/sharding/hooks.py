@@ -92,7 +92,7 @@ def restore_order(module: nn.Module, names: list[str]) -> None:
 def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) -> None:
     """Have a sharded collection raise for ids outside its tables, which FBGEMM takes for those of other rows.
 
-    On a GPU it waits for what is under way there.
+    On a GPU it waits for what is under way there, unless the loader has looked (`keyed=`).
 
     Args:
         module: The sharded collection.
@@ -101,13 +101,14 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 
     def check(_: nn.Module, args: tuple[Any, ...]) -> None:
         features: KeyedJaggedTensor = args[0]
-        parts = zip(features.keys(), features.values().split(features.length_per_key()), strict=True)
-        known = {feature: ids for feature, ids in parts if feature in tables and len(ids)}
-        if not known:
-            return
-        extremes = torch.stack([torch.stack(ids.aminmax()) for ids in known.values()]).tolist()  # one wait for all
-        for feature, (low, high) in zip(known, extremes, strict=True):
-            for table, rows in tables[feature]:
+        version, limits = getattr(features, "id_limits", (None, {}))
+        if version in (None, -1) or version != features.values()._version:
+            parts = zip(features.keys(), features.values().split(features.length_per_key()), strict=True)
+            known = {feature: ids for feature, ids in parts if feature in tables and len(ids)}
+            extremes = [torch.stack(ids.aminmax()) for ids in known.values()]
+            limits = dict(zip(known, torch.stack(extremes).tolist() if extremes else [], strict=True))  # one wait
+        for feature, (low, high) in limits.items():
+            for table, rows in tables.get(feature, ()):
                 if low < 0 or high >= rows:
                     raise ValueError(
                         f"feature {feature!r} has the id {low if low < 0 else high}, and table {table!r} has {rows} "

@@ -26,7 +26,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from ..parallel.plan import Plan, Shard
-from .strategies import STRATEGIES, Table, column_parts, refusal
+from .strategies import STRATEGIES, Table, column_parts, refusal, too_large_to_copy
 
 #: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
 #: takes as much.
@@ -82,6 +82,8 @@ class Planner:
             raise ValueError(f"table {table.name!r} cannot be {strategy} on {nranks} ranks: {why[strategy]}")
         # Left to itself the planner takes no grid: TorchRec's own rule.
         others = [one for one in STRATEGIES if not why[one] and one != "grid_shard"]
+        if too_large_to_copy(table, nranks * self.batch_size) and len(others) > 1:
+            others = [one for one in others if one != "data_parallel"]
         possible = [strategy] if strategy else others
         if not possible:
             raise ValueError(f"table {table.name!r} cannot be sharded: {why['table_wise']}")

@@ -59,6 +59,9 @@ class Table:
     pooled: bool
 
 
+SMALL = 4 << 20
+"""Bytes of a table up to which a copy on every rank costs little."""
+
 DEFERRED = (*EVERYWHERE, "adam")
 """Those that can wait for the optimizer's step."""
 
@@ -131,6 +134,17 @@ def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T
                 chosen[name] = value
                 break
     return chosen
+
+
+def too_large_to_copy(table: Table, samples: int) -> str:
+    """Why every rank should not have a copy of a table; empty if it may. `samples` are those of all ranks in a step."""
+    rows, size = table.config.num_embeddings, table.weight.numel() * table.weight.element_size()
+    if size <= SMALL or rows <= 4 * samples:
+        return ""
+    return (
+        f"each step sends and applies a gradient of all its {rows:,} rows, {size / 2**20:,.0f} MiB, where {samples:,} "
+        "samples touch a few"
+    )
 
 
 def column_parts(strategy: str, nranks: int, local: int) -> int:

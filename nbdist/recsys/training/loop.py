@@ -66,6 +66,7 @@ def fit(
     bf16: bool = False,
     snapshots: Snapshots | None = None,
     patience: int | None = None,
+    pipelined: bool | None = None,
     show: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks have to call it, with the same arguments.
@@ -107,6 +108,8 @@ def fit(
         bf16: Run `predict` under autocast to bfloat16. What stays in float32 is torch's choice.
         snapshots: Where and when to take them, and whether to resume.
         patience: Stop when so many evaluations in a row have not improved the last of the metrics.
+        pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
+            this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
         show: Whether rank 0 shows anything.
 
     Returns:
@@ -155,7 +158,10 @@ def fit(
             loader.to(collective_device())
             _same_steps(loader)
     factor = schedule or (lambda step: 1.0)
-    run = Run(model, predict, train, loss, factor, bf16, clip, accumulate)
+    if pipelined is None:
+        pipelined = collective_device().type == "cuda"
+    pipelined = pipelined and model.ahead is not None and bool(train.keyed) and train.transform is None
+    run = Run(model, predict, train, loss, factor, bf16, clip, accumulate, pipelined)
     every = every or run.steps_an_epoch
     evaluate_every = evaluate_every or every
     resumed = run.restore(snapshots) if snapshots is not None else ""
@@ -177,19 +183,28 @@ def fit(
             snapshots.mark_best(run.step)
         return _stale(run.history, metrics, patience)
 
+    def pauses(step: int) -> bool:
+        """Whether something is done after a step that has to find the loader where the training is."""
+        each = [evaluate_every, *([snapshots.every or evaluate_every] if snapshots else [])]
+        return step == total or any(step % every == 0 for every in each)
+
+    upcoming: list[tuple[int, Any]] = []
     stopped = record() if run.step else False
     if display and run.step and run.recorded:
         display.update()
-    warned = False
+    warned = told = False  # that a machine will be taken away: to be followed by a snapshot; followed by one
     with contextlib.closing(_endless(run)) as groups:
         while run.step < total and not stopped:
-            run.train_on(next(groups))
+            group = upcoming or next(groups)
+            alone = warned or run.ends_epoch(group) or pauses(run.step + 1)
+            upcoming = next(groups) if pipelined and not alone else []
+            run.train_on(group, upcoming[0] if upcoming else None)
             if snapshots:
                 due = run.step == total or run.step % (snapshots.every or evaluate_every) == 0
-                warning = not warned and preempted()
-                warned = warned or warning
-                if due or warning:
+                warned = warned or (not told and preempted())
+                if due or (warned and not upcoming):  # that batch would be missing afterwards
                     run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
+                    told, warned = told or warned, False
             stopped = record()
             if snapshots and stopped:
                 run.snapshot(snapshots)

@@ -18,7 +18,8 @@ from ...devices import collective_device
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
-from ..parallel.protocol import Parallel
+from ..loader.columns import Batch
+from ..parallel.protocol import Ahead, Parallel
 from .evaluation import Predict, forward, measure
 from .history import History, Record
 from .schedule import Schedule
@@ -38,10 +39,11 @@ class Run:
         bf16: bool,
         clip: float | None = None,
         accumulate: int = 1,
+        pipelined: bool = False,
     ) -> None:
         self.model, self.predict, self.train, self.loss, self.bf16 = model, predict, train, loss, bf16
         self.schedule, self.clip = schedule, clip
-        self.accumulate = accumulate
+        self.accumulate, self.pipelined = accumulate, pipelined
         self.steps_an_epoch = math.ceil(len(train) / accumulate)
         self._origin = (0, 0, 0.0)
         """A step after which so many epochs were over; and the part of an epoch that a step before it is, which differs
@@ -67,6 +69,11 @@ class Run:
         self._ranks = len(everyone)
         self._totals = [sum(partition.size(rank, i) for partition, rank in everyone) for i in range(len(train))]
         self._sizes = [train.partition.size(train.rank, i) for i in range(len(train))]
+        self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
+
+    def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
+        """Whether these are the last ones of an epoch: the next one may be divided otherwise among the ranks."""
+        return batches[-1][0] == len(self._sizes) - 1
 
     @property
     def epoch(self) -> float:
@@ -80,24 +87,37 @@ class Run:
         step, before, _ = self._origin
         return step + (epochs - before) * self.steps_an_epoch
 
-    def train_on(self, batches: Sequence[tuple[int, Any]]) -> None:
-        """One step, on some batches, each with its number in the epoch."""
+    def train_on(self, batches: Sequence[tuple[int, Any]], following: tuple[int, Any] | None = None) -> None:
+        """One step, on some batches, each with its number in the epoch; `following` is the next one, to send ahead."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
-        for number, batch in batches:
+        for (number, batch), then in zip(batches, [*batches[1:], following], strict=True):
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
             with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
                 loss = self.loss(*forward(module, self.predict, batch, self.bf16)[:2])
+                ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
                 (loss * (self._sizes[number] * self._ranks / total)).backward()
+                if ahead:
+                    ahead.proceed()
             self._loss += loss.detach() * self._sizes[number]
             self._rows += self._sizes[number]
         if self.clip is not None:
             self.model.clip_gradients(self.clip)
         optimizer.step()
         self.step += 1
+
+    def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
+        """Begin to send the ids of a batch to the ranks that hold their rows, if it has as many rows on all ranks."""
+        if numbered is None or not self._alike[numbered[0]] or not isinstance(numbered[1], Batch):
+            return None
+        features, ahead = numbered[1].prepared, self.model.ahead
+        if features is None or ahead is None:
+            return None
+        ahead.start(features)
+        return ahead
 
     @property
     def recorded(self) -> bool:

@@ -1,0 +1,102 @@
+"""TorchRec's keyed jagged tensors of batches, made a block at a time in the loader's thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .columns import Batch, Columns, Ragged, version_of
+
+_MOST = torch.iinfo(torch.int32).max
+
+
+class Keyed(NamedTuple):
+    """The keyed jagged tensors of some consecutive batches in one piece."""
+
+    keys: list[str]
+    values: Tensor
+    """Int32, shape (ids,): batch after batch, and within each key after key."""
+    lengths: Tensor
+    """Int32, shape (rows * keys,), in the same order."""
+    counts: list[list[int]]
+    """Of each batch: for each key, how many ids; known before the block goes to a GPU."""
+    starts: list[int]
+    """Of the batches among the values, and the end of the last one."""
+    rows: list[int]
+    """Likewise, of their rows."""
+    limits: list[dict[str, tuple[int, int]]]
+    """Of each batch: the smallest and the largest id of each key that has any."""
+
+    @classmethod
+    def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str]) -> Keyed:
+        """Those of batches that begin at these rows, and end at the last of them.
+
+        Raises:
+            ValueError: A column has no integers, has another shape, or an id of more than 31 bits.
+        """
+        values: list[list[Tensor]] = []  # of each key, of each batch
+        lengths: list[list[Tensor]] = []
+        rows = [stop - start for start, stop in itertools.pairwise(boundaries)]
+        limits: list[dict[str, tuple[int, int]]] = [{} for _ in rows]
+        for key in keys:
+            ids, sizes, ends = _of_column(key, columns, boundaries)
+            parts = ids.split([stop - start for start, stop in itertools.pairwise(ends)])
+            some = [number for number, part in enumerate(parts) if len(part)]
+            extremes = torch.stack([torch.stack(parts[number].aminmax()) for number in some]).tolist() if some else []
+            for number, (low, high) in zip(some, extremes, strict=True):
+                limits[number][key] = low, high
+                if low < -_MOST or high > _MOST:
+                    wrong = high if high > _MOST else low
+                    raise ValueError(f"keyed={key!r}: the column has the id {wrong}, above 31 bits")
+            values.append(list(ids.int().split([len(part) for part in parts])))
+            lengths.append(list(sizes.split(rows)))
+        counts = [[len(each[i]) for each in values] for i in range(len(rows))]
+        return cls(
+            list(keys),
+            torch.cat([each[i] for i in range(len(rows)) for each in values]),
+            torch.cat([each[i] for i in range(len(rows)) for each in lengths]),
+            counts,
+            list(itertools.accumulate(map(sum, counts), initial=0)),
+            list(boundaries),
+            limits,
+        )
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Keyed:
+        """The same with `fn` applied to each tensor; `fn` must not change values."""
+        return self._replace(values=fn(self.values), lengths=fn(self.lengths))
+
+    def batch(self, i: int, columns: Columns) -> Batch:
+        """Batch i, whose columns are these."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        (first, last), (row, end), width = self.starts[i : i + 2], self.rows[i : i + 2], len(self.keys)
+        keyed = KeyedJaggedTensor(
+            keys=self.keys,
+            values=self.values[first:last],
+            lengths=self.lengths[row * width : end * width],
+            length_per_key=self.counts[i],
+            stride=end - row,
+        )
+        # Where `shard` looks, so that a GPU is not waited for; until somebody writes other ids there.
+        keyed.id_limits = version_of(self.values), self.limits[i]
+        return Batch(columns, keyed)
+
+
+def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """A column's ids, how many each row has, and where those of batches begin."""
+    column = columns[key]
+    ids = column.values if isinstance(column, Ragged) else column
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"keyed={key!r}: the column has {ids.dtype} of shape {tuple(ids.shape)}: integers are needed, a list of "
+            "them or one per row"
+        )
+    if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # for which torch has few kernels
+        ids = ids.long()
+    if isinstance(column, Ragged):
+        return ids, column.lengths.int(), column.offsets[torch.as_tensor(boundaries)].tolist()
+    return ids, torch.ones_like(ids, dtype=torch.int32), list(boundaries)

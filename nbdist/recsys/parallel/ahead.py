@@ -1,0 +1,88 @@
+"""Ids of the next batch go to the ranks that hold their rows during the backward pass of this one.
+
+As TorchRec's `TrainPipelineSparseDist` does it for models that torch.fx can trace and that are called with the batch
+itself; here a model may be called in any way, by `predict`, and between the steps with other batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import ShardedModule
+
+
+class _Begun(NamedTuple):
+    features: KeyedJaggedTensor
+    context: Any
+    request: Any
+    """Of sizes first, then of ids."""
+
+
+class InputsAhead:
+    """Of the sharded collections of a model. All ranks have to call its methods alike.
+
+    Args:
+        collections: Each with the features that it takes.
+        device: Of this rank.
+    """
+
+    def __init__(self, collections: Mapping[ShardedModule[Any, Any, Any, Any], set[str]], device: torch.device) -> None:
+        self._collections = dict(collections)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._begun: dict[ShardedModule[Any, Any, Any, Any], _Begun] = {}
+        for collection in self._collections:
+            collection.forward = _Forward(self, collection)
+
+    def start(self, features: KeyedJaggedTensor) -> None:
+        """Begin to send; the samples have to be as many on all ranks."""
+        self._begun.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # which the ids have been copied for
+        with self._beside():
+            for collection, names in self._collections.items():
+                if names <= set(features.keys()):
+                    context = collection.create_context()
+                    request = collection.input_dist(context, features)
+                    self._begun[collection] = _Begun(features, context, request)
+
+    def proceed(self) -> None:
+        """Once it is known how much comes, send on."""
+        with self._beside():
+            for collection, begun in self._begun.items():
+                self._begun[collection] = begun._replace(request=begun.request.wait())
+
+    def take(self, collection: ShardedModule[Any, Any, Any, Any], features: Any) -> tuple[Any, Any] | None:
+        """Context and ids that have come for a collection, if these are what was sent."""
+        if collection not in self._begun or self._begun[collection].features is not features:
+            return None
+        begun = self._begun.pop(collection)
+        with self._beside():
+            ids = begun.request.wait()
+        if self._stream is not None:
+            current = torch.cuda.current_stream()
+            current.wait_stream(self._stream)
+            ids.record_stream(current)  # their memory is not given away before that stream is done with it
+            begun.context.record_stream(current)
+        return begun.context, ids
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """On a GPU, what is done in the block is done beside what is under way there."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class _Forward:
+    """The forward of a collection, with what was sent ahead."""
+
+    def __init__(self, ahead: InputsAhead, collection: ShardedModule[Any, Any, Any, Any]) -> None:
+        self._ahead, self._collection, self._original = ahead, collection, collection.forward
+
+    def __call__(self, features: Any, *others: Any, **options: Any) -> Any:
+        there = self._ahead.take(self._collection, features)
+        if there is None:
+            return self._original(features, *others, **options)
+        context, ids = there
+        return self._collection.compute_and_output_dist(context, ids)
