@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -94,10 +93,7 @@ def rows_for(steps: int, rows: int, keyed: tuple[str, ...] = ()) -> MemoryLoader
 
 
 class Clock:
-    """Seconds and memory of a contestant, from its first step that counts to its last."""
-
-    def __init__(self) -> None:
-        self.before = private_memory()
+    """Seconds of a contestant, from its first step that counts to its last."""
 
     def start(self) -> None:
         dist.barrier()
@@ -105,20 +101,15 @@ class Clock:
 
     def stop(self, loss: torch.Tensor | float) -> Turn:
         seconds = time.perf_counter() - self.began
-        return Turn(seconds, float(loss), private_memory() - self.before)
+        return Turn(seconds, float(loss))
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rank tells of a turn: seconds, the last loss, and the bytes that its model and steps have taken."""
+    """What a rank tells of a turn: seconds, and the last loss."""
 
     seconds: float
     loss: float
-    memory: int
-
-
-def private_memory() -> int:
-    return int(psutil.Process().memory_full_info().uss)
 
 
 def loop(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Turn:
@@ -253,17 +244,19 @@ def sessions() -> Iterator[dict[int, Session]]:
         yield {1: one, 2: two}
 
 
-def measure(open_sessions: dict[int, Session], width: int, rows: int, steps: int, repeats: int) -> dict[str, list[Any]]:
+def measure(
+    open_sessions: dict[int, Session], width: int, rows: int, steps: int, repeats: int
+) -> dict[str, list[float]]:
     """Of each contestant the turns, each of all its ranks. They take turns, so that what disturbs one disturbs all; the
     first round is for warming up."""
-    turns: dict[str, list[Any]] = {one.name: [] for one in CONTESTANTS}
+    turns: dict[str, list[float]] = {one.name: [] for one in CONTESTANTS}
     for number in range(repeats + 1):
         for one in CONTESTANTS:
             some = max(5, int(steps * one.part))
             answers = open_sessions[one.ranks].run_all(one.function, *one.arguments, width, rows, some)
             speed = some * rows / max(turn.seconds for turn in answers)
             if number:
-                turns[one.name].append((speed, max(turn.memory for turn in answers)))
+                turns[one.name].append(speed)
     return turns
 
 
@@ -279,28 +272,20 @@ def same_loss(open_sessions: dict[int, Session], width: int, rows: int) -> float
     return losses[OURS]
 
 
-def table(turns: dict[str, list[Any]], width: int) -> list[str]:
+def table(turns: dict[str, list[float]], width: int) -> list[str]:
     """Rows for one width; ratios are of figures of one round, then their median and spread."""
 
     def ratio(name: str, other: str) -> str:
-        found = sorted(a[0] / b[0] for a, b in zip(turns[name], turns[other], strict=True))
+        found = sorted(a / b for a, b in zip(turns[name], turns[other], strict=True))
         return f"{statistics.median(found):.2f} ({found[0]:.2f}–{found[-1]:.2f})"
 
-    lines = [f"| | ranks × threads | rows/s | of {ONE} | of {RAW} | MiB a rank |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [f"| | ranks × threads | rows/s | of {ONE} | of {RAW} |", "|---|---:|---:|---:|---:|"]
     for one in CONTESTANTS:
-        speed = statistics.median(speed for speed, _ in turns[one.name])
-        memory = statistics.median(memory for _, memory in turns[one.name]) / 2**20
-        lines.append(
-            f"| {one.name} | {one.ranks} × {one.threads} | {speed:,.0f} | {ratio(one.name, ONE)} "
-            f"| {ratio(one.name, RAW)} | {memory:,.0f} |"
-        )
-    weights = sum(TABLES.values()) * width * 4 / 2**20
-    lines += [
-        "",
-        f"The tables take {weights:,.0f} MiB, and as much again what Adagrad keeps of them. Required of two ranks:",
-    ]
+        speed, ratios = statistics.median(turns[one.name]), f"{ratio(one.name, ONE)} | {ratio(one.name, RAW)}"
+        lines.append(f"| {one.name} | {one.ranks} × {one.threads} | {speed:,.0f} | {ratios} |")
+    lines += ["", "Required of two ranks:"]
     for other, wanted in ((ONE, 1.0), (RAW, 1.0), (DDP, DENSE[width])):
-        found = statistics.median(a[0] / b[0] for a, b in zip(turns[OURS], turns[other], strict=True))
+        found = statistics.median(a / b for a, b in zip(turns[OURS], turns[other], strict=True))
         lines.append(f"{wanted:g} × {other}: {found:.2f}, {'reached' if found >= wanted else '**missed**'}.")
     return lines
 
