@@ -75,10 +75,10 @@ def environ(world: World) -> dict[str, str]:
     return variables
 
 
-def join(world: World, fds: Sequence[int]) -> Any:
+def join(world: World, fds: Sequence[int]) -> tuple[Any, Any]:
     """Choose the device and the threads, and enter the process group, with the descriptors of its `Rendezvous`.
 
-    Returns the store, which lives as long as the group.
+    Returns the store, which lives as long as the group, and the group.
     """
     import torch
     import torch.distributed as dist
@@ -105,7 +105,7 @@ def join(world: World, fds: Sequence[int]) -> Any:
             # Connects each rank with those one, two, four and so on away, which is who most collectives speak to. A
             # rank that waits for one with which it was never connected would not notice that this one fails.
             dist.barrier()
-    return store
+    return store, dist.group.WORLD
 
 
 def abort(peers: Sequence[Address]) -> None:
@@ -187,7 +187,9 @@ class Membership:
     def __init__(self) -> None:
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
-        self._store: Any = None
+        # The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
+        # scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work.
+        self._kept: Any = None
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the group that there is, and enter that of `world`."""
@@ -205,7 +207,7 @@ class Membership:
         self._fds = self._fds or fds
         os.environ.update(environ(world))
         threads.resize_pools(world.threads)
-        self._store = join(world, [*self._fds, *listening])
+        self._kept = join(world, [*self._fds, *listening])
         for fd in listening:
             os.close(fd)
 
@@ -215,14 +217,16 @@ class Membership:
         `peers` are the other ranks' ends of the connections to this one.
         """
         dist = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_initialized():
+        joined = dist is not None and dist.is_initialized()
+        if not joined and self._kept is None:
             return
         _cut_off(peers)
-        if self._leaving is None or not self._leaving.is_alive():
-            self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
-            self._leaving.start()
-        self._leaving.join(PATIENCE_TO_LEAVE)
-        self._store = None
+        if joined:
+            if self._leaving is None or not self._leaving.is_alive():
+                self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
+                self._leaving.start()
+            self._leaving.join(PATIENCE_TO_LEAVE)
+        self._kept = None
         gc.collect()
 
 

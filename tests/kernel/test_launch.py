@@ -255,6 +255,23 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _script() -> int:
+    """As scripts for torchrun are written: what they have made goes after the process group."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    for _ in range(5):
+        model(torch.ones(64, 4)).sum().backward()
+    dist.destroy_process_group()
+    return 1
+
+
+def test_a_script_that_destroys_its_process_group_before_its_model() -> None:
+    """gloo's threads and the model waited for each other at the end of every other call."""
+    for _ in range(8):
+        assert in_ddp.options(timeout=30, imports="import torch._inductor.cudagraph_trees")(2, _script) == 1
+    with Session(2, timeout=30) as session:
+        assert [session.run(_script) for _ in range(4)] == [1] * 4
+
+
 def test_ranks_are_seeded_alike_from_the_random_state_of_the_caller(session: Session) -> None:
     seed_all(42)
     first, second = session.run_all(draw), session.run_all(draw)
