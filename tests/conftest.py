@@ -22,10 +22,14 @@ from jupyter_client.manager import KernelManager
 
 from nbdist.wire import rank_memory
 
-# A run in the background (`nohup make test &`) ignores these signals, and so would all that it starts.
-for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, handler)
+
+def pytest_configure() -> None:
+    """Take signals as in the foreground: a run in the background (`nohup make test &`) ignores some of them, and so
+    would all that it starts."""
+    for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
 
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
 LINUX = rank_memory.POSSIBLE

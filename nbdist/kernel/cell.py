@@ -67,6 +67,11 @@ class Cell:
             self._shell.display_pub.clear_output(**content)
 
     @property
+    def watched(self) -> bool:
+        """Whether a person sees it."""
+        return self._shell is not None and is_watched(self.parent)
+
+    @property
     def parent(self) -> Any:
         """The message of the front end that had the cell run."""
         return self._parent or self._shell.kernel.get_parent()

@@ -177,13 +177,15 @@ class Comms:
     # ------------------------------------------------------------------------------------------------------ the end
 
     def end_call(self) -> None:
-        """A call is over. Where something takes input, it lives as long as its ranks; mere bars and texts become
-        pictures."""
+        """A call is over. Where something takes input from somebody, it lives as long as its ranks; mere bars and texts
+        become pictures."""
         for shared in self._shared.values():
             shared.comms.remove(self)
         self._shared = {}
         models, self._new = self._new, []
-        if not self._widgets.take_input(models):
+        # Where nobody looks, as under nbconvert and papermill, what earlier cells have shown must not change: nbclient
+        # does not find it any more once it has put texts together.
+        if self._cell is None or not self._cell.watched or not self._widgets.take_input(models):
             self._freeze([display_id for display_id in self._views if display_id not in self._before], models)
         self._before = set(self._views)
         self._owners = {comm_id: ranks for comm_id, ranks in self._owners.items() if comm_id in self._models}

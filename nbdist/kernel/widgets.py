@@ -20,6 +20,8 @@ _PASSIVE = {
     "LabelModel",
     "OutputModel",
 }
+#: Views of what is part of a widget, and of none.
+_PARTS = {None, "LayoutView", "StyleView"}
 _CONTROLS = "@jupyter-widgets/controls"
 _FRAME = "border: 1px solid #bbb; border-radius: 2px; padding: 0 0.5em; margin: 0.1em 0.3em"
 _OVER = "The ranks of this widget have ended: what is done to it here reaches nobody. Run the cell again."
@@ -91,7 +93,7 @@ class Widgets:
 
 
 def _takes_input(model: Mapping[str, Any]) -> bool:
-    return model.get("_view_name") is not None and model.get("_model_name") not in _PASSIVE
+    return model.get("_view_name") not in _PARTS and model.get("_model_name") not in _PASSIVE
 
 
 def _bar(model: Mapping[str, Any]) -> str:

@@ -137,6 +137,13 @@ def of_ray(parent: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = set(of_ray(os.getpid()))  # of the cluster that other tests share
+    yield
+    assert set(of_ray(os.getpid())) <= before
+
+
 def folders() -> set[str]:
     return {name for name in os.listdir("/tmp") if name.startswith("ray-")}
 
@@ -153,7 +160,6 @@ def test_ray_on_two_hosts_is_used_and_ends(ssh: list[str]) -> None:
         assert "running" in repr(own)
     assert engines.in_use() == "local" and "closed" in repr(own)
     assert folders() == before
-    assert not of_ray(os.getpid())
 
 
 @pytest.mark.slow
@@ -225,7 +231,6 @@ def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
     program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path / "there"} exec {sys.executable} "$@"\n')
     with pytest.raises(NbdistError, match=r"cannot run Ray: ray is 9.9.9 there \(.*\), and \d"):
         nbdist.cluster("slurm", nodes=2, python=str(tmp_path / "python"))
-    assert not of_ray(os.getpid())
 
 
 def test_no_python_there(ssh: list[str]) -> None:
@@ -245,4 +250,3 @@ def test_too_long_a_time(srun: Path, tmp_path: Path) -> None:
 def test_ray_that_does_not_start(srun: Path) -> None:
     with pytest.raises(NbdistError, match=r"(?s)cannot run Ray: .*[Nn]o such option.*--nonsense"):
         nbdist.cluster("slurm", nodes=1, ray_start=["--nonsense"])
-    assert not of_ray(os.getpid())

@@ -148,7 +148,8 @@ def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
                 display(box)
             session.run(show)
             """
-        )
+        ),
+        watched=True,
     )
     page.until(page.shown)
     page.done(cell)
@@ -167,6 +168,22 @@ def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
     update = [m for m in page.heard if m["msg_type"] == "update_display_data"][-1]["content"]["data"]["text/html"]
     assert "at 6" in update and "have ended" in update
     notebook.ok("session.close()")
+
+
+@pytest.mark.parametrize("widget", ["bar", "slider where nobody looks"])
+def test_what_takes_no_input_is_a_picture_when_the_call_is_over(notebook: Kernel, widget: str) -> None:
+    """nbclient raises where what an earlier cell has shown is changed later."""
+    show = "list(tqdm(range(3)))" if widget == "bar" else "display(ipywidgets.IntSlider(7))"
+    code = f"""
+        import ipywidgets
+        from tqdm.auto import tqdm
+        session = Session(2)
+        session.run(lambda: {show})
+    """
+    shown = notebook.finish(notebook.start(textwrap.dedent(code), watched=widget == "bar"))
+    pictures = [output["data"]["text/html"] for output in shown.outputs if "text/html" in output.get("data", {})]
+    assert len(pictures) == 1 and ("3/3" if widget == "bar" else "7") in pictures[0], shown
+    assert not notebook.ok("session.close()").outputs
 
 
 def test_a_widget_of_another_package_says_that_its_ranks_have_ended(notebook: Kernel, page: Page) -> None:
