@@ -80,7 +80,6 @@ class Session:
             "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
             without being refused there, and for variables of `env` that any library reads while it is imported.
         hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
-            None: those that have no GPU, whose memory such frames would keep.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
@@ -117,7 +116,7 @@ class Session:
         settings: bool = True,
         engine: str | RayOptions | None = None,
         start: str = "forkserver",
-        hold_on_error: bool | None = None,
+        hold_on_error: bool = False,
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
@@ -139,9 +138,8 @@ class Session:
         name, notice = choose_backend(chosen, options.pop("backend", None), visible)
         layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
         self._settings = settings
-        keep = set(chosen) == {"cpu"} if hold_on_error is None else hold_on_error
         self._executor = Executor(
-            self._engine, layout, timeout=timeout, keep_frames=keep, restarts=restarts, min_ranks=min_ranks
+            self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts, min_ranks=min_ranks
         )
         self._raised: RemoteTraceback | None = None  # of the last call that has raised
         self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
@@ -348,7 +346,7 @@ class Session:
             commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
         Raises:
-            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error`.
+            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
         """
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
@@ -356,8 +354,8 @@ class Session:
         held = self.held_ranks()
         if not held:
             raise NbdistError(
-                "no rank is held: post_mortem() follows a call that raised in a rank, before any other call; with "
-                "GPUs, or in in_ddp, hold_on_error=True has to be said"
+                "no rank is held: post_mortem() follows a call that raised in a rank, before any other call, "
+                "where hold_on_error=True was said"
             )
         rank = held[0] if rank is None else rank
         if rank not in held:

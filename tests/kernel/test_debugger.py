@@ -153,13 +153,14 @@ def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
 
 
 def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
-    seen = notebook.run("session.run(lambda: 1 / 0)").plain_traceback
+    seen = notebook.run("in_ddp(1, lambda: 1 / 0, hold_on_error=True)").plain_traceback
     assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) looks inside\)", seen), seen
     seen = notebook.run("in_ddp(1, lambda: 1 / 0)").plain_traceback
     assert "raised ZeroDivisionError (hold_on_error=True, then %debug or post_mortem() looks inside)" in seen
 
 
 def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:
+    notebook.ok("session.close(); session = Session(2, hold_on_error=True)")
     notebook.run("def train(x):\n    return x / (x - x)\ndef caller(mine):\n    session.run(train, mine)\ncaller(41)")
     prompts, text = typed(notebook, "%debug", "p x + 1", "q")
     assert "42\n" in text and "-> return x / (x - x)" in text and "nbdist/" not in text, text

@@ -211,7 +211,7 @@ def test_post_mortem_of_another_rank(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_post_mortem_needs_a_held_rank() -> None:
-    with Session(1, hold_on_error=False) as session:
+    with Session(1) as session:
         with pytest.raises(ValueError):
             session.run(boom)
         with pytest.raises(NbdistError, match="hold_on_error=True"):

@@ -191,13 +191,13 @@ def test_nothing_is_left_of_a_group_that_was_left(session: Session) -> None:
         __main__.kept = group()  # as a model keeps it
         raise ZeroDivisionError
 
-    def leave() -> list[int]:
+    def leave() -> int:
         with pytest.raises(ZeroDivisionError):
             session.run(open_it)  # the next call has another process group
-        return session.run_all(lambda: psutil.Process().num_fds())
+        return sum(session.run_all(lambda: psutil.Process().num_fds()))
 
     leave()
     before = leave()
     for _ in range(3):
         leave()
-    assert poll(lambda: session.run_all(lambda: psutil.Process().num_fds()) == before)
+    assert poll(lambda: sum(session.run_all(lambda: psutil.Process().num_fds())) <= before)
