@@ -305,7 +305,8 @@ def main() -> None:
         "",
         f"Tables of {' and '.join(f'{rows:,} {name}s' for name, rows in TABLES.items())}, a tower of 128-128-1, "
         f"Adagrad, {options.rows:,} rows a step over all ranks. Medians of {repeats} rounds in which all take turns; "
-        "ratios within a round, and their spread. All begin with the same weights, and those with as many ranks end with the same loss.",
+        "ratios within a round, and their spread. All begin with the same weights, and those with "
+        "as many ranks end with the same loss.",
     ]
     with sessions() as open_sessions:
         for width in WIDTHS:
