@@ -161,6 +161,8 @@ class Executor:
                 stuck = sorted(waiting.pending)
                 who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
                 self._lost = waiting.ended or f"{who} did not leave the last call"
+                if self._keep_frames:
+                    group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
                 self.end(grace=0.0)
             group.underway = False
             raise

@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -68,6 +69,7 @@ class SharedCollectives:
         self._count = 0  # of pieces that were exchanged; negative after a failure
         self._close = weakref.finalize(self, _close, [*inboxes, *(fd for fds in outboxes for fd in fds)])
         self._close.atexit = False
+        self._closing = threading.Lock()  # what is written to end a wait must not go where a closed descriptor was
 
     @property
     def usable(self) -> bool:
@@ -184,17 +186,19 @@ class SharedCollectives:
     def abort(self) -> None:
         """End, from any thread, what waits here: it fails, and so does all that follows."""
         self._count = -1
-        for inbox in self._inboxes if self._close.alive else ():
-            fd = os.open(f"/proc/self/fd/{inbox}", os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                os.write(fd, _ABORTED * self._size)  # all that it may wait for, and more
-            finally:
-                os.close(fd)
+        with self._closing:
+            for inbox in self._inboxes if self._close.alive else ():
+                fd = os.open(f"/proc/self/fd/{inbox}", os.O_WRONLY | os.O_CLOEXEC)
+                try:
+                    os.write(fd, _ABORTED * self._size)  # all that it may wait for, and more
+                finally:
+                    os.close(fd)
 
     def close(self) -> None:
         """Give the descriptors back. Nothing may wait here."""
         self._count = -1
-        self._close()
+        with self._closing:
+            self._close()
 
 
 def open_shared_collectives() -> SharedCollectives | None:

@@ -146,10 +146,14 @@ def shared_group() -> SharedGroup | None:
     collectives = open_shared_collectives()
     if collectives is None:
         return None
-    if not hasattr(dist.Backend, _NAME.upper()):
+    if _NAME.upper() not in dist.Backend._plugins:  # set last: a rank may have been interrupted in it
         dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     _opened[:] = [collectives]
-    made: SharedGroup = dist.new_group(backend=_NAME)
+    try:
+        made: SharedGroup = dist.new_group(backend=_NAME)
+    except BaseException:  # another rank has failed meanwhile, or the user has interrupted it
+        collectives.close()
+        raise
     return made
 
 

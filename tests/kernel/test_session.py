@@ -183,7 +183,7 @@ def fails_with(number: int) -> None:
 
 
 def test_post_mortem_looks_into_the_frames_of_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    with Session(2, devices="cpu") as own:  # whose memory is their own
+    with Session(2, devices="cpu", hold_on_error=True) as own:  # whose memory is their own
         before = own.run_all(remember, 1)
         with pytest.raises(ZeroDivisionError):
             own.run(fails_with, 21)

@@ -184,11 +184,21 @@ def test_a_death_elsewhere_ends_the_wait() -> None:
         assert time.monotonic() - begin < 5
 
 
+def test_a_group_after_one_that_was_interrupted() -> None:
+    def interrupted() -> None:
+        dist.Backend.NBDIST = "nbdist"  # type: ignore[attr-defined]  # the first line of torch's register_backend
+
+    with Session(2) as session:
+        session.run(interrupted)
+        session.run(waits, 0, lambda: None)
+
+
 def test_nothing_is_left_of_a_group_that_was_left(session: Session) -> None:
     def open_it() -> None:
         import __main__
 
         __main__.kept = group()  # as a model keeps it
+        dist.barrier()
         raise ZeroDivisionError
 
     def leave() -> int:
