@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -16,6 +17,7 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+@functools.cache
 def numa_nodes() -> list[list[int]]:
     """The cores of each NUMA node; nothing where the system does not say."""
     lists = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))

@@ -158,6 +158,29 @@ in_ddp(2, run)
     assert result.error == "KeyboardInterrupt" and "cleaned up" in result.text
 
 
+def test_interrupt_in_a_finalizer(shared: Kernel) -> None:
+    """Python drops what a finalizer raises; the call ends all the same, and the ranks stay."""
+    code = """
+class Slow:
+    def __del__(self):
+        print("begin")
+        time.sleep(300)
+def run():
+    Slow()
+    time.sleep(300)
+with Session(2) as session:
+    pids = session.run_all(os.getpid)
+    try:
+        session.run(run)
+    except KeyboardInterrupt:
+        print("interrupted", session.run_all(os.getpid) == pids)
+"""
+    cell = shared.start(code)
+    shared.finish(cell, until=lambda result: "begin" in result.text)
+    shared.interrupt()
+    assert "interrupted True" in shared.finish(cell).text
+
+
 def test_second_interrupt_does_not_wait(shared: Kernel) -> None:
     code = """
 def stubborn():

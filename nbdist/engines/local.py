@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -49,7 +50,7 @@ class LocalEngine:
         self._modules: dict[str, None] = {}
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        return choose_devices(nranks, devices, {**os.environ, **self._env})
+        return choose_devices(nranks, devices, ChainMap(self._env, os.environ))
 
     def start(
         self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
@@ -97,7 +98,7 @@ class LocalEngine:
         with_server(lambda server: server.ask("idle", seconds), self._variables())
 
     def _variables(self) -> Variables:
-        return read_at_import({**os.environ, **self._env})
+        return read_at_import(ChainMap(self._env, os.environ))
 
 
 def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:

@@ -97,6 +97,7 @@ class Waiting:
         self.pending = set(targets)
         self._begin = time.monotonic()
         self._deadline = None if timeout is None else self._begin + timeout
+        self._interrupted = False  # by the user
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
         self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
         self._grace = 0.0  # seconds that they get after that
@@ -117,22 +118,21 @@ class Waiting:
         Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, and no rank is
         `pending` or dead, the ranks can take calls again, in a new process group.
         """
-        interrupted = False
         try:
             with contextlib.closing(self._listen()) as listener:
                 while self.pending and not self._given_up:
                     try:
                         self._step(listener)
                     except KeyboardInterrupt:
-                        if interrupted:  # a second one: no more patience
+                        if self._interrupted:  # a second one: no more patience
                             break
-                        interrupted = True
+                        self._interrupted = True
                         self._ask_to_leave(GRACE_AFTER_INTERRUPT, GRACE_BEFORE_ABORT)
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
-            if interrupted or self._failures:
-                raise self._failure(interrupted)
+            if self._interrupted or self._failures:
+                raise self._failure()
             self._tell_of_waiting()
             answers = [self._answers[rank] for rank in sorted(self._answers)]
             try:
@@ -159,9 +159,9 @@ class Waiting:
                 f"{100 * shares[least]:.0f} %: it is the one that they wait for. session.profile shows what it does"
             )
 
-    def _failure(self, interrupted: bool) -> BaseException:
+    def _failure(self) -> BaseException:
         """The exception to raise: the root cause, with the other ranks' failures listed under it."""
-        if interrupted:
+        if self._interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
@@ -221,7 +221,7 @@ class Waiting:
     def _cause_may_follow(self) -> bool:
         """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
         lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
-        return lost and self._ranks.patience > 0 and not self._patient
+        return lost and self._ranks.patience > 0 and not self._patient and not self._interrupted
 
     def _ask_to_leave(self, grace: float, before_abort: float = 0.0) -> None:
         self._leaving, self._grace = True, grace

@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import signal
+import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
+from typing import Any
 
 
 class Interrupts:
     """SIGINT as `KeyboardInterrupt`, where that is `allowed`."""
 
     def __init__(self) -> None:
-        self._possible = False
+        self._possible = self._interrupted = False
+        self._block = 0  # the number of that in which an interrupt may come
+        self._unraisable = sys.unraisablehook
 
     def install(self) -> None:
         """Answer SIGINT from now on."""
         signal.signal(signal.SIGINT, self._on_interrupt)
+        sys.unraisablehook = self._on_unraisable
+
+    def _on_unraisable(self, unraisable: Any) -> None:
+        """Python drops what a finalizer or a callback raises: an interrupt that came there comes again."""
+        if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
+            _thread.start_new_thread(self._repeat, (self._block,))
+        else:
+            self._unraisable(unraisable)
+
+    def _repeat(self, block: int) -> None:
+        time.sleep(0.01)  # until the finalizer is left
+        if self._interrupted and self._block == block:
+            self._possible = True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if self._possible:
-            self._possible = False  # once: what cleans up after it must not be torn away from its work
+            # Once: what cleans up after it must not be torn away from its work.
+            self._possible, self._interrupted = False, True
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """An interrupt may come in this block."""
-        self._possible = True
+        self._block += 1
+        self._possible, self._interrupted = True, False
         try:
             yield
         finally:
-            self._possible = False
+            self._possible = self._interrupted = False
 
     def refuse(self) -> None:
         """No interrupt any more, for the rest of the block."""
-        self._possible = False
+        self._possible = self._interrupted = False

@@ -12,8 +12,10 @@ from . import driver
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
 #: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's
-#: `prepare` looks for DTensors.
+#: `prepare` looks for DTensors. NumPy (2.4 or so) loads its `random` to be seeded, as each rank's is.
 _IMPORTED_AT_USE = {
+    "numpy": ("numpy.random",),
+    "torch": ("numpy.random",),
     "torch.optim": ("torch._dynamo",),
     "torch.nn.parallel": ("torch._dynamo",),
     "accelerate": ("torch._dynamo", "torch.distributed.tensor"),

@@ -120,8 +120,10 @@ class RayRanks:
         try:
             yield
         finally:
-            self._send_off()
-            self._gathered = None
+            try:
+                self._send_off()
+            finally:  # an interrupt, too: what follows must not wait for an outer block
+                self._gathered = None
 
     def _send_off(self) -> None:
         """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
