@@ -27,6 +27,8 @@ from .stopping import unanswered_stop
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
 GRACE_AFTER_FAILURE = 0.8
+#: Seconds that one of them gets to begin the call, which it does to leave: on a busy machine it may still be joining.
+GRACE_TO_BEGIN = 5.0
 #: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render.
 GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
@@ -95,6 +97,7 @@ class Waiting:
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
+        self._begun: set[int] = set()
         self._begin = time.monotonic()
         self._deadline = None if timeout is None else self._begin + timeout
         self._interrupted = False  # by the user
@@ -251,7 +254,8 @@ class Waiting:
                 for rank in self.pending:
                     self._ranks.abort(rank, self._peers[rank])
             # From here on: many ranks have many connections to be found.
-            self._deadline = time.monotonic() + self._grace
+            grace = self._grace if self.pending <= self._begun else max(self._grace, GRACE_TO_BEGIN)
+            self._deadline = time.monotonic() + grace
 
     def _dismiss(self, rank: int) -> None:
         """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
@@ -275,8 +279,11 @@ class Waiting:
             self._relay.cell.notice(message[1])
             return
         if message[0] == "begun":
+            self._begun.add(rank)
             if self._leaving and rank in self.pending:
                 self._ranks.signal(rank, signal.SIGINT)
+                if self._deadline is not None:
+                    self._deadline = max(self._deadline, time.monotonic() + self._grace)
             return
         if message[0] == "raised":
             if self._leaving and self._deadline is not None:

@@ -12,6 +12,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+#: Seconds from one interrupt to the next, until one is heard.
+_PAUSE = 0.05
+
 
 class Interrupts:
     """SIGINT as `KeyboardInterrupt`, where that is `allowed`."""
@@ -29,15 +32,27 @@ class Interrupts:
     def _on_unraisable(self, unraisable: Any) -> None:
         """Python drops what a finalizer or a callback raises: an interrupt that came there comes again."""
         if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
-            _thread.start_new_thread(self._repeat, (self._block,))
+            self._possible = True
+            self.insist()
         else:
             self._unraisable(unraisable)
 
+    def insist(self) -> None:
+        """In any thread: see to it that an interrupt which was sent does come.
+
+        Python hears of a signal between two steps of its own: where one comes right before a system call that waits,
+        such as that of `time.sleep`, nothing is heard before the end of this.
+        """
+        _thread.start_new_thread(self._repeat, (self._block,))
+
     def _repeat(self, block: int) -> None:
-        time.sleep(0.01)  # until the finalizer is left
-        if self._interrupted and self._block == block:
-            self._possible = True
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        main: Any = threading.main_thread().ident
+        while True:
+            time.sleep(_PAUSE)
+            answered = not self._possible or self._block != block
+            if answered or signal.getsignal(signal.SIGINT) != self._on_interrupt:  # which may be the function's own
+                return
+            signal.pthread_kill(main, signal.SIGINT)
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if self._possible:

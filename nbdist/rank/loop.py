@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import sys
 import types
@@ -11,6 +13,7 @@ from typing import Any
 from .. import notebook
 from ..integrations import fastai
 from ..wire.channel import Channel
+from ..wire.connections import Address
 from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
@@ -21,7 +24,7 @@ from .interrupts import Interrupts
 from .items import Mapper
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
-from .world import Membership, enter_setting, seed_everything
+from .world import Membership, abort, enter_setting, seed_everything
 
 
 class Rank:
@@ -45,6 +48,11 @@ class Rank:
     def after_fork(self) -> None:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
         blind(self._channel.fileno())
+
+    def abort(self, peers: Sequence[Address]) -> None:
+        """In another thread, after an interrupt was sent: let the main thread leave what it waits for."""
+        self._interrupts.insist()
+        _thread.start_new_thread(abort, (peers,))  # a communicator may take its time
 
     def serve(self) -> int:
         """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""
@@ -86,9 +94,12 @@ class Rank:
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
+            # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
+            # failed: it begins, too, and hears the interrupt there.
+            allowed = contextlib.nullcontext() if request == "join" else self._interrupts.allowed()
             try:
-                with self._interrupts.allowed(), fastai.mended():
-                    if request != "items":  # whose board says when it is over
+                with allowed, fastai.mended():
+                    if request not in ("join", "items"):  # a board says when items are over
                         self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)
             except BaseException as exc:

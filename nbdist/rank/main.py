@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import faulthandler
@@ -12,16 +11,14 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NoReturn
 
 from ..wire import stacks
 from ..wire.channel import Channel
-from ..wire.connections import Address
 from ..wire.forking import RankDescriptors
 from . import leaving, preemption, streams, widgets
 from .loop import Rank
-from .world import abort
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,8 +55,9 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.close(fds.stdout)
         os.close(fds.stderr)
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
-        stacks.answer(fds.stacks, {"abort": _abort, "widget": widgets.hear, "preemption": preemption.tell})
-        code = Rank(Channel(socket.socket(fileno=fds.channel))).serve()
+        rank = Rank(Channel(socket.socket(fileno=fds.channel)))
+        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.hear, "preemption": preemption.tell})
+        code = rank.serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()
         status = code
@@ -68,7 +66,3 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
     finally:
         streams.flush()
         os._exit(status)
-
-
-def _abort(peers: Sequence[Address]) -> None:
-    _thread.start_new_thread(abort, (peers,))  # a communicator may take its time

@@ -8,6 +8,7 @@ METHOD, "nbdist" or one of those, as the start method of everything in it. It fa
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,9 @@ def main(folder: str, method: str = "nbdist", *arguments: str) -> int:
         (Path(suite) / "test_suite.py").write_text(SUITE.format(method=method, release=str(release)))
         path = os.pathsep.join([str(release), suite, str(here.parent), str(here.parents[2])])
         env = {**os.environ, "PYTHONPATH": path, "TMPDIR": temporary, "NBDIST_SUITE_METHOD": method}
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # a program that is run in the background inherits that it is ignored
         command = [sys.executable, "-m", "pytest", "-p", "multiprocess_adapter", "-p", "no:cacheprovider"]
         options = ["-c", os.devnull, "--rootdir", suite, "-q", "-rfE", "--timeout", "90", "-W", "ignore"]
         status = subprocess.call([*command, *options, "test_suite.py", *arguments], cwd=suite, env=env)

@@ -174,6 +174,29 @@ def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
         assert seen.busy and "starting" in seen.title
 
 
+def test_a_failure_while_another_rank_joins_leaves_the_ranks() -> None:
+    def slow_to_join() -> None:
+        real = dist.init_process_group
+
+        def join(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            time.sleep(1.5)  # it is not given a core
+
+        if dist.get_rank() == 1:
+            dist.init_process_group = join
+        dist.destroy_process_group()
+
+    def fails_at_once() -> None:
+        on(0, boom)
+
+    with Session(2) as own:
+        pids = own.run_all(os.getpid)
+        own.run(slow_to_join)  # the next call has another process group
+        with pytest.raises(ValueError):
+            own.run(fails_at_once)
+        assert own.run_all(os.getpid) == pids
+
+
 # ------------------------------------------------------------------------------------------------------- post mortem
 
 
