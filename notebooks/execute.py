@@ -23,6 +23,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 Show = Callable[[str], None]
@@ -59,7 +60,6 @@ class Runner(NotebookClient):
             notebook,
             km=AsyncKernelManager(kernel_spec_manager=ThisPython()),
             timeout=None,
-            coalesce_streams=True,
             resources={"metadata": {"path": str(folder)}},
             on_notebook_start=self._start,
             on_notebook_complete=self._stop,
@@ -150,6 +150,8 @@ def execute(notebook: Path, output: Path, show: Show = print) -> tuple[NotebookN
         status = 130 if runner.interrupted else 1
         show("interrupted" if runner.interrupted else str(error))
     finally:
+        # Only now: what is updated in later cells, such as a session's status, is found by its place among the outputs.
+        node, _ = CoalesceStreamsPreprocessor().preprocess(node, {})
         output.mkdir(parents=True, exist_ok=True)
         executed, page = output / notebook.name, output / f"{notebook.stem}.html"
         nbformat.write(node, executed)
