@@ -49,19 +49,18 @@ class SettingsSender:
 
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
-        loaded, last = sys.modules, self._last
-        found = {name: read(loaded[module]) for name, (module, read) in _SOURCES.items() if module in loaded}
-        found["patches"] = self._patches.find(lambda value: _pickle(value)[0] is None)
+        found, last = current(), self._last
+        found["patches"] = self._patches.find(lambda value: pickle_setting(value)[0] is None)
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
-            if name not in last or not _same(last[name], value) or (name == "patches" and value):
+            if name not in last or not same(last[name], value) or (name == "patches" and value):
                 last[name] = value
                 self._take(name, value)
         return dict(self._pickled)
 
     def _take(self, name: str, value: Any) -> None:
         self._pickled.pop(name, None)
-        pickled, self._modules[name] = _pickle(value)
+        pickled, self._modules[name] = pickle_setting(value)
         if value and name in _SOURCES:
             self._modules[name].add(_SOURCES[name][0])
         if pickled is not None:
@@ -78,14 +77,15 @@ class SettingsSender:
 sender = SettingsSender()
 
 
-def _same(old: Any, new: Any) -> bool:
+def same(old: Any, new: Any) -> bool:
+    """Whether two readings of a setting are alike, as far as that can be told."""
     try:
         return bool(old == new)
     except Exception:  # it holds what does not compare, such as arrays
         return False
 
 
-def _pickle(value: Any) -> tuple[bytes | None, set[str]]:
+def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:
     """The pickle, None of what has none, and the modules that its reader imports."""
     pickler = Pickler(io.BytesIO(), in_band=True)
     try:
@@ -187,7 +187,7 @@ _seen: dict[str, tuple[Any, dict[str, Any]]] = {}
 
 
 def _unchanged(name: str, now: Any) -> bool:
-    return now is not None and name in _seen and _same(_seen[name][0], now)
+    return now is not None and name in _seen and same(_seen[name][0], now)
 
 
 def torch_modes(torch: Any) -> dict[str, Any]:
@@ -218,3 +218,8 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "matplotlib": ("matplotlib", _matplotlib),
     "torch": ("torch", torch_modes),
 }
+
+
+def current() -> dict[str, Any]:
+    """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
+    return {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}

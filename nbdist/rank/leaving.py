@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import itertools
 import sys
 import threading
 import weakref
@@ -21,9 +22,8 @@ def disarm() -> None:
     """In the fork: forget what the server would do at its own end, such as to delete its temporary files."""
     atexit._clear()
     finalizers: Any = weakref.finalize
-    for finalizer in list(finalizers._registry):
-        finalizer.atexit = False
-    atexit.register(finalizers._exitfunc)  # the server's may have been registered already, which is done once
+    # The server's has been registered already, which is done once.
+    atexit.register(_finalize, next(finalizers._index_iter))
     utilities = ("multiprocessing.util", "multiprocess.util")
     for name, at_exit in (("logging", "shutdown"), *((name, "_exit_function") for name in utilities)):
         if name in sys.modules:
@@ -31,6 +31,16 @@ def disarm() -> None:
     for name in utilities:
         if name in sys.modules:
             sys.modules[name]._finalizer_registry.clear()
+
+
+def _finalize(first: int) -> None:
+    """Do what was registered with `weakref.finalize`, from this number on. What is older is not even looked at."""
+    finalizers: Any = weakref.finalize
+    registry = finalizers._registry
+    own = list(itertools.takewhile(lambda finalizer: registry[finalizer].index >= first, reversed(registry)))
+    finalizers._registry = {finalizer: registry[finalizer] for finalizer in reversed(own)}
+    finalizers._exitfunc()
+    finalizers._registry = registry  # with no other name, it would be taken apart now
 
 
 def leave() -> None:

@@ -12,18 +12,33 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capture.reading import Keep, Unreadable, read
-from ..capture.settings import describe_handler, torch_modes
+from ..capture.settings import current, describe_handler, pickle_setting, same, torch_modes
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
+#: A logger's settings where nobody has set anything: level, disabled, propagate, handlers.
+_PLAIN: tuple[int, bool, bool, list[Any]] = (0, False, True, [])
+
+_inherited: dict[str, Any] = {}
+_inherited_pickles: dict[str, bytes] = {}
+
+
+def note_inherited() -> None:
+    """In the fork server: what holds there is not set in its ranks, each of which would copy the pages for that."""
+    for name, value in current().items():
+        _inherited[name] = value
+        pickled, _ = pickle_setting(value)
+        if pickled is not None and name != "logging":  # whose handlers have a rank's own streams
+            _inherited_pickles[name] = pickled
 
 
 class Settings:
     """Takes over what has changed in the notebook since the last call: what calls change themselves, stays."""
 
     def __init__(self) -> None:
-        self._pickled: dict[str, bytes] = {}
-        self._last: dict[str, Any] = {}
+        self._pickled = dict(_inherited_pickles)
+        self._last = dict(_inherited)
+        self._loggers: set[str] = set()  # those that the notebook has set
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
@@ -34,6 +49,8 @@ class Settings:
             self._pickled[name] = pickled
             try:
                 value = read(memoryview(pickled), [], originals=[], keep=keep)
+                if name in self._last and same(self._last[name], value):
+                    continue
                 if value or name not in _OPTIONAL or name in self._last:
                     self._appliers[name](self, value)
                     self._last[name] = value
@@ -47,31 +64,30 @@ class Settings:
 
     def _logging(self, value: Any) -> None:
         disable, loggers = value
-        # What holds anyway is not set: that would copy most pages with loggers in each rank.
         if disable != logging.root.manager.disable:
             logging.disable(disable)
-        for name in {*loggers, *self._last.get("logging", (0, {}))[1]}:
-            level, disabled, propagate, handlers = loggers.get(name, (0, False, True, []))
+        known = self._last.get("logging", (0, {}))[1]
+        for name in {*loggers, *self._loggers}:
+            level, disabled, propagate, handlers = settings = loggers.get(name, _PLAIN)
+            if not handlers and name in known and same(known[name], settings):  # a handler has the rank's own stream
+                continue
             logger = logging.getLogger(name)
-            if level != logger.level:
-                logger.setLevel(level)
-            if (disabled, propagate) != (logger.disabled, logger.propagate):
-                logger.disabled, logger.propagate = disabled, propagate
+            logger.setLevel(level)
+            logger.disabled, logger.propagate = disabled, propagate
             others = [handler for handler in logger.handlers if describe_handler(handler) is None]
             if handlers or others != logger.handlers:
                 for old in logger.handlers:
                     if isinstance(old, logging.FileHandler):
                         old.close()
                 logger.handlers[:] = [*(_handler(*spec) for spec in handlers), *others]
+        self._loggers.update(loggers)
 
     def _warnings(self, value: Any) -> None:
         warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in value)]  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
     def _numpy_print(self, value: Any) -> None:
-        numpy = importlib.import_module("numpy")
-        if numpy.get_printoptions() != value:
-            numpy.set_printoptions(**value)
+        importlib.import_module("numpy").set_printoptions(**value)
 
     def _numpy_errors(self, value: Any) -> None:
         importlib.import_module("numpy").seterr(**value)

@@ -33,8 +33,10 @@ _NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 def enter_setting(setting: Setting) -> None:
     """Take over what holds in the kernel: environment, folder, module path, arguments."""
-    os.environ.clear()
-    os.environ.update(setting.environ)
+    # Only what differs: most comes from the server, and would be copied page by page.
+    for name in os.environ.keys() - setting.environ.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in setting.environ.items() if os.environ.get(name) != value})
     os.chdir(setting.cwd)
     sys.path[:] = setting.path
     sys.argv[:] = setting.argv

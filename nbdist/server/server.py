@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from ..interpreter import command
 from ..rank import fresh
 from ..rank.main import main as rank_main
+from ..rank.settings import note_inherited
 from ..rank.threads import find_pools
 from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
@@ -162,6 +163,7 @@ class Server:
             self._restart([*self._preloaded.loaded, *modules])
         if len(sys.modules) != before:
             find_pools()
+            note_inherited()
             gc.freeze()  # or the first collection in each rank would copy every page that holds an object
             self._scattered = huge_pages()
 
