@@ -2,7 +2,8 @@
 
 All machines are this one. What reaches them as srun is a stand-in, which runs as many tasks as there are nodes, with
 one input for all of them, as Slurm's does. By ssh it is an sshd of the test's own, with a key and a port of its own,
-where one is installed; and a stand-in for ssh where none is.
+where one is installed; and a stand-in for ssh where none is. Where root may make network namespaces, hosts have
+addresses of their own, too.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import Kernel, living, poll
 
 import nbdist
@@ -102,29 +106,86 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
         yield []
         return
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
+    make_keys(tmp_path)
+    with sshd(tmp_path, "127.0.0.1", port):
+        yield ssh_options(tmp_path, port)
+
+
+def make_keys(folder: Path) -> None:
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+
+
+def ssh_options(folder: Path, port: int) -> list[str]:
+    known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}"]
+    return ["-p", str(port), "-i", str(folder / "user"), "-l", getpass.getuser(), *known]
+
+
+@contextlib.contextmanager
+def sshd(folder: Path, address: str, port: int, *inside: str) -> Iterator[None]:
+    """A server that takes the key in `folder`; `inside` is what starts it somewhere else."""
     config = {
         "Port": port,
-        "ListenAddress": "127.0.0.1",
-        "HostKey": tmp_path / "host",
-        "AuthorizedKeysFile": tmp_path / "user.pub",
+        "ListenAddress": address,
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
         "StrictModes": "no",  # pytest's folders are others' to write to
         "UsePAM": "no",
         "PidFile": "none",
     }
     arguments = [part for name, value in config.items() for part in ("-o", f"{name}={value}")]
-    log = ["-E", str(tmp_path / "log")]
-    server = subprocess.Popen([SSHD, "-D", *log, "-f", "/dev/null", *arguments])
+    log = folder / f"log-{address}"
+    if os.geteuid() == 0:
+        os.makedirs("/run/sshd", exist_ok=True)  # where root's server separates its privileges
+    server = subprocess.Popen([*inside, str(SSHD), "-D", "-E", log, "-f", "/dev/null", *arguments])
     try:
-        assert poll(lambda: not socket.socket().connect_ex(("127.0.0.1", port)), 10), (tmp_path / "log").read_text()
-        known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={tmp_path / 'known'}"]
-        yield ["-p", str(port), "-i", str(tmp_path / "user"), "-l", getpass.getuser(), *known]
+        assert poll(lambda: not socket.socket().connect_ex((address, port)), 10), log.read_text()
+        yield
     finally:
         server.terminate()
         server.wait()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Two namespaces with addresses of their own, each with an sshd at port 22: address → name."""
+    if SSHD is None or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("namespaces as machines take root, iproute2 and sshd")
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    number = os.getpid() % 250
+    make_keys(tmp_path)
+    with contextlib.ExitStack() as stack:
+        bridge = f"nb{number}"
+        try:
+            ip("link", "add", bridge, "type", "bridge")
+        except subprocess.CalledProcessError as exc:
+            pytest.skip(f"no bridge can be made here: {exc.stderr.decode()}")
+        stack.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"10.213.{number}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        found = {}
+        for host in (1, 2):
+            name, address = f"nb{number}-{host}", f"10.213.{number}.{host}"
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", name, "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+            stack.enter_context(sshd(tmp_path, address, 22, "ip", "netns", "exec", name))
+            found[address] = name
+        yield found
+
+
+def processes_on(machine: str) -> list[psutil.Process]:
+    pids = subprocess.run(["ip", "netns", "pids", machine], check=True, capture_output=True, text=True).stdout.split()
+    return [one for one in map(psutil.Process, map(int, pids)) if one.name() != "sshd"]
 
 
 def of_ray(parent: int) -> list[psutil.Process]:
@@ -146,6 +207,33 @@ def nothing_is_left() -> Iterator[None]:
 
 def folders() -> set[str]:
     return {name for name in os.listdir("/tmp") if name.startswith("ray-")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_hosts_with_addresses_of_their_own_one_of_which_is_taken_away(
+    machines: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def address() -> str:
+        dist.all_reduce(torch.ones(1))
+        return str(psutil.net_if_addrs()["eth0"][0].address)
+
+    def told() -> bool:
+        deadline = time.monotonic() + 60
+        while not (found := nbdist.preempted()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+    hosts = list(machines)
+    about: dict[str, Any] = {"options": ssh_options(tmp_path, 22), "ray_start": SMALL, "linger": 0.0}
+    with nbdist.cluster(hosts, placement="strict_spread", **about), Session(2) as session:
+        assert session.run_all(address) == hosts
+        waiting = session.submit(told)
+        [ray_start] = [one for one in processes_on(machines[hosts[1]]) if "ray.scripts.scripts" in one.cmdline()]
+        ray_start.terminate()  # as a machine does that is about to go
+        assert waiting.result()
+        assert f"({socket.gethostname()}, {hosts[1]}) will be taken away" in capsys.readouterr().err
+    assert not any(map(processes_on, machines.values()))
 
 
 @pytest.mark.slow
