@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from ..capture.call import Call
-from ..rank.process import PoolFunction, work
+from ..rank.process import PoolFunction, PoolMapper, work
 from .cell import Cell
 from .processes import Role, Running, hearing
 from .starting import Starter
@@ -40,8 +40,9 @@ def make_pool(library: ModuleType, starter: Starter) -> Any:
         def apply_async(self, func: Any, args: Any = (), kwds: Any = {}, *callbacks: Any, **options: Any) -> Any:  # noqa: B006
             return self._submit(func, lambda fn: super(Pool, self).apply_async(fn, args, kwds, *callbacks, **options))
 
-        def _map_async(self, func: Any, *args: Any, **options: Any) -> Any:
-            return self._submit(func, lambda fn: super(Pool, self)._map_async(fn, *args, **options))
+        def _map_async(self, func: Any, items: Any, mapper: Any, *args: Any, **options: Any) -> Any:
+            mapper = PoolMapper(mapper)
+            return self._submit(func, lambda fn: super(Pool, self)._map_async(fn, items, mapper, *args, **options))
 
         def imap(self, func: Any, *args: Any, **options: Any) -> Any:
             return self._submit(func, lambda fn: super(Pool, self).imap(fn, *args, **options))

@@ -30,15 +30,15 @@ class _Process:
         self._pid = os.getpid()
         self._running = self._stopped = False
 
-    def run(self, fn: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the pool that this process works for."""
-        if fn not in self._functions:
-            self._fetch(fn)
+    def run(self, number: int, task: Callable[[Callable[..., Any]], Any]) -> Any:
+        """Do what there is to be done with a function of the pool that this process works for."""
+        if number not in self._functions:
+            self._fetch(number)
         if self._stopped:
             raise KeyboardInterrupt
         self._running = True
         try:
-            return self._functions[fn](*args, **kwargs)
+            return task(self._functions[number])
         finally:
             self._running = False
             shell.after_call()
@@ -150,7 +150,18 @@ class PoolFunction:
     """A function of a pool, in its messages: a number, by which a worker asks the notebook for it, once."""
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self.number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _this.run(self._number, args, kwargs)
+        return _this.run(self.number, lambda fn: fn(*args, **kwargs))
+
+
+class PoolMapper:
+    """What a worker does with a chunk of items: as the library's own `mapper`, but with the function itself."""
+
+    def __init__(self, mapper: Callable[[tuple[Any, Any]], Any]) -> None:
+        self._mapper = mapper
+
+    def __call__(self, chunk: tuple[PoolFunction, Any]) -> Any:
+        fn, items = chunk
+        return _this.run(fn.number, lambda own: self._mapper((own, items)))
