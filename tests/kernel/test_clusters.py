@@ -9,12 +9,10 @@ addresses of their own, too.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,12 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Kernel, living, poll
+from machines import SSHD, make_keys, namespaces, processes_on, ssh_options, sshd, why_not
 
 import nbdist
 from nbdist import NbdistError, Session, engines
 
 SMALL = ["--object-store-memory=100000000", "--num-cpus=2"]
-SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"]))
 
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -113,79 +111,13 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield ssh_options(tmp_path, port)
 
 
-def make_keys(folder: Path) -> None:
-    for name in ("host", "user"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
-
-
-def ssh_options(folder: Path, port: int) -> list[str]:
-    known = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}"]
-    return ["-p", str(port), "-i", str(folder / "user"), "-l", getpass.getuser(), *known]
-
-
-@contextlib.contextmanager
-def sshd(folder: Path, address: str, port: int, *inside: str) -> Iterator[None]:
-    """A server that takes the key in `folder`; `inside` is what starts it somewhere else."""
-    config = {
-        "Port": port,
-        "ListenAddress": address,
-        "HostKey": folder / "host",
-        "AuthorizedKeysFile": folder / "user.pub",
-        "StrictModes": "no",  # pytest's folders are others' to write to
-        "UsePAM": "no",
-        "PidFile": "none",
-    }
-    arguments = [part for name, value in config.items() for part in ("-o", f"{name}={value}")]
-    log = folder / f"log-{address}"
-    if os.geteuid() == 0:
-        os.makedirs("/run/sshd", exist_ok=True)  # where root's server separates its privileges
-    server = subprocess.Popen([*inside, str(SSHD), "-D", "-E", log, "-f", "/dev/null", *arguments])
-    try:
-        assert poll(lambda: not socket.socket().connect_ex((address, port)), 10), log.read_text()
-        yield
-    finally:
-        server.terminate()
-        server.wait()
-
-
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Two namespaces with addresses of their own, each with an sshd at port 22: address → name."""
-    if SSHD is None or os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("namespaces as machines take root, iproute2 and sshd")
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    number = os.getpid() % 250
-    make_keys(tmp_path)
-    with contextlib.ExitStack() as stack:
-        bridge = f"nb{number}"
-        try:
-            ip("link", "add", bridge, "type", "bridge")
-        except subprocess.CalledProcessError as exc:
-            pytest.skip(f"no bridge can be made here: {exc.stderr.decode()}")
-        stack.callback(ip, "link", "del", bridge)
-        ip("addr", "add", f"10.213.{number}.254/24", "dev", bridge)
-        ip("link", "set", bridge, "up")
-        found = {}
-        for host in (1, 2):
-            name, address = f"nb{number}-{host}", f"10.213.{number}.{host}"
-            ip("netns", "add", name)
-            stack.callback(ip, "netns", "del", name)
-            ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", name, "master", bridge, "up")
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                ip("-n", name, "link", "set", device, "up")
-            stack.enter_context(sshd(tmp_path, address, 22, "ip", "netns", "exec", name))
-            found[address] = name
+    """Two of them: address → name."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with namespaces(tmp_path, 2) as found:
         yield found
-
-
-def processes_on(machine: str) -> list[psutil.Process]:
-    pids = subprocess.run(["ip", "netns", "pids", machine], check=True, capture_output=True, text=True).stdout.split()
-    return [one for one in map(psutil.Process, map(int, pids)) if one.name() != "sshd"]
 
 
 def of_ray(parent: int) -> list[psutil.Process]:
