@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -33,13 +34,22 @@ def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Command, machine and versions, as a Markdown list."""
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]
     main: Any = sys.modules["__main__"]
-    command = " ".join(["python", "-m", main.__spec__.name, *sys.argv[1:]])
+    # Where the folder of another version lies is no matter, but which version that is.
+    others = [argument for argument in sys.argv[1:] if Path(argument).is_dir()]
+    arguments = ["OTHER" if argument in others else argument for argument in sys.argv[1:]]
+    command = " ".join(["python", "-m", main.__spec__.name, *arguments])
     return [
         f"- command: `{command}`",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",
         f"- machine: {cpu()}, {platform.system()}; load average {os.getloadavg()[1]:.1f} in the last five minutes",
         f"- versions: {', '.join(versions)}",
+        *(f"- OTHER: commit {_commit(other)}" for other in others),
     ]
+
+
+def _commit(folder: str) -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def save(name: str, lines: list[str], keep: bool = True) -> None:
