@@ -20,7 +20,7 @@ from ..errors import NbdistError, entry
 from ..integrations import fastai
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
-from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
+from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
 from .arguments import check_call, check_count, check_platform
 from .flood import LINES
 from .session import Session
@@ -299,11 +299,12 @@ def _group_of_one() -> Iterator[None]:
             os.environ.pop(name, None)
         os.environ.update(rank_world.environ(world))
         try:
-            store = rank_world.join(world, rendezvous.fds(0))
+            store = open_store(0, 1, rendezvous.address, ())
+            group = rank_world.join(world, store)
             yield
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             os.environ.clear()
             os.environ.update(environ)
-    del store
+    del group, store

@@ -77,11 +77,8 @@ def environ(world: World) -> dict[str, str]:
     return variables
 
 
-def join(world: World, fds: Sequence[int]) -> tuple[Any, Any]:
-    """Choose the device and the threads, and enter the process group, with the descriptors of its `Rendezvous`.
-
-    Returns the store, which lives as long as the group, and the group.
-    """
+def join(world: World, store: Any) -> Any:
+    """Choose the device and the threads, and enter the process group, whose ranks meet at `store`. Returns the group."""
     import torch
     import torch.distributed as dist
 
@@ -97,7 +94,6 @@ def join(world: World, fds: Sequence[int]) -> tuple[Any, Any]:
         torch.cuda.set_device(device)
         if "nccl" in world.backend:
             options.setdefault("device_id", device)
-    store = open_store(world.rank, world.world_size, world.rendezvous, fds)
     group_store = dist.PrefixStore("nbdist", store)
     with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
         dist.init_process_group(
@@ -107,7 +103,7 @@ def join(world: World, fds: Sequence[int]) -> tuple[Any, Any]:
             # Connects each rank with those one, two, four and so on away, which is who most collectives speak to. A
             # rank that waits for one with which it was never connected would not notice that this one fails.
             dist.barrier()
-    return store, dist.group.WORLD
+    return dist.group.WORLD
 
 
 def abort(peers: Sequence[Address]) -> None:
@@ -192,6 +188,9 @@ class Membership:
         # The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
         # scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work.
         self._kept: Any = None
+        # Those of all groups. The last that a `FileStore` does is to write into its file and to read it. That is the
+        # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
+        self._file_stores: list[Any] = []
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the group that there is, and enter that of `world`."""
@@ -209,9 +208,14 @@ class Membership:
         self._fds = self._fds or fds
         os.environ.update(environ(world))
         threads.resize_pools(world.threads)
-        self._kept = join(world, [*self._fds, *listening])
-        for fd in listening:
-            os.close(fd)
+        try:
+            store = open_store(world.rank, world.world_size, world.rendezvous, [*self._fds, *listening])
+        finally:
+            for fd in listening:
+                os.close(fd)
+        if not world.rendezvous.store_port:
+            self._file_stores.append(store)
+        self._kept = store, join(world, store)
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
         """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.

@@ -174,13 +174,18 @@ def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
         assert seen.busy and "starting" in seen.title
 
 
-def test_a_failure_while_another_rank_joins_leaves_the_ranks() -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_failure_while_another_rank_joins_leaves_the_ranks(lost: bool) -> None:
     def slow_to_join() -> None:
         real = dist.init_process_group
 
         def join(*args: Any, **kwargs: Any) -> None:
             real(*args, **kwargs)
             time.sleep(1.5)  # it is not given a core
+            if lost:  # and finds that the other has left
+                dist.destroy_process_group()
+                dist.init_process_group = real
+                raise RuntimeError("Connection closed by peer")
 
         if dist.get_rank() == 1:
             dist.init_process_group = join
@@ -194,7 +199,37 @@ def test_a_failure_while_another_rank_joins_leaves_the_ranks() -> None:
         own.run(slow_to_join)  # the next call has another process group
         with pytest.raises(ValueError):
             own.run(fails_at_once)
-        assert own.run_all(os.getpid) == pids
+        assert own.run_all(os.getpid) == pids and own.run(sums) == 2.0
+
+
+def test_a_process_group_that_somebody_keeps_beyond_its_end() -> None:
+    """As models and held frames do. Its store must not take the next one's file for its own when it goes at last."""
+
+    def keep() -> None:
+        import __main__
+
+        __main__.kept = dist.group.WORLD
+        store = dist.distributed_c10d._get_default_store()
+        store.set("odd", "1234567")
+        store.get("odd")  # it has read to where no record of the next file begins
+        dist.destroy_process_group()
+
+    def drop() -> None:
+        import gc
+
+        import __main__
+
+        for _ in range(5):
+            dist.new_group()
+        dist.barrier()
+        del __main__.kept
+        gc.collect()
+
+    with Session(2, timeout=20) as own:
+        for _ in range(3):
+            own.run(keep)
+            own.run(drop)
+            assert own.run(sums) == 2.0
 
 
 # ------------------------------------------------------------------------------------------------------- post mortem
