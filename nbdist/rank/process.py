@@ -14,7 +14,7 @@ from ..errors import NbdistError
 from ..wire.channel import Channel
 from ..wire.messages import Header, ProcessStart, Setting
 from ..wire.parcel import Parcel
-from . import shell
+from . import shell, streams
 from .call import Caller
 from .world import enter_setting, seed_everything, take_share
 
@@ -85,6 +85,7 @@ def run(
     global _this
     name = f"{start.preparation['name']} (pid {os.getpid()})"
     _this = _Process(channel, caller, name)
+    streams.keep_lines_whole()
     enter_setting(setting)
     take_share(start.threads)
     seed_everything(start.seeds)

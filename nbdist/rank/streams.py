@@ -12,24 +12,29 @@ from ..wire.frames import STDERR, STDOUT, FrameWriter
 
 #: Where output and displays go. Made before the fork: it holds nothing of a rank.
 writer = FrameWriter()
+_attached: list[io.TextIOWrapper] = []
 
 
 def attach() -> None:
     """Make `sys.stdout` and `sys.stderr` write frames, each write at once: a dying rank's last words count."""
-    streams = []
     for name, fd, kind in (("stdout", 1, STDOUT), ("stderr", 2, STDERR)):
         raw: Any = _FrameStream(kind, fd)
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-        streams.append(stream)
+        _attached.append(stream)
+    os.register_at_fork(after_in_child=_after_fork)
 
-    def after_fork() -> None:
-        writer.after_fork()
-        for stream in streams:  # several workers of a data loader print at once: a line stays whole
-            stream.reconfigure(write_through=False, line_buffering=True)
 
-    os.register_at_fork(after_in_child=after_fork)
+def _after_fork() -> None:
+    writer.after_fork()
+    keep_lines_whole()  # several workers of a data loader print at once
+
+
+def keep_lines_whole() -> None:
+    """In one of several processes that print into the same place at once: write line by line."""
+    for stream in _attached:
+        stream.reconfigure(write_through=False, line_buffering=True)
 
 
 def flush() -> None:

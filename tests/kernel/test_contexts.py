@@ -520,6 +520,19 @@ def test_in_a_notebook(cell: Cell) -> None:
     assert result.text.index("at 3") < result.text.index("[0, 3, 6, 9]")
 
 
+def test_lines_of_processes_that_print_at_once_stay_whole(cell: Cell) -> None:
+    cell(POOL)
+    result = cell("""
+        class Slow(Point):
+            def __str__(self):
+                time.sleep(0.4 + 0.1 * self.x)
+                return str(self.x)
+        with ctx.Pool(2) as pool:
+            pool.map(lambda i: print("at", Slow(i), "again", Slow(i)), range(4), chunksize=1)
+    """)
+    assert sorted(result.text.splitlines()) == [f"at {i} again {i}" for i in range(4)]
+
+
 def test_output_goes_to_the_cell_that_calls(notebook: Kernel) -> None:
     notebook.ok(POOL + "pool = ctx.Pool(1)")
     assert "first" in notebook.ok("pool.map(print, ['first'])").text

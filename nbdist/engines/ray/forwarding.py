@@ -255,10 +255,10 @@ class Forwarding:
                 continue
             new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
             told.update(link.node_id for link in new)
-            texts = {link.number: preemption_notice(link, draining[link.node_id]) for link in new}
+            for link in new:  # before what the ranks do about it
+                self._tell("answered", (link.first, ("notice", preemption_notice(link, draining[link.node_id]))))
             telling = [link for link in self._links if new and not link.lost]
-            calls = [link.call("ask", "preemption", texts.get(link.number, "")) for link in telling]
-            await asyncio.gather(*calls, return_exceptions=True)
+            await asyncio.gather(*[link.call("ask", "preemption") for link in telling], return_exceptions=True)
 
 
 def preemption_notice(link: Link, deadline: int) -> str:

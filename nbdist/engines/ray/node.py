@@ -243,7 +243,7 @@ class Agent:
             "connections": self._ranks.connections,
             "received": lambda: self.stored.received,
             "warm": self._engine.warm,
-            "preemption": self._tell_preemption,
+            "preemption": self._ranks.tell_preemption,
             "rendezvous": self._open_rendezvous,
             "close": self._close,
         }
@@ -269,12 +269,6 @@ class Agent:
         """That of those among these ranks that are here."""
         found = self._ranks.memory(self._own(ranks))
         return {self._first + number: size for number, size in found.items()}
-
-    def _tell_preemption(self, text: str) -> None:
-        """Tell the ranks that a machine of theirs will be taken away; and the cell by `text`, which one node has."""
-        self._ranks.tell_preemption()
-        if text:
-            self._tell("message", [self._first], ("notice", text), None)
 
     def _own(self, ranks: Iterable[int]) -> list[int]:
         """Which of these ranks are here, by their numbers on this node."""
