@@ -90,6 +90,7 @@ def namespaces(folder: Path, count: int, rate: str = "") -> Iterator[dict[str, s
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
             ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            stack.callback(ip, "link", "del", name)  # the namespace's own end would do so later
             ip("link", "set", name, "master", bridge, "up")
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):

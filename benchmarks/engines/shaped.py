@@ -27,16 +27,25 @@ from nbdist import Session
 RATE, DATA = 400, 100_000_000
 NODES = (1, 2, 4, 8)
 ROUNDS = 3
+#: Seconds from the start of one node to that of the next.
+STAGGER = 10
 
 
 def inside(folder: str, hosts: list[str]) -> None:
     """In the notebook's namespace: the seconds of each round, and the bytes that have left it, as JSON."""
     sent = Path("/sys/class/net/eth0/statistics/tx_bytes")
     about: dict[str, Any] = {"options": ssh_options(Path(folder), 22), "linger": 0.0, "wait": 300}
+    # One after the other: on the cores that they share, Ray gives up nodes that take longer than 30 s to start.
+    python = Path(folder) / "python"
+    python.write_text(
+        f'#!/bin/sh\nset -- $SSH_CONNECTION -- "$@"; host=${{3##*.}}\nwhile [ "$1" != -- ]; do shift; done; shift\n'
+        f'sleep $((({STAGGER} * (host - 2))))\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
     start = ["--object-store-memory=400000000", "--num-cpus=1"]
     found = []
     with (
-        nbdist.cluster(hosts, placement="strict_spread", ray_start=start, **about),
+        nbdist.cluster(hosts, placement="strict_spread", ray_start=start, python=str(python), **about),
         Session(len(hosts)) as session,
     ):
         session.run_all(len, [])
