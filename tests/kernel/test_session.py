@@ -321,8 +321,8 @@ def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
         assert memory < memory_before + 10e6
     most = [fds + 2 for _, fds, _ in before[2]]
     # gloo closes its sockets a little later
-    assert poll(lambda: all(fds <= bound for (_, fds, _), bound in zip(look()[2], most, strict=True))), (
-        session.run_all(lambda: sorted(os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink()))
+    assert poll(lambda: all(fds <= bound for (_, fds, _), bound in zip(look()[2], most, strict=True))), session.run_all(
+        lambda: sorted(os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink())
     )
 
 
