@@ -78,7 +78,7 @@ def environ(world: World) -> dict[str, str]:
 
 
 def join(world: World, store: Any) -> Any:
-    """Choose the device and the threads, and enter the process group, whose ranks meet at `store`. Returns the group."""
+    """Choose the device and the threads, and enter the process group that meets at `store`. Returns the group."""
     import torch
     import torch.distributed as dist
 

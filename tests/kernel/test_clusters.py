@@ -159,7 +159,8 @@ def test_hosts_with_addresses_of_their_own_one_of_which_is_taken_away(
     hosts = list(machines)
     about: dict[str, Any] = {"options": ssh_options(tmp_path, 22), "ray_start": SMALL, "linger": 0.0}
     with nbdist.cluster(hosts, placement="strict_spread", **about), Session(2) as session:
-        assert sorted(seen := session.run_all(address)) == sorted(hosts)
+        seen = session.run_all(address)
+        assert sorted(seen) == sorted(hosts)
         waiting = session.submit(told)
         [ray_start] = [one for one in processes_on(machines[seen[1]]) if "ray.scripts.scripts" in one.cmdline()]
         ray_start.terminate()  # as a machine does that is about to go
