@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .notebook import cell_numbers, forget_shown_traceback
+from .notebook import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -175,6 +175,8 @@ def entry(fn: F) -> F:
             if not _is_meant(exc):
                 raise
             let_notebook_render(exc)
+            if isinstance(exc, SystemExit) and fails_at_cause_of_exit():
+                exc.__cause__ = None  # a notice has said which rank has left, and where
             raise exc.with_traceback(None)  # noqa: B904 (up to 3.10 `raise` alone has the old traceback)
 
     return nbdist  # type: ignore[return-value]

@@ -58,6 +58,11 @@ def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool
     found.debugger = debugger
 
 
+def fails_at_cause_of_exit() -> bool:
+    """Whether the notebook shows a TypeError for a SystemExit that has a cause without a traceback: IPython 7 does."""
+    return shell() is not None and sys.modules["IPython"].version_info < (8,)
+
+
 def is_watched(message: Mapping[str, Any] | None) -> bool:
     """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
 
@@ -86,9 +91,11 @@ def cell_numbers() -> Mapping[str, int]:
     compiler = getattr(found, "compile", None)
     if compiler is None or hasattr(compiler, "_filename_map"):
         return dict(getattr(compiler, "_filename_map", {}))
-    # IPython before 8.0 does not keep them; but it has the cells' texts with the names and, in its history, with the
-    # numbers.
-    numbers = {cell: number for number, cell in enumerate(found.history_manager.input_hist_parsed)}
+    # IPython before 8.0 does not keep them; but it has the cells' texts as Python with the names, the same as typed in
+    # its history, and what was typed with the numbers. Its history lacks cells that could not be made Python.
+    typed = {text: int(name[2:]) for name, text in found.user_ns.items() if re.fullmatch(r"_i\d+", name)}
+    history = zip(found.history_manager.input_hist_parsed, found.history_manager.input_hist_raw, strict=False)
+    numbers = {cell: typed[text] for cell, text in history if text in typed}
     texts = {name: "".join(entry[2]).rstrip("\n") for name, entry in getattr(linecache, "_ipython_cache", {}).items()}
     return {name: numbers[text] for name, text in texts.items() if text in numbers}
 

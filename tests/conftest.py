@@ -203,7 +203,8 @@ class Kernel:
 
     def start(self, code: str, watched: bool = False) -> str:
         """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
-        return str(self.client.execute(code, store_history=True, allow_stdin=watched))
+        # ipykernel 6 drops a cell that comes right after one that has failed, unless the latter was told not to.
+        return str(self.client.execute(code, store_history=True, allow_stdin=watched, stop_on_error=False))
 
     def finish(self, message_id: str, timeout: float = 60.0, until: Callable[[Result], bool] | None = None) -> Result:
         """Gather what a cell sends until it is done, or until `until(result)`."""

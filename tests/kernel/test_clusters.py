@@ -9,6 +9,7 @@ addresses of their own, too.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from machines import SSHD, make_keys, namespaces, processes_on, ssh_options, ssh
 
 import nbdist
 from nbdist import NbdistError, Session, engines
+
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
 
 SMALL = ["--object-store-memory=100000000", "--num-cpus=2"]
 
@@ -229,6 +232,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], words: str) -> 
         nbdist.cluster(**arguments)
 
 
+@needs_ray
 @pytest.mark.parametrize(("where", "program"), [("slurm", "srun"), (["host1"], "ssh")])
 def test_without_the_program_that_starts_it(
     where: Any, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +242,7 @@ def test_without_the_program_that_starts_it(
         nbdist.cluster(where, nodes=2 if where == "slurm" else None)
 
 
+@needs_ray
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client, which is to say what it cannot reach")
 def test_a_host_that_cannot_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -246,6 +251,7 @@ def test_a_host_that_cannot_be_reached() -> None:
         nbdist.cluster(["127.0.0.1"], options=["-p", str(port)])
 
 
+@needs_ray
 def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
     (tmp_path / "there" / "ray-9.9.9.dist-info").mkdir(parents=True)
     (tmp_path / "there" / "ray-9.9.9.dist-info" / "METADATA").write_text("Name: ray\nVersion: 9.9.9\n")
@@ -254,6 +260,7 @@ def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
         nbdist.cluster("slurm", nodes=2, python=str(tmp_path / "python"))
 
 
+@needs_ray
 def test_no_python_there(ssh: list[str]) -> None:
     with pytest.raises(NbdistError, match=r"127.0.0.1 does not find its Python: .*/no/python.*Say python="):
         nbdist.cluster(["127.0.0.1"], options=ssh, python="/no/python")

@@ -117,7 +117,8 @@ def test_a_cell_that_is_no_python(notebook: Kernel) -> None:
     assert notebook.run("%%ddp\nreturn 1").error == "SyntaxError"
     assert notebook.run("%%ddp\nx").error == "NameError", "nothing of the first cell was run"
     assert notebook.ok("%%ddp\nimport asyncio\nawait asyncio.sleep(0, 'slept')").text == "'slept'\n"
-    assert notebook.ok("%%ddp\nfiles = !echo one\n%pwd\nfiles").text == "['one']\n"
+    if notebook.run("files = !echo one").error is None:  # IPython 7 itself cannot, on Python 3.12 and later
+        assert notebook.ok("%%ddp\nfiles = !echo one\n%pwd\nfiles").text == "['one']\n"
     notebook.ok("%unload_ext nbdist")
 
 
@@ -157,7 +158,7 @@ def test_what_the_message_proposes_works() -> None:
 def test_an_exit_names_rank_and_line(notebook: Kernel) -> None:
     code = "def leaves():\n    if dist.get_rank() == 1:\n        sys.exit(3)\n    dist.barrier()\nin_ddp(2, leaves)"
     result = notebook.run(code)
-    place = f"Cell In[{result.number}], line 3" if NUMBERS_CELLS else ":3"
+    place = f"Cell In[{result.number}], line 3"
     assert result.error == "SystemExit"
     assert re.search(rf"rank 1 \(pid \d+\) called sys.exit\(3\) in leaves at .*{re.escape(place)}\n", result.text)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ipywidgets
 import pytest
 from conftest import Kernel, poll
 
@@ -131,7 +132,8 @@ def test_a_widget_hears_what_is_done_to_it_during_a_call(notebook: Kernel, page:
     assert page.text(later) == "later\n"
     assert page.models[page.model("LabelModel")]["value"] == "at 9", "what handlers change is seen"
     echoes = [m for m in page.heard if m["content"].get("data", {}).get("method") == "echo_update"]
-    assert echoes[0]["parent_header"]["msg_id"] == moved, "by which a page knows that it is no news"
+    if not ipywidgets.__version__.startswith("7."):  # which has no echoes
+        assert echoes[0]["parent_header"]["msg_id"] == moved, "by which a page knows that it is no news"
     last = [m for m in page.heard if m["msg_type"] == "update_display_data"][-1]["content"]["data"]["text/html"]
     assert "at 9" in last and "have ended" in last, "a picture of the last state, and a click says so"
     assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
