@@ -63,6 +63,24 @@ def fails_at_cause_of_exit() -> bool:
     return shell() is not None and sys.modules["IPython"].version_info < (8,)
 
 
+def reloader() -> Callable[[types.ModuleType], Any]:
+    """What reloads a module: where there is IPython, by its own means, which give the new code to the functions and
+    objects that there are, too."""
+    if "IPython" not in sys.modules:
+        return importlib.reload
+    try:
+        from IPython.extensions.autoreload import superreload
+    except ModuleNotFoundError:  # IPython 7 takes `reload` from `imp`, which Python 3.12 does not have any more
+        stand_in: Any = types.ModuleType("imp")
+        stand_in.reload = importlib.reload
+        sys.modules["imp"] = stand_in
+        try:
+            from IPython.extensions.autoreload import superreload
+        finally:
+            del sys.modules["imp"]
+    return superreload
+
+
 def is_watched(message: Mapping[str, Any] | None) -> bool:
     """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
 
@@ -329,6 +347,8 @@ class Requests:
 
 def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
     """In a rank: let a widget hear what was done to it in the page."""
+    if "comm" not in sys.modules and shell() is None:
+        return  # here is no widget
     manager = sys.modules["comm"].get_comm_manager() if "comm" in sys.modules else shell().kernel.comm_manager
     comm = manager.comms.get(content["comm_id"])
     if comm is not None:  # or it was closed meanwhile

@@ -273,7 +273,8 @@ def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
             text.append("\n".join(message["content"]["traceback"]))
 
     kernel.client.allow_stdin = True
-    kernel.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    hooks: dict[str, Any] = {"stdin_hook": answer, "output_hook": output}
+    kernel.client.execute_interactive(code, allow_stdin=True, stop_on_error=False, timeout=60, **hooks)
     assert not left, f"not asked for: {left}; printed: {''.join(text)}"
     return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 

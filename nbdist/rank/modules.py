@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ..capture.modules import checksum, own_file
 from ..errors import NbdistError
+from ..notebook import reloader
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
@@ -74,10 +75,7 @@ class Reloader(importlib.abc.MetaPathFinder):
 
     def _reload(self, name: str) -> None:
         importlib.invalidate_caches()
-        reload = importlib.reload
-        if "IPython" in sys.modules:  # which gives the new code to the functions and objects that there are, too
-            from IPython.extensions.autoreload import superreload as reload
-        now = time.time()
+        reload, now = reloader(), time.time()
         reload(sys.modules[name])
         self._imported[name] = now
 
