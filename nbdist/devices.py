@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,11 +38,21 @@ class Place(NamedTuple):
 
 def visible_gpus() -> int:
     """How many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
-    if "torch" not in sys.modules and importlib.metadata.version("torch").endswith("+cpu"):
-        return 0  # without the seconds that importing it takes
+    if "torch" not in sys.modules:
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return 0  # without the seconds that importing it takes
+        # Not here: an interrupt would leave half of it, which some versions cannot complete.
+        importing = threading.Thread(target=_import_torch, name="nbdist: import torch")
+        importing.start()
+        importing.join()
     import torch
 
     return torch.cuda.device_count()
+
+
+def _import_torch() -> None:
+    with contextlib.suppress(Exception):  # whoever waits for it tries again, and sees it
+        importlib.import_module("torch")
 
 
 def gpu_names() -> list[str]:

@@ -86,17 +86,17 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
         return dist.HashStore()  # may be in the notebook itself, which gives the descriptors up before the store
     if not address.store_port:
         return dist.FileStore(f"/proc/self/fd/{fds[0]}", world_size)
-    listen_fd = os.dup(fds[-1]) if rank == 0 else None  # the store closes it
+    about: dict[str, Any] = {
+        "is_master": rank == 0,
+        "wait_for_workers": False,
+        "master_listen_fd": os.dup(fds[-1]) if rank == 0 else None,  # the store closes it
+    }
     with _no_name_server():
-        return dist.TCPStore(
-            address.host,
-            address.store_port,
-            world_size,
-            is_master=rank == 0,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-            use_libuv=True,  # the other server asks for the name of each rank that connects
-        )
+        try:
+            # torch's other server asks for the name of each rank that connects.
+            return dist.TCPStore(address.host, address.store_port, world_size, use_libuv=True, **about)
+        except NotImplementedError:  # that of torch 2.5 takes no socket that listens already
+            return dist.TCPStore(address.host, address.store_port, world_size, use_libuv=False, **about)
 
 
 @contextlib.contextmanager

@@ -147,6 +147,8 @@ def shared_group() -> SharedGroup | None:
     if collectives is None:
         return None
     if _NAME.upper() not in dist.Backend._plugins:  # set last: a rank may have been interrupted in it
+        if hasattr(dist.Backend, _NAME.upper()):  # set first: some versions of torch refuse then
+            delattr(dist.Backend, _NAME.upper())
         dist.Backend.register_backend(_NAME, _create, devices=["cpu"])
     _opened[:] = [collectives]
     try:

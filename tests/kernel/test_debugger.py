@@ -134,7 +134,7 @@ def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
     assert poll(lambda: asked(notebook), 60)
     notebook.interrupt()
     result: Result = notebook.finish(cell)
-    assert result.error == "KeyboardInterrupt" and len(result.plain_traceback.splitlines()) < 16, result.traceback
+    assert result.error == "KeyboardInterrupt" and len(result.plain_traceback.splitlines()) < 20, result.traceback
     while asked(notebook):
         pass
     assert notebook.ok("print(session.run_all(dist.get_rank))").text == "[0, 1]\n"

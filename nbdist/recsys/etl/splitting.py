@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import polars as pl
 
@@ -11,7 +13,8 @@ _PART = "part (nbdist)"  # no column of the user's
 _TRAIN, _VALID, _TEST = 0, 1, 2
 
 
-class Split(NamedTuple, Generic[Frame]):
+@dataclass(frozen=True)
+class Split(Generic[Frame]):
     """Rows in three parts, each in the order that they had.
 
     Examples:
@@ -26,6 +29,9 @@ class Split(NamedTuple, Generic[Frame]):
     train: Frame
     valid: Frame
     test: Frame
+
+    def __iter__(self) -> Iterator[Frame]:
+        return iter((self.train, self.valid, self.test))
 
 
 def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> Split[Frame]:
