@@ -345,14 +345,15 @@ class Requests:
         kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=kernel._topic("status"))
 
 
-def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-    """In a rank: let a widget hear what was done to it in the page."""
+def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+    """In a rank: let a widget hear what was done to it in the page; whether the widget is there."""
     if "comm" not in sys.modules and shell() is None:
-        return  # here is no widget
+        return True  # here will be none
     manager = sys.modules["comm"].get_comm_manager() if "comm" in sys.modules else shell().kernel.comm_manager
     comm = manager.comms.get(content["comm_id"])
-    if comm is not None:  # or it was closed meanwhile
+    if comm is not None:
         comm.handle_msg({"content": content, "buffers": buffers})
+    return comm is not None
 
 
 def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[str, Any]) -> None:

@@ -7,8 +7,10 @@ thread, too.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import queue
 import signal
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +19,9 @@ from .. import notebook
 
 _heard: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]]] = queue.SimpleQueue()
 _listens = False
+#: Seconds for which what is said to a widget that is not here is kept: a rank that begins a call later than others has
+#: the call's widgets later, too.
+PATIENCE = 10.0
 
 
 def hear(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
@@ -30,8 +35,18 @@ def hear(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
 
 def _listen() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    waiting: list[tuple[float, dict[str, Any], Sequence[bytes]]] = []
     while True:
-        try:
-            notebook.hear_comm(*_heard.get())
-        except Exception:  # of a handler: the next one may be another's
-            traceback.print_exc()
+        with contextlib.suppress(queue.Empty):
+            said = _heard.get(timeout=0.02 if waiting else None)
+            waiting.append((time.monotonic() + PATIENCE, *said))
+        waiting = [one for one in waiting if not _tell(*one[1:]) and time.monotonic() < one[0]]
+
+
+def _tell(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+    """Whether there is nothing to be told again later."""
+    try:
+        return notebook.hear_comm(content, buffers)
+    except Exception:  # of a handler: the next one may be another's
+        traceback.print_exc()
+        return True

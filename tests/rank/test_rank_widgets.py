@@ -1,0 +1,31 @@
+"""What the page says to widgets of a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import poll
+
+from nbdist import notebook
+from nbdist.rank import widgets
+
+
+def test_what_comes_before_the_widget_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    here = {"first"}
+
+    def hear_comm(content: dict[str, Any], buffers: Any) -> bool:
+        asked.append(content["comm_id"])
+        return content["comm_id"] in here
+
+    monkeypatch.setattr(notebook, "hear_comm", hear_comm)
+    widgets.hear({"comm_id": "later"}, [])
+    widgets.hear({"comm_id": "first"}, [])
+    assert poll(lambda: asked.count("later") > 3) and asked.count("first") == 1
+    here.add("later")
+    seen = asked.count("later")
+    assert poll(lambda: asked.count("later") > seen)
+    widgets.hear({"comm_id": "first"}, [])
+    seen = asked.count("later")
+    assert poll(lambda: asked.count("first") == 2) and asked.count("later") <= seen + 1, "it is told once"
