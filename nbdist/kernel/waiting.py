@@ -16,7 +16,6 @@ from ..engines.contract import Exit, Listening
 from ..errors import CaptureError, RankTimeout, RemoteTraceback, text_of
 from ..wire import rank_memory
 from ..wire.connections import Address, between
-from ..wire.messages import NOT_JOINED
 from ..wire.parcel import Parcel
 from . import stacks
 from .comms import Page
@@ -301,7 +300,7 @@ class Waiting:
                 parcel.close()
         elif message[0] == "error":
             _, text, rendered, spare, ends = message
-            if ends and not (ends == NOT_JOINED and self._leaving):  # those that it was to meet had left by then
+            if ends:
                 self._unfit.add(rank)
                 self.ended = self.ended or f"rank {rank} {ends}"
             self._group.note(rank, "raised")

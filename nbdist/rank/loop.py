@@ -14,7 +14,7 @@ from .. import notebook
 from ..integrations import fastai
 from ..wire.channel import Channel
 from ..wire.connections import Address
-from ..wire.messages import NOT_JOINED, Header, Setting, World
+from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
 from . import cells, gpu_state, process, shell, streams
@@ -44,8 +44,6 @@ class Rank:
         self._keep_frames = False
         self._frames: types.TracebackType | None = None
         """Of the call that has raised, for the debugger."""
-        self._absent = False
-        """Whether it could not join the process group that it was asked to."""
 
     def after_fork(self) -> None:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
@@ -96,12 +94,6 @@ class Rank:
             if request == "leave":
                 self._membership.leave(*arguments)
                 continue
-            if request == "join":
-                self._absent = False
-            elif self._absent and request in ("call", "debug"):  # it has answered already: the kernel keeps or ends it
-                if parcel is not None:
-                    parcel.close()
-                continue
             # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
             # failed: it begins, too, and hears the interrupt there.
             allowed = contextlib.nullcontext() if request == "join" else self._interrupts.allowed()
@@ -114,7 +106,7 @@ class Rank:
                 if os.getpid() == pid:
                     self._channel.send(("raised",))  # it may take a while to tell what
                 if request == "join":
-                    ends, self._absent = NOT_JOINED, True
+                    ends = "could not join the process group"
                 elif request == "call" and gpu_state.is_lost(exc):
                     ends = "cannot use its GPU any more, after a CUDA error"
                 answer = self._error(exc, ends)
@@ -126,7 +118,7 @@ class Rank:
                 self._channel.send(message, parcel)
                 if parcel is not None:
                     parcel.close()
-                if ends and not self._absent:
+                if ends:
                     return 0
             del answer, parcel
 

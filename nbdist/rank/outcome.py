@@ -73,7 +73,7 @@ class Outcomes:
         Args:
             exc: What it raised.
             tb: What to show of the traceback.
-            ends: Why the rank is of no use after this; empty if it is.
+            ends: Why the rank ends after this; empty if it does not.
         """
         spare = []
         for stand_in in stand_ins(exc):

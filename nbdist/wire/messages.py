@@ -10,8 +10,6 @@ from .rendezvous import RendezvousAddress
 
 #: The variable that is set in ranks which may be told that a machine of theirs will be taken away: those on a cluster.
 NOTICES = "NBDIST_NOTICES"
-#: Why a rank cannot take the call that comes after its `join`.
-NOT_JOINED = "could not join the process group"
 
 
 class Slot(NamedTuple):

@@ -174,18 +174,13 @@ def test_status_follows_a_call_whose_ranks_have_not_started() -> None:
         assert seen.busy and "starting" in seen.title
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_failure_while_another_rank_joins_leaves_the_ranks(lost: bool) -> None:
+def test_a_failure_while_another_rank_joins_leaves_the_ranks() -> None:
     def slow_to_join() -> None:
         real = dist.init_process_group
 
         def join(*args: Any, **kwargs: Any) -> None:
             real(*args, **kwargs)
             time.sleep(1.5)  # it is not given a core
-            if lost:  # and finds that the other has left
-                dist.destroy_process_group()
-                dist.init_process_group = real
-                raise RuntimeError("Connection closed by peer")
 
         if dist.get_rank() == 1:
             dist.init_process_group = join

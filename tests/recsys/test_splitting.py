@@ -34,7 +34,7 @@ def test_the_last_rows_of_each_user(rows: list[Any]) -> None:
         expected["train"] += order
     split = leave_one_out(frame_of(rows))
     lazy = leave_one_out(frame_of(rows).lazy())
-    for part, one in split._asdict().items():
+    for part, one in vars(split).items():
         assert one["row"].to_list() == sorted(expected[part]), part
         assert one.columns == ["row", "user", "timestamp"] and getattr(lazy, part).collect().equals(one)
 
