@@ -11,7 +11,6 @@ from typing import Any
 from ..capture.imports import parse_imports
 from ..capture.need import resolve_need
 
-_RETURNS_AT_ONCE = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _OUTPUTS = ("rank0", "all", "tabs", "none")
 
 
@@ -55,8 +54,6 @@ def _check_returns(fn: Any) -> None:
     """Raise `TypeError` for a function whose call returns at once, with something that belongs to the rank."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    if isinstance(fn, types.FunctionType) and not fn.__code__.co_flags & _RETURNS_AT_ONCE:
-        return  # nearly all
     name = getattr(fn, "__name__", type(fn).__name__)
     for code in [fn] if isinstance(fn, types.FunctionType) else [fn, type(fn).__call__]:
         if inspect.iscoroutinefunction(code):

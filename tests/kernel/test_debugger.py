@@ -134,7 +134,8 @@ def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
     assert poll(lambda: asked(notebook), 60)
     notebook.interrupt()
     result: Result = notebook.finish(cell)
-    assert result.error == "KeyboardInterrupt" and len(result.plain_traceback.splitlines()) < 20, result.traceback
+    most = 16 if sys.version_info >= (3, 11) else 20  # lines: before, the frame that is stopped is there twice
+    assert result.error == "KeyboardInterrupt" and len(result.plain_traceback.splitlines()) < most, result.traceback
     while asked(notebook):
         pass
     assert notebook.ok("print(session.run_all(dist.get_rank))").text == "[0, 1]\n"
