@@ -50,7 +50,6 @@ class Mapper:
         """The seconds that the items in the parcel take, of which this is the number of the first, and the function's
         values for them. Fewer if the call is over meanwhile."""
         if self._failed:  # what the board says is to stay
-            parcel.close()
             return 0.0, []
         try:
             return self._run(first, parcel)

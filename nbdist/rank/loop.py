@@ -110,6 +110,9 @@ class Rank:
                 elif request == "call" and gpu_state.is_lost(exc):
                     ends = "cannot use its GPU any more, after a CUDA error"
                 answer = self._error(exc, ends)
+            finally:
+                if parcel is not None:  # of a call that has failed, or was interrupted, before it was opened
+                    parcel.close()
             if os.getpid() != pid:  # a process that the function forked must not answer in its place
                 return 0
             if answer is not None:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -319,6 +320,20 @@ def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
     assert poll(lambda: all(fds <= bound for (_, fds, _), bound in zip(look()[2], most, strict=True))), session.run_all(
         lambda: sorted(os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if fd.is_symlink())
     )
+
+
+def test_calls_that_fail_before_their_data_is_read_leave_no_descriptor(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that are interrupted there, since another rank has failed."""
+    (tmp_path / "only_in_notebooks.py").write_text('import os\nassert "RANK" not in os.environ\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = torch.zeros(1 << 19)
+    before = session.run_all(open_fds)
+    for _ in range(3):
+        with pytest.raises(AssertionError):
+            session.run(lambda: float(data[0]), imports="import only_in_notebooks")
+    assert session.run_all(open_fds) == before
 
 
 # --------------------------------------------------------------------------------------------------- turns are not lost
