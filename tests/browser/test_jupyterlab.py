@@ -197,20 +197,78 @@ def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:
     assert not book.cell(1).locator(".jupyter-widgets").count(), "it is a picture at the end"
 
 
-def test_stop(open_notebook: Open) -> None:
+def stop(book: Notebook) -> None:
+    """As the stop button does, without the mouse."""
+    book.page.keyboard.press("Escape")
+    book.page.keyboard.press("i")
+    book.page.keyboard.press("i")
+
+
+NEXT = "in_ddp(2, lambda: 'the next one works')"
+SWALLOWS = """
+import time
+from nbdist import in_ddp
+def train():
+    while True:
+        print("begun")
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+"""
+
+
+def test_stop_while_the_first_call_starts(open_notebook: Open) -> None:
+    book = open_notebook("from nbdist import in_ddp", "in_ddp(2, print, 'begun')", NEXT)
+    book.run(0)
+    book.start(1)
+    stop(book)
+    shown = book.end(1, 20)
+    assert "stopped before ranks 0 and 1 had started" in shown and len(shown.splitlines()) < 8, shown
+    assert "the next one works" in book.run(2)
+
+
+def test_stop_while_ranks_work(open_notebook: Open) -> None:
     book = open_notebook(
         "import time\nfrom nbdist import in_ddp\ndef train():\n    print('begun')\n    time.sleep(600)",
         "in_ddp(2, train)",
-        "in_ddp(2, lambda: 'the next one works')",
+        NEXT,
     )
     book.run(0)
     book.start(1)
     book.until(1, "begun")
-    book.page.keyboard.press("Escape")
-    book.page.keyboard.press("i")
-    book.page.keyboard.press("i")
+    stop(book)
     assert "KeyboardInterrupt" in book.end(1, 20)
     assert "the next one works" in book.run(2)
+
+
+def test_stop_that_ranks_do_not_answer(open_notebook: Open) -> None:
+    book = open_notebook(SWALLOWS, "in_ddp(2, train)", NEXT)
+    book.run(0)
+    book.start(1)
+    book.until(1, "begun")
+    stop(book)
+    shown = book.end(1, 30)
+    assert re.search(r"KeyboardInterrupt: .*killed", shown) and len(shown.splitlines()) < 12, shown
+    assert "the next one works" in book.run(2)
+
+
+def test_the_kernel_is_restarted(open_notebook: Open) -> None:
+    book = open_notebook(
+        "import os\nfrom nbdist import Session\nsession = Session(2)",
+        "print(*session.run_all(os.getpid))",
+        "session.run(lambda: 'works again')",
+    )
+    book.run(0)
+    ranks = [psutil.Process(int(pid)) for pid in re.findall(r"\d+", book.run(1))]
+    assert len(ranks) == 2
+    book.page.keyboard.press("Escape")
+    book.page.keyboard.press("0")
+    book.page.keyboard.press("0")
+    book.page.locator(".jp-Dialog button.jp-mod-warn").click()
+    assert poll(lambda: not living(ranks), 20), "ranks go with their kernel"
+    book.run(0)
+    assert "works again" in book.run(2)
 
 
 def test_a_page_that_is_loaded_again(open_notebook: Open, lab: tuple[str, Path]) -> None:
