@@ -266,8 +266,8 @@ def _script() -> int:
 
 def test_a_script_that_destroys_its_process_group_before_its_model() -> None:
     """gloo's threads and the model waited for each other at the end of every other call."""
-    for _ in range(8):
-        assert in_ddp.options(timeout=30, imports="import torch._inductor.cudagraph_trees")(2, _script) == 1
+    for _ in range(4):  # ten seconds each with torch 2.5, which is why they have so many
+        assert in_ddp.options(timeout=60, imports="import torch._inductor.cudagraph_trees")(2, _script) == 1
     with Session(2, timeout=30) as session:
         assert [session.run(_script) for _ in range(4)] == [1] * 4
 
