@@ -25,7 +25,8 @@ _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
 
 def shell() -> Any:
     """The IPython shell of this process, in a terminal or a notebook; None if there is none."""
-    return sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    module = sys.modules.get("IPython.core.getipython")  # where the name lies: IPython's own is looked up by an import
+    return None if module is None else module.get_ipython()
 
 
 def kernel_shell() -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 IMPORTS_FILE = "<nbdist imports>"
@@ -22,7 +23,7 @@ def parse_imports(imports: str | Iterable[str]) -> str:
         imports = "\n".join(textwrap.dedent(line) for line in imports)
     block = textwrap.dedent(imports).strip("\n")
     try:
-        statements = ast.parse(block, IMPORTS_FILE).body
+        statements = _statements(block)
     except SyntaxError as exc:
         line = (exc.text or _line(block, exc.lineno or 1)).strip()
         raise ValueError(f"imports= line {exc.lineno} is not valid Python ({exc.msg}): {line}") from None
@@ -37,6 +38,11 @@ def parse_imports(imports: str | Iterable[str]) -> str:
     return block
 
 
+@functools.lru_cache(maxsize=16)
+def _statements(block: str) -> Sequence[ast.stmt]:
+    return ast.parse(block, IMPORTS_FILE).body
+
+
 def _line(block: str, lineno: int) -> str:
     lines = block.splitlines()
     return lines[lineno - 1].strip() if 0 < lineno <= len(lines) else ""
@@ -48,7 +54,7 @@ def names_given(block: str) -> set[str]:
     Of `from x import *` they are known where x is loaded in this process; a rank knows them all.
     """
     names: set[str] = set()
-    for statement in ast.parse(block).body:
+    for statement in _statements(block):
         assert isinstance(statement, (ast.Import, ast.ImportFrom))
         for alias in statement.names:
             if alias.name == "*":
@@ -64,7 +70,7 @@ def names_given(block: str) -> set[str]:
 def modules_named(block: str) -> list[str]:
     """The modules that the import block names, in its order."""
     modules: dict[str, None] = {}
-    for statement in ast.parse(block).body:
+    for statement in _statements(block):
         if isinstance(statement, ast.Import):
             modules.update(dict.fromkeys(alias.name for alias in statement.names))
         elif isinstance(statement, ast.ImportFrom) and statement.module:
@@ -85,6 +91,8 @@ def keep_source(file: str, text: str) -> None:
 
 def run_imports(block: str, namespace: dict[str, Any]) -> set[str]:
     """Execute the import block in `namespace`; returns the names it gave."""
+    if not block:
+        return set()
     keep_source(IMPORTS_FILE, block)
     given: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(block, IMPORTS_FILE, "exec"), given)

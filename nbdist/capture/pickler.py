@@ -291,9 +291,10 @@ class Pickler(cloudpickle.Pickler):
         return self._storages.setdefault(untyped._cdata, Storage(untyped, self._to_cpu, self._files))
 
 
-def dumps_plain(values: list[Any]) -> memoryview | None:
-    """The pickle of a list of numbers and texts, which needs no `Pickler`; None for other lists."""
-    return memoryview(pickle.dumps(values, protocol=5)) if _PLAIN.issuperset(map(type, values)) else None
+def dumps_plain(value: Any) -> memoryview | None:
+    """The pickle of a number, a text, or a list of these, which needs no `Pickler`; None for other values."""
+    plain = _PLAIN.issuperset(map(type, value)) if type(value) is list else type(value) in _PLAIN
+    return memoryview(pickle.dumps(value, protocol=5)) if plain else None
 
 
 #: What pickles call when they are read: there wherever a reader is.

@@ -493,6 +493,6 @@ def draw_seeds() -> tuple[int, int, int]:
     """Seeds for `random`, NumPy and torch, each drawn from the notebook's own state of that library."""
     for_random = random.getrandbits(63)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    for_numpy = for_random if numpy is None else int(numpy.random.randint(0, 2**31 - 1))
+    for_numpy = for_random if numpy is None else int(numpy.random.get_bit_generator().random_raw()) & (2**31 - 1)
     for_torch = for_random if torch is None else int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
     return for_random, for_numpy, for_torch

@@ -62,9 +62,6 @@ class Outcomes:
 
     def items(self, seconds: float, values: list[Any]) -> Answer:
         """The answer of a worker: what its items took, and gave."""
-        plain = dumps_plain(values)
-        if plain is not None:
-            return ("values", seconds), pack(plain, [])
         return ("values", seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
 
     def error(self, exc: BaseException, tb: types.TracebackType | None, ends: str) -> Answer:
@@ -95,6 +92,9 @@ class Outcomes:
         least: int = OUT_OF_BAND,
         what: str = "the value that the function returned",
     ) -> Parcel:
+        plain = dumps_plain(value)
+        if plain is not None:
+            return pack(plain, [])
 
         def write() -> Pickler:
             pickler = Pickler(
