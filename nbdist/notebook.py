@@ -82,6 +82,14 @@ def reloader() -> Callable[[types.ModuleType], Any]:
     return superreload
 
 
+def autoreloaded(name: str) -> float | None:
+    """When the source of this module was written that IPython's %autoreload has last seen: it changes where new code
+    was put into the module. None where there is no such extension, or it has not seen the module yet."""
+    magics = getattr(getattr(shell(), "magics_manager", None), "registry", {}).get("AutoreloadMagics")
+    seen: dict[str, float] = getattr(getattr(magics, "_reloader", None), "modules_mtimes", {})
+    return seen.get(name)
+
+
 def is_watched(message: Mapping[str, Any] | None) -> bool:
     """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
 

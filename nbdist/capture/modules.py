@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 from ..interpreter import INSTALLED
+from ..notebook import autoreloaded
 
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
@@ -28,20 +29,20 @@ def own_sources() -> dict[str, int]:
             if own_file(sys.modules.get(name), name):
                 _executed[name] = None, 0
         _state = state
-        for name, (before, _) in list(_executed.items()):
+        for name, (before, executed) in list(_executed.items()):
             module = sys.modules.get(name)
             file = own_file(module, name)
             if file is None:
                 del _executed[name]
                 _seen.discard(name)
                 continue
-            # `reload` gives a module another spec. IPython's %autoreload may patch a module without that: where it is
-            # loaded, what is in the file is taken for executed.
-            patched = os.stat(file).st_mtime_ns if _autoreloads() and os.path.exists(file) else 0
-            now = id(getattr(module, "__spec__", None)), getattr(module, "__spec__", None), patched
-            if now != before:
-                _executed[name] = now, checksum(file)
-        return {name: executed[1] for name, executed in _executed.items()}
+            # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that.
+            spec, reloaded = getattr(module, "__spec__", None), autoreloaded(name)
+            if before is None or spec is not before[0] or before[1] not in (None, reloaded):
+                _executed[name] = (spec, reloaded), checksum(file)
+            elif before[1] is None:
+                _executed[name] = (spec, reloaded), executed
+        return {name: executed for name, (_, executed) in _executed.items()}
 
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
@@ -59,7 +60,3 @@ def checksum(file: str) -> int:
             return zlib.crc32(source.read())
     except OSError:
         return 0
-
-
-def _autoreloads() -> bool:
-    return "IPython.extensions.autoreload" in sys.modules

@@ -139,12 +139,25 @@ def test_a_file_that_is_not_what_the_notebook_has_reloaded_is_named(write: Write
 def test_autoreload(mode: str, kernel: Kernel, tmp_path: Path) -> None:
     module = tmp_path / "own_a.py"
     module.write_text("def answer(x): return x + 1\n")
-    if kernel.run(f"%load_ext autoreload\n{mode}\nfrom nbdist import Session\nimport own_a").error is not None:
+    if kernel.run(f"%load_ext autoreload\n{mode}").error is not None:  # some only print it
         pytest.skip(f"this IPython has no {mode}")
-    kernel.ok("session = Session(2)\ndef fn(): return own_a.answer(1)")
+    kernel.ok("from nbdist import Session\nimport own_a\nsession = Session(2)\ndef fn(): return own_a.answer(1)")
     assert kernel.ok("print(session.run_all(fn), own_a.answer(1))").text == "[2, 2] 2\n"
     module.write_text("def answer(x):\n    return x + 100\n")
     text = kernel.ok("print(session.run_all(fn), own_a.answer(1))").text
     if text == "[2, 2] 2\n":
         pytest.skip(f"this IPython has no {mode}, and does not say so")
     assert text == "[101, 101] 101\n"
+
+
+def test_autoreload_that_is_off_and_asked_for_once(kernel: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "own_a.py"
+    module.write_text("def answer(x): return x + 1\n")
+    kernel.ok("%load_ext autoreload\nfrom nbdist import Session\nimport own_a")
+    kernel.ok("session = Session(2)\ndef fn(): return own_a.answer(1)")
+    ask = "print(session.run_all(fn), own_a.answer(1))"
+    assert kernel.ok(ask).text == "[2, 2] 2\n"
+    module.write_text("def answer(x):\n    return x + 100\n")
+    assert kernel.ok(ask).text == "[2, 2] 2\n", "ranks run what the notebook has executed"
+    kernel.ok("%autoreload")
+    assert kernel.ok(ask).text == "[101, 101] 101\n"
