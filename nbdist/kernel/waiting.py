@@ -143,6 +143,10 @@ class Waiting:
             except Exception as exc:
                 why = f"{type(exc).__name__}: {text_of(exc)}"
                 raise CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})") from exc
+        except KeyboardInterrupt as exc:
+            if self.pending and not exc.args and exc.__cause__ is None:  # a press that came between two steps
+                raise unanswered_stop(self._ranks, self.pending) from None
+            raise
         finally:
             self._page.close()
             self._relay.comms.end_call()

@@ -6,9 +6,11 @@ import asyncio
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +84,23 @@ session.run(holds_the_gil)
     assert "in holds_the_gil at" in result.message
     assert "fresh ranks" in notebook.ok("session.run(int)").text
     notebook.ok("session.close()")
+
+
+def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a second one while the ranks are asked to leave, which may take a while where there are many."""
+
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nbdist.kernel.waiting.Waiting._ask_to_leave", pressed)
+    with Session(2) as session:
+        session.run(int)
+        press = threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+        press.start()
+        with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
+            session.run(time.sleep, 60)
+        press.join()
+        assert session.run(int) == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
