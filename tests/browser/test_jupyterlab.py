@@ -417,7 +417,7 @@ def test_a_plot_of_plotly_follows_its_rank(open_notebook: Open, lab: tuple[str, 
     assert "[[0]]" in book.end(1)
     book.save()
     book.load()
-    assert poll(lambda: points(1) == 3, 60), "as it was displayed: plotly keeps nothing later for pages, in any notebook"
+    assert poll(lambda: points(1) == 3, 60), "as it was displayed: that is plotly's own way, in any notebook"
     book.run(2)
     assert poll(lambda: points(2) == 3, 30), book.shown(2)
     click(2)
