@@ -99,10 +99,14 @@ def is_watched(message: Mapping[str, Any] | None) -> bool:
 
 
 def is_hidden(name: str, value: Any) -> bool:
-    """Whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`, `open`).
+    """Whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`, `open`), or marimo its
+    `input`.
 
-    Not those of its history (`_`, `_3`, `In`, `Out`): they are data.
+    Not those of IPython's history (`_`, `_3`, `In`, `Out`): they are data.
     """
+    marimo: Any = sys.modules.get("marimo._runtime.input_override")
+    if name == "input" and marimo is not None and value is marimo.input_override:
+        return True
     hidden = getattr(shell(), "user_ns_hidden", {})
     return name in hidden and hidden[name] is value and not _HISTORY.fullmatch(name)
 

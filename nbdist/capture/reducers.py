@@ -126,7 +126,7 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
 
 
 def reduce_widget(obj: Any) -> Reduction | None:
-    """How widgets are pickled: by what they show. None for any other object.
+    """How widgets are pickled: by what they show. None for any other object, and for those that say it themselves.
 
     One of the notebook's is the same widget in a rank: what that changes is seen in its views. One of a rank's is a new
     one of the notebook's, which hears what is done to it there.
@@ -134,8 +134,11 @@ def reduce_widget(obj: Any) -> Reduction | None:
     module = sys.modules.get("ipywidgets.widgets.widget")
     if module is None or not isinstance(obj, module.Widget):
         return None
+    cls: Any = type(obj)
+    if cls.__reduce__ is not object.__reduce__:  # such as plotly's, whose data are in no trait that it shows
+        return None
     shown = {name: getattr(obj, name) for name in obj.keys if not name.startswith("_")}
-    return _make_widget, (type(obj), obj.model_id if kernel_shell() is not None else None, shown)
+    return _make_widget, (cls, obj.model_id if kernel_shell() is not None else None, shown)
 
 
 def _make_widget(cls: Any, model_id: str | None, shown: dict[str, Any]) -> Any:

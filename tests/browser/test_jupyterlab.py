@@ -356,3 +356,73 @@ def test_a_widget_is_clicked(open_notebook: Open) -> None:
     assert "press" in picture.inner_text() and "pressed in rank 0" in picture.inner_text()
     picture.click()
     book.until(2, "ranks of this widget have ended")
+
+
+PLOT = """
+import os, time
+import plotly.graph_objects as go
+from IPython.display import display
+from nbdist import Session
+def draw():
+    global figure, heard
+    heard, figure = [], go.FigureWidget(layout={"width": 500, "height": 300, "showlegend": False})
+    figure.add_scatter(y=[1, 2, 3], mode="markers", marker={"size": 30})
+    figure.data[0].on_click(lambda trace, points, state: heard.append(points.point_inds))
+    display(figure)
+def live():
+    draw()
+    while not os.path.exists("begun"):
+        time.sleep(0.02)
+    figure.add_scatter(y=[3, 2, 1], mode="markers", marker={"size": 30})
+    figure.layout.title = "two lines"
+    while not heard:
+        time.sleep(0.02)
+    figure.data[0].y = [5, 5, 5]
+    return heard
+session = Session(2)
+"""
+
+
+MORE = """
+def more():
+    figure.add_scatter(y=[3, 2, 1], mode="markers", marker={"size": 30})
+    return heard
+session.run(more)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="plotly is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("anywidget") is None, reason="anywidget is not installed")
+def test_a_plot_of_plotly_follows_its_rank(open_notebook: Open, lab: tuple[str, Path]) -> None:
+    book = open_notebook(PLOT, "session.run(live, ranks=[0])", "session.run(draw)", MORE, "session.close()")
+
+    def points(number: int) -> int:
+        return int(book.cell(number).locator(".js-plotly-plot .scatterlayer .point").count())
+
+    def click(number: int) -> None:
+        book.cell(number).locator(".js-plotly-plot").scroll_into_view_if_needed()
+        place = book.cell(number).locator(".js-plotly-plot .scatterlayer .point").first.bounding_box()
+        book.page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
+        book.cell(number).locator(".js-plotly-plot .hovertext").first.wait_for()
+        book.page.mouse.down()
+        book.page.mouse.up()
+
+    book.run(0)
+    book.start(1)
+    assert poll(lambda: points(1) == 3, 60), book.shown(1)
+    (lab[1] / "begun").touch()
+    assert poll(lambda: points(1) == 6), book.shown(1)
+    book.until(1, "two lines")
+    click(1)
+    assert "[[0]]" in book.end(1)
+    book.save()
+    book.load()
+    assert poll(lambda: points(1) == 3, 60), "as it was displayed: that is plotly's own way, in any notebook"
+    book.run(2)
+    assert poll(lambda: points(2) == 3, 30), book.shown(2)
+    click(2)
+    assert "[[0]]" in book.run(3)
+    assert poll(lambda: points(2) == 6), "what a later call adds"
+    book.run(4)
+    click(2)
+    book.until(2, "ranks of this widget have ended")
