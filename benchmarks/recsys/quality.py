@@ -142,7 +142,7 @@ def measure(likes: Likes, session: Session) -> list[str]:
         "popularity": (lambda: popularity(likes), [{}]),
         "implicit ALS": (
             lambda **options: implicit_model("als", likes, **options),
-            grid(factors=[4, 8, 16, 64], regularization=[1.0, 10.0], alpha=[1.0]),
+            grid(factors=[4, 8, 16, 32, 64, 128], regularization=[1.0, 10.0, 30.0], alpha=[1.0]),
         ),
         "implicit BPR": (
             lambda **options: implicit_model("bpr", likes, **options),
@@ -150,9 +150,7 @@ def measure(likes: Likes, session: Session) -> list[str]:
         ),
         "two towers (nbdist)": (
             lambda **options: two_tower(likes, session, **options),
-            grid(
-                dim=[8, 16], epochs=[5, 10], lr=[0.01], decay=[0.1, 1.0], batch_size=[max(256, len(likes.train) // 256)]
-            ),
+            grid(dim=[16, 64], epochs=[10, 20], lr=[0.01], decay=[0.1, 0.3, 1.0], batch_size=[1024]),
         ),
     }
     lines = []

@@ -103,7 +103,7 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
         return losses(learn), float(learn.model.i_weight.weight.sum())
 
     first, second = shared.run_all(seeded, ratings)
-    assert first[0][1] == pytest.approx(losses(alone)[1], rel=0.01)
+    assert first[0][1] == pytest.approx(losses(alone)[1], rel=0.02)  # their batches are drawn otherwise
     assert first[0][1] == second[0][1] and first[1] == second[1], "the ranks hold one model"
 
 
