@@ -1,0 +1,69 @@
+"""What `session.profile` costs a training: the same call with and without it, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.machine import conditions, save
+from nbdist import Session
+from nbdist.recsys.datasets import movielens
+
+#: More of the time of a call than this is too much.
+TARGET = 0.05
+
+
+def train(data: str, batch_size: int) -> int:
+    """In a rank: an epoch of fastai's collaborative learner; how many steps it had."""
+    import fastai.distributed  # noqa: F401 (gives Learner distrib_ctx)
+    import pandas as pd
+    from fastai.collab import CollabDataLoaders, collab_learner
+
+    dls = CollabDataLoaders.from_df(pd.read_parquet(data), item_name="title", bs=batch_size, seed=42)
+    learn = collab_learner(dls, n_factors=50, y_range=(0, 5.5))
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(in_notebook=False):
+        learn.fit_one_cycle(1, 5e-3, wd=0.1)
+    return len(learn.recorder.losses)
+
+
+def seconds(call: Any, *args: Any) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    found = call(train, *args)
+    return time.perf_counter() - begin, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--print", action="store_true", help="leave results/ alone")
+    options = parser.parse_args()
+    ratings, movies, source = movielens("100k")
+    lines = [
+        f"An epoch of fastai's collaborative learner with `distrib_ctx` on 2 ranks, {source.partition(':')[0]}; "
+        f"20 steps are profiled. Seconds of the whole call until its result is there, median of {options.rounds} calls "
+        "of each sort in turns.",
+        "",
+        "| batch of a rank | steps | run | profile | more |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    with tempfile.NamedTemporaryFile(suffix=".parquet") as file, Session(2, devices="cpu") as session:
+        ratings.join(movies, on="movie").write_parquet(file.name)
+        for batch_size in (32, 128):
+            steps = session.run(train, file.name, batch_size)  # what is imported and read once
+            session.profile(train, file.name, batch_size)
+            runs, profiles = [], []
+            for turn in range(options.rounds):
+                for into, call in [(runs, session.run), (profiles, session.profile)][:: 1 if turn % 2 else -1]:
+                    into.append(seconds(call, file.name, batch_size)[0])
+            run, profile = statistics.median(runs), statistics.median(profiles)
+            more = profile / run - 1
+            met = "" if more <= TARGET else " **too much**"
+            lines.append(f"| {batch_size} | {steps} | {run:.2f} s | {profile:.2f} s | {100 * more:.1f} %{met} |")
+    save("profile", [*lines, "", *conditions(("torch", "fastai"))], keep=not options.print)
+
+
+if __name__ == "__main__":
+    main()
