@@ -29,10 +29,10 @@ def train(data: str, batch_size: int) -> int:
     return len(learn.recorder.losses)
 
 
-def seconds(call: Any, *args: Any) -> tuple[float, Any]:
+def seconds(call: Any, *args: Any) -> float:
     begin = time.perf_counter()
-    found = call(train, *args)
-    return time.perf_counter() - begin, found
+    call(train, *args)
+    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
             runs, profiles = [], []
             for turn in range(options.rounds):
                 for into, call in [(runs, session.run), (profiles, session.profile)][:: 1 if turn % 2 else -1]:
-                    into.append(seconds(call, file.name, batch_size)[0])
+                    into.append(seconds(call, file.name, batch_size))
             run, profile = statistics.median(runs), statistics.median(profiles)
             more = profile / run - 1
             met = "" if more <= TARGET else " **too much**"

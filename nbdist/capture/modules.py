@@ -39,9 +39,8 @@ def own_sources() -> dict[str, int]:
             # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that.
             spec, reloaded = getattr(module, "__spec__", None), autoreloaded(name)
             if before is None or spec is not before[0] or before[1] not in (None, reloaded):
-                _executed[name] = (spec, reloaded), checksum(file)
-            elif before[1] is None:
-                _executed[name] = (spec, reloaded), executed
+                executed = checksum(file)
+            _executed[name] = (spec, reloaded), executed
         return {name: executed for name, (_, executed) in _executed.items()}
 
 
