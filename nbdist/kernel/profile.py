@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import html
 import json
@@ -27,10 +28,18 @@ class Profile:
     `nbdist.kernel.timeline.Step`.
     """
 
-    def __init__(self, value: Any, traces: Mapping[int, Trace]) -> None:
+    def __init__(self, value: Any, recorded: Mapping[int, tuple[bytes, int]]) -> None:
         self.value = value
-        self._traces = traces
-        self.steps: list[Step] = steps(self._traces)
+        self._recorded = recorded
+
+    @functools.cached_property
+    def _traces(self) -> dict[int, Trace]:
+        """Read when somebody looks: it takes longer than the recording."""
+        return {rank: Trace(*recorded) for rank, recorded in self._recorded.items()}
+
+    @functools.cached_property
+    def steps(self) -> list[Step]:
+        return steps(self._traces)
 
     def shares(self) -> dict[int, dict[str, float]]:
         """By rank: the share of the profiled time that went to its loader, to computing, to communication, and to
@@ -125,9 +134,7 @@ def profiled(
     check_count(steps, least=1, name="steps")
     arguments = min(ranks, default=0), skip, steps, fn, *args
     found = call(profiling.run, arguments, kwargs, ranks=ranks, everyone=True, **options)
-    return Profile(
-        found[0][0], {rank: Trace(trace, whole) for rank, (_, whole, trace) in zip(ranks, found, strict=True)}
-    )
+    return Profile(found[0][0], {rank: (trace, whole) for rank, (_, whole, trace) in zip(ranks, found, strict=True)})
 
 
 _NOTHING = (

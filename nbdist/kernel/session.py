@@ -214,7 +214,7 @@ class Session:
         need: Names = "",
         ranks: Iterable[int] | None = None,
         skip: int = 3,
-        steps: int = 20,
+        steps: int = 10,
         **kwargs: Any,
     ) -> Profile:
         """Like `run`, with torch's profiler around some of the function's optimizer steps on every rank.

@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,21 @@ from nbdist.kernel.timeline import Span, Trace, inside, merged, steps, without
 MAIN, OTHER = 1, 2
 
 
-def trace(*events: tuple[str, str, float, float, int], whole: int = 1, base: int = 0) -> Trace:
-    """A trace as the profiler writes it, of (name, category, start, end, thread); times in milliseconds."""
+def trace(*events: tuple[str, str, float, float, int], whole: int = 1, base: int = 0) -> tuple[bytes, int]:
+    """What a rank records: a trace as the profiler writes it, and how many whole steps it has.
+
+    The events are (name, category, start, end, thread), with times in milliseconds.
+    """
     written = [
         {"ph": "X", "name": name, "cat": kind, "pid": 7, "tid": thread, "ts": start * 1000, "dur": (end - start) * 1000}
         for name, kind, start, end, thread in events
     ]
     arrow = {"ph": "s", "id": 1, "pid": 7, "tid": MAIN, "ts": 0, "cat": "fwdbwd", "name": "fwdbwd"}
     content = {"baseTimeNanoseconds": base, "traceEvents": [*written, arrow]}
-    return Trace(zlib.compress(json.dumps(content).encode()), whole)
+    return zlib.compress(json.dumps(content).encode()), whole
 
 
-def two_ranks() -> dict[int, Trace]:
+def two_ranks() -> dict[int, tuple[bytes, int]]:
     """Rank 0 loads for 50 of 100 ms, and rank 1 waits for it."""
     return {
         0: trace(
@@ -52,6 +56,10 @@ def two_ranks() -> dict[int, Trace]:
     }
 
 
+def read(recorded: Mapping[int, tuple[bytes, int]]) -> dict[int, Trace]:
+    return {rank: Trace(*one) for rank, one in recorded.items()}
+
+
 def test_spans() -> None:
     spans = merged([Span(5, 6), Span(0, 2), Span(1, 3)])
     assert spans == [(0, 3), (5, 6)]
@@ -60,7 +68,7 @@ def test_spans() -> None:
 
 
 def test_whose_time_it_is() -> None:
-    first, second = steps(two_ranks())
+    first, second = steps(read(two_ranks()))
     assert first.parts == pytest.approx({"loader": 0.05, "compute": 0.03, "communication": 0.02, "waiting": 0})
     assert second.parts == pytest.approx({"loader": 0, "compute": 0.04, "communication": 0.02, "waiting": 0.04})
     assert second.waited_for == pytest.approx({0: 0.04}) and not first.waited_for
@@ -79,7 +87,7 @@ def test_hint_table_and_picture() -> None:
 def test_collectives_of_some_ranks_only_are_no_waiting() -> None:
     step = ("ProfilerStep#0", "user_annotation", 0, 10, MAIN)
     traces = {0: trace(step, ("gloo:broadcast", "user_annotation", 2, 10, OTHER)), 1: trace(step)}
-    first, second = steps(traces)
+    first, second = steps(read(traces))
     assert first.parts["communication"] == pytest.approx(0.008) and first.parts["waiting"] == 0
     assert second.parts["compute"] == pytest.approx(0.01)
 
@@ -91,7 +99,7 @@ def test_what_a_gpu_does_counts_where_there_is_one() -> None:
         ("gemm", "kernel", 0, 30, 9),
         ("ncclDevKernel_AllReduce_Sum_f32", "kernel", 30, 60, 10),
     )
-    (step,) = steps({0: on_gpu})
+    (step,) = steps(read({0: on_gpu}))
     assert step.parts["communication"] == pytest.approx(0.03) and step.parts["compute"] == pytest.approx(0.07)
 
 
