@@ -35,6 +35,8 @@ def main() -> None:
     options = parser.parse_args()
     ratings, movies, source = movielens("100k", synthetic=True)
     lines = [
+        "# What a profile costs",
+        "",
         f"An epoch of fastai's collaborative learner with `distrib_ctx` on 2 ranks, {source.partition(':')[0]}; "
         f"10 steps are profiled. Seconds of the whole call until its result is there, median of {options.rounds} calls "
         "of each sort in turns; then of drawing the picture, which reads the ranks' traces.",
