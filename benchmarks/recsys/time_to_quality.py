@@ -134,8 +134,8 @@ def main() -> None:
     lines = [
         "# fastai's collaborative learner: time to quality",
         "",
-        f"{re.split(': http| from the folder', ratings.source)[0]}. One thread a rank where nothing is said. The loss to "
-        f"be reached: {reached[PLAIN.name]:.4f}, that of the plain process after its {EPOCHS} epochs.",
+        f"{re.split(': http| from the folder', ratings.source)[0]}. One thread a rank where nothing is said. The loss "
+        f"to be reached: {reached[PLAIN.name]:.4f}, that of the plain process after its {EPOCHS} epochs.",
         "",
         "| | epochs | loss reached | seconds to the plain loss | of plain |",
         "|---|---:|---:|---:|---:|",
