@@ -45,11 +45,11 @@ class Reloader(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self) -> None:
-        self._imported: dict[str, float] = {}  # by name: seconds since the epoch
+        self._imported: dict[str, int] = {}  # by name: when, as `_now` has it
         self._sources: dict[str, int] = {}  # as the notebook had them at the last call
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> None:
-        self._imported[name] = time.time()
+        self._imported[name] = _now()
 
     def refresh(self, sources: Mapping[str, int]) -> None:
         """Bring modules up to date before a call, `sources` as `own_sources` has them in the notebook.
@@ -75,7 +75,7 @@ class Reloader(importlib.abc.MetaPathFinder):
 
     def _reload(self, name: str) -> None:
         importlib.invalidate_caches()
-        reload, now = reloader(), time.time()
+        reload, now = reloader(), _now()
         reload(sys.modules[name])
         self._imported[name] = now
 
@@ -94,9 +94,15 @@ def import_beside(names: Sequence[str]) -> None:
                 )
 
 
-def _changed_since(file: str, moment: float) -> bool:
-    """Whether a file was written since; files' own times lag behind by some milliseconds."""
+def _now() -> int:
+    """Nanoseconds since the epoch, by the clock that files are stamped with: on Linux, one that moves in ticks."""
+    coarse = 5  # CLOCK_REALTIME_COARSE, for which Python has no name
+    return time.clock_gettime_ns(coarse) if sys.platform == "linux" else time.time_ns()
+
+
+def _changed_since(file: str, moment: int) -> bool:
+    """Whether a file was written since, as `_now` has it."""
     try:
-        return os.stat(file).st_mtime >= moment - 0.02
+        return os.stat(file).st_mtime_ns >= moment
     except OSError:
         return False

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,30 @@ def test_a_module_is_executed_again_only_when_it_was_edited(write: Write) -> Non
         first = session.run(own_a.answer)
         importlib.reload(own_a)
         assert [session.run(own_a.answer) for _ in range(2)] == [first + 1, first + 2]
+
+
+def test_what_was_written_right_before_its_import_is_not_executed_again(tmp_path: Path) -> None:
+    def first(file: Path) -> None:
+        sys.path.insert(0, str(file.parent))
+        file.write_text("times = []")
+        time.sleep(0.012)  # a tick of the clock that stamps files, which is 10 ms at most
+        __import__(file.stem).times.append(1)
+
+    with Session(1) as session:
+        session.run(first, tmp_path / "own_a.py")
+        assert session.run(lambda: sys.modules["own_a"].times) == [1]
+
+
+def test_what_is_written_right_after_its_import_is_executed_again(tmp_path: Path) -> None:
+    def first(file: Path) -> None:
+        sys.path.insert(0, str(file.parent))
+        file.write_text("answer = 1")
+        __import__(file.stem)
+        file.write_text("answer = 22")
+
+    with Session(1) as session:
+        session.run(first, tmp_path / "own_a.py")
+        assert session.run(lambda: sys.modules["own_a"].answer) == 22
 
 
 def test_a_reload_that_fails_is_seen(write: Write) -> None:
