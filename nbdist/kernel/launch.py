@@ -24,6 +24,7 @@ from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvou
 from .arguments import check_call, check_count, check_platform
 from .flood import LINES
 from .session import Session
+from .stopping import nothing_sent
 
 T = TypeVar("T")
 
@@ -175,7 +176,8 @@ def _launch(
         return _in_kernel(fn, args, kwargs, imports, need)
     _close_held()
     with contextlib.ExitStack() as stack:
-        session = stack.enter_context(Session(ngpus, **options))
+        with nothing_sent():
+            session = stack.enter_context(Session(ngpus, **options))
         try:
             return session.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
         except BaseException:

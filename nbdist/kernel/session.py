@@ -32,6 +32,7 @@ from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
 from .profile import Profile, profiled
 from .status import Snapshot, Status, look
+from .stopping import nothing_sent
 
 T = TypeVar("T")
 
@@ -272,7 +273,8 @@ class Session:
         Raises:
             ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
         """
-        request = self._capture(fn, args, kwargs, imports, need, ranks)
+        with nothing_sent():
+            request = self._capture(fn, args, kwargs, imports, need, ranks)
         cell = Cell(background=True)
         call = functools.partial(self._carry_out_first, request, cell)
         future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._lock, request.what)
@@ -302,7 +304,8 @@ class Session:
         Returns:
             The values of the `ranks` in their order, or that of the first of them alone.
         """
-        request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+        with nothing_sent():
+            request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
         with contextlib.closing(request.call.parcel):
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..engines.contract import Ranks
 from ..errors import RemoteTraceback
@@ -13,6 +13,17 @@ from . import stacks
 #: Ranks that are told of one by one.
 _MOST = 8
 _LOST = "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+
+
+@contextlib.contextmanager
+def nothing_sent() -> Iterator[None]:
+    """What is done before any rank hears of a call; one that is stopped here costs nothing, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt as exc:
+        raise (
+            exc if exc.args else KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
+        ) from None
 
 
 def early_stop() -> KeyboardInterrupt:

@@ -224,7 +224,8 @@ def test_stop_while_the_first_call_starts(open_notebook: Open) -> None:
     book.start(1)
     stop(book)
     shown = book.end(1, 20)
-    assert "stopped before ranks 0 and 1 had started" in shown and len(shown.splitlines()) < 8, shown
+    says = "stopped before (ranks 0 and 1 had started|any rank had got the call)"
+    assert re.search(says, shown) and len(shown.splitlines()) < 8, shown
     assert "the next one works" in book.run(2)
 
 

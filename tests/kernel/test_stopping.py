@@ -103,6 +103,25 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
         assert session.run(int) == 0
 
 
+class Stopped:
+    """An argument at which the stop button is pressed while it is captured."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_a_press_before_ranks_hear_of_the_call_costs_nothing() -> None:
+    says = "^stopped before any rank had got the call: nothing is lost$"
+    with pytest.raises(KeyboardInterrupt, match=says):
+        in_ddp(2, print, Stopped())
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        for call in (session.run, session.submit):
+            with pytest.raises(KeyboardInterrupt, match=says):
+                call(print, Stopped())
+        assert session.run_all(os.getpid) == pids
+
+
 @pytest.mark.parametrize("seconds", [0.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_a_stop_of_the_first_call_while_its_ranks_start(tmp_path: Path, seconds: float) -> None:
     kernel = Kernel(tmp_path)
