@@ -20,10 +20,8 @@ def nothing_sent() -> Iterator[None]:
     """What is done before any rank hears of a call; one that is stopped here costs nothing, and says so."""
     try:
         yield
-    except KeyboardInterrupt as exc:
-        raise (
-            exc if exc.args else KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
-        ) from None
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped before any rank had got the call: nothing is lost") from None
 
 
 def early_stop() -> KeyboardInterrupt:
