@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,8 @@ class Executor:
                 self._lost = waiting.ended or f"{who} did not leave the last call"
                 if self._keep_frames:
                     group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
-                self.end(grace=0.0)
+                with contextlib.suppress(KeyboardInterrupt):  # a further one: what was said first holds
+                    self.end(grace=0.0)
             group.underway = False
             raise
         finally:

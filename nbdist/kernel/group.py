@@ -177,8 +177,10 @@ class Group:
     def end(self, grace: float) -> None:
         """Let the ranks leave, kill after `grace` seconds those that have not."""
         if self._end.detach() is not None:
-            self.relay.comms.close()
-            self.ranks.close(grace)
+            try:
+                self.relay.comms.close()
+            finally:  # also where an interrupt comes
+                self.ranks.close(grace)
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:

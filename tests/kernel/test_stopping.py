@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
@@ -100,6 +101,24 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
             session.run(time.sleep, 60)
         press.join()
+        assert session.run(int) == 0
+
+
+def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        press = threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+        with monkeypatch.context() as patch:
+            patch.setattr("nbdist.kernel.waiting.Waiting._ask_to_leave", pressed)
+            patch.setattr("nbdist.kernel.comms.Comms.close", pressed)
+            press.start()
+            with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
+                session.run(time.sleep, 60)
+        press.join()
+        assert not any(psutil.pid_exists(pid) for pid in pids)
         assert session.run(int) == 0
 
 
