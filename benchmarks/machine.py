@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -28,6 +29,11 @@ def cpu() -> str:
         model = names[0] if names else model
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{model}, {cores} cores"
+
+
+def name_of(source: str) -> str:
+    """What `movielens` says of its data, without addresses and this machine's folders."""
+    return re.split(": http| from the folder", source)[0]
 
 
 def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:

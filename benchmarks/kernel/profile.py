@@ -7,7 +7,7 @@ import statistics
 import tempfile
 import time
 
-from benchmarks.machine import conditions, save
+from benchmarks.machine import conditions, name_of, save
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 
@@ -33,11 +33,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    ratings, movies, source = movielens("100k", synthetic=True)
+    ratings = movielens("100k", synthetic=True)
     lines = [
         "# What a profile costs",
         "",
-        f"An epoch of fastai's collaborative learner with `distrib_ctx` on 2 ranks, {source.partition(':')[0]}; "
+        f"An epoch of fastai's collaborative learner with `distrib_ctx` on 2 ranks, {name_of(ratings.source)}; "
         f"10 steps are profiled. Seconds of the whole call until its result is there, median of {options.rounds} calls "
         "of each sort in turns; then of drawing the picture, which reads the ranks' traces.",
         "",
@@ -45,7 +45,7 @@ def main() -> None:
         "|--:|--:|--:|--:|--:|--:|",
     ]
     with tempfile.NamedTemporaryFile(suffix=".parquet") as file, Session(2, devices="cpu") as session:
-        ratings.join(movies.select("movie", "title"), on="movie").write_parquet(file.name)
+        ratings.with_titles().write_parquet(file.name)
         for batch_size in (32, 128):
             steps = session.run(train, file.name, batch_size)  # what is imported and read once
             session.profile(train, file.name, batch_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import scipy.sparse
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.machine import conditions, save_section
+from benchmarks.machine import conditions, name_of, save_section
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.etl import Categorify, Workflow, leave_one_out
@@ -178,7 +177,7 @@ def main() -> None:
         for name in options.sets:
             likes = Likes.of(name)
             lines = [
-                f"{re.split(': http| from the folder', likes.source)[0]}. Liked are ratings above 3: "
+                f"{name_of(likes.source)}. Liked are ratings above 3: "
                 f"{len(likes.train):,} to train on; of each user the last one is to be found "
                 f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
                 f"({len(likes.test):,} users); the one before it chose among settings, by NDCG@{K}. The standard error "

@@ -7,13 +7,12 @@ give the loss to be reached. Contestants take turns; the validation after each e
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import tempfile
 import time
 from typing import Any, NamedTuple
 
-from benchmarks.machine import conditions, save
+from benchmarks.machine import conditions, name_of, save
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 
@@ -134,7 +133,7 @@ def main() -> None:
     lines = [
         "# fastai's collaborative learner: time to quality",
         "",
-        f"{re.split(': http| from the folder', ratings.source)[0]}. One thread a rank where nothing is said. The loss "
+        f"{name_of(ratings.source)}. One thread a rank where nothing is said. The loss "
         f"to be reached: {reached[PLAIN.name]:.4f}, that of the plain process after its {EPOCHS} epochs.",
         "",
         "| | epochs | loss reached | seconds to the plain loss | of plain |",
