@@ -76,12 +76,20 @@ class SharedCollectives:
         """Whether nothing has failed, and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
-    def mean_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Put the mean over all ranks, the same bits on each, into a contiguous `tensor` of floats. Returns it."""
+    def mean_(self, tensor: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        """Put the mean over all ranks, the same bits on each, into a contiguous `tensor` of floats. Returns it.
+
+        `more` are small ones that go along with it.
+        """
+        room = _PIECE - sum(_padded(one) for one in more)
+        first, *others = tensor.view(-1).split(room // tensor.element_size())
         with _noted("nbdist:mean"):
-            for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
-                with self._exchanged(part) as parts:
-                    torch.sum(parts, 0, out=part)
+            for turn in ([first, *(one.view(-1) for one in more)], *([part] for part in others)):
+                with self._exchanged(*turn) as exchanged:
+                    for part, parts in zip(turn, exchanged, strict=True):
+                        torch.sum(parts, 0, out=part)
+        for one in more:
+            one.div_(self._size)
         return tensor.div_(self._size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -91,7 +99,7 @@ class SharedCollectives:
         width = _PIECE // tensor.element_size()
         with _noted("nbdist:gather"):
             for part, whole in zip(flat.split(width), gathered.split(width, 1), strict=True):
-                with self._exchanged(part) as parts:
+                with self._exchanged(part) as (parts,):
                     whole.copy_(parts)
         return [one.view(tensor.shape) for one in gathered]
 
@@ -99,7 +107,7 @@ class SharedCollectives:
         """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
         with _noted("nbdist:reduce"):
             for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
-                with self._exchanged(part) as parts:
+                with self._exchanged(part) as (parts,):
                     part.copy_(reduce(parts, 0))
         return tensor
 
@@ -135,13 +143,17 @@ class SharedCollectives:
                 start += room
 
     @contextlib.contextmanager
-    def _exchanged(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
-        """All ranks' parts, one a row, until the end of the block."""
-        with self._turn(part.nbytes) as (parity, tell):
-            parts = self._parts[parity, :, : part.nbytes].view(part.dtype)
-            parts[self._rank].copy_(part)
+    def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Of each tensor all ranks' values, one a row, until the end of the block."""
+        with self._turn(sum(one.nbytes for one in mine)) as (parity, tell):
+            exchanged: list[torch.Tensor] = []
+            start = 0
+            for one in mine:
+                exchanged.append(self._parts[parity, :, start : start + one.nbytes].view(one.dtype))
+                exchanged[-1][self._rank].copy_(one)
+                start += _padded(one)
             tell()
-            yield parts
+            yield exchanged
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
@@ -240,6 +252,11 @@ def open_shared_collectives() -> SharedCollectives | None:
             return None
         kept.pop_all()
         return SharedCollectives(parts, list(reads), outboxes)
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    """The bytes that it takes where the next one begins at a line of the processor's cache."""
+    return -(-tensor.nbytes // _HEAD) * _HEAD
 
 
 def _file(fd: int) -> _File:

@@ -127,6 +127,33 @@ def test_steps_do_not_wait_for_gloo(shared: Session, ratings: pd.DataFrame) -> N
     assert shared.run_all(counted, ratings[:4000], imports=IMPORTS) == [1, 1]
 
 
+def test_the_loss_shown_is_the_mean_of_all_ranks(shared: Session, ratings: pd.DataFrame) -> None:
+    """It comes with the gradients; a loss that a callback has put in its place afterwards is gathered."""
+
+    def recorded(frame: pd.DataFrame, doubled: bool) -> tuple[list[float], list[float]]:
+        import fastai.distributed  # noqa: F401
+
+        own: list[float] = []
+        learn = learner(frame, 32)
+
+        def double(self: Any) -> None:
+            if doubled:
+                self.learn.loss = 2 * self.loss
+            own.append(float(self.loss))
+
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), learn.added_cbs(Callback(after_backward=double)):
+            learn.fit(1, 5e-3)
+        return own, [float(loss) for loss in learn.recorder.losses]
+
+    for doubled in (False, True):
+        (first, shown), (second, also_shown) = shared.run_all(recorded, ratings[:4000], doubled, imports=IMPORTS)
+        assert shown == also_shown and len(shown) == 50 and first != second
+        smooth = 0.0
+        for step, (one, other) in enumerate(zip(first, second, strict=True), 1):
+            smooth = 0.98 * smooth + 0.02 * (one + other) / 2
+            assert shown[step - 1] == pytest.approx(smooth / (1 - 0.98**step), rel=1e-4)
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_a_learning_rate_is_found(tmp_path: Path, together: bool) -> None:
     rows = synthetic_ratings(n_users=100, n_items=50, n_ratings=2000).with_titles().to_pandas()

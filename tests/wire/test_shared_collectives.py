@@ -60,6 +60,23 @@ def test_as_torch_does_it(session: Session, dtype: torch.dtype) -> None:
     session.run(compare, [1, 7, 1000, piece - 1, piece, piece + 1, 3 * piece + 5, 0], dtype)
 
 
+def test_small_ones_go_along(session: Session) -> None:
+    """A loss with its gradients, of which there may be more than fits at once."""
+
+    def together() -> None:
+        shared, rank, mean = opened(), dist.get_rank(), (dist.get_world_size() - 1) / 2
+        piece = shared_collectives._PIECE // 4
+        for size in (0, 3, piece - 16, piece - 15, piece, 2 * piece + 1):
+            exchanged = shared._count
+            gradients, loss = torch.full((size,), 1.0 * rank), torch.tensor(4.0 * rank, dtype=torch.float64)
+            more = torch.full((2, 1), 6.0 * rank)
+            assert shared.mean_(gradients, loss, more) is gradients
+            assert (gradients == mean).all() and loss == 4 * mean and more.tolist() == [[6 * mean]] * 2
+            assert shared._count - exchanged == max(1, -(-size // (piece - 32))), "none is waited for by itself"
+
+    session.run_all(together)
+
+
 def test_shapes_and_other_types(session: Session) -> None:
     def gathers() -> None:
         shared = opened()

@@ -1,0 +1,111 @@
+"""fastai's `distrib_ctx` on gloo as well as on NCCL."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from typing import Any
+
+from .replacing import Originals, replace
+
+
+def mend_distributed(module: types.ModuleType) -> Originals:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    from ...devices import collective_device, rank_device
+    from ...wire.shared_collectives import SharedCollectives, open_shared_collectives
+
+    core = sys.modules["fastai.torch_core"]
+    loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
+    prepare, detach, wrap, gather = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl, core.maybe_gather
+    smooth = sys.modules["fastai.learner"].AvgSmoothLoss
+    accumulate = smooth.accumulate
+    shared: SharedCollectives | None = None
+    #: A batch's loss, and its mean over all ranks, which came with the gradients; until it is asked for.
+    carried: tuple[Any, Any] | None = None
+
+    def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
+        "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
+        indices = torch.from_numpy(np.array(t, np.int64)).to(collective_device())
+        dist.broadcast(indices, rank)
+        return list(indices.tolist())
+
+    def before_fit(self: Any) -> None:
+        if self.sync_bn and collective_device().type == "cpu":
+            self.sync_bn = False
+            norms = [m for m in self.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+            if norms and dist.get_rank() == 0:
+                print("nbdist: CPU ranks have no SyncBatchNorm; each normalises over its own part of the batch")
+        for parameter in self.model.parameters():
+            if parameter.numel() == 0:
+                parameter.requires_grad_(False)
+        prepare(self)
+        nonlocal shared
+        shared = open_shared_collectives() if rank_device().type == "cpu" else None
+        if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
+            self.learn.model.register_comm_hook(self.learn, mean_of_gradients)
+
+    def mean_of_gradients(learn, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its own types
+        assert shared is not None
+        nonlocal carried
+        carried = learn.loss, learn.loss.detach().as_subclass(torch.Tensor).mean()
+        future: Any = torch.futures.Future()
+        future.set_result(shared.mean_(bucket.buffer(), *carried[1:] if bucket.is_last() else ()))
+        return future
+
+    def accumulate_smoothly(self: Any, learn: Any) -> None:
+        nonlocal carried
+        came, carried = carried, None
+        if came is None or came[0] is not learn.loss:  # not of this step, or a callback has put another in its place
+            accumulate(self, learn)
+        else:
+            self.count += 1
+            self.val = torch.lerp(came[1].as_subclass(type(learn.loss)), self.val, self.beta)
+
+    def maybe_gather(x: Any, axis: int = 0) -> Any:
+        "Gather copies of `x` on `axis` (if training is distributed)"
+        if shared is None or not shared.usable or x.device.type != "cpu" or x.is_sparse:
+            return gather(x, axis)
+        plain = x.as_subclass(torch.Tensor)  # an operation of fastai's takes three times as long
+        whole = torch.cat(shared.gather(plain), dim=axis) if x.ndim else shared.mean_(plain.detach().clone())
+        return whole.as_subclass(type(x))
+
+    def _wrap_dl(self: Any, dl: Any) -> Any:
+        if getattr(dl, "sharded", False) is True:
+            return dl
+        return dl.divide() if hasattr(type(dl), "divide") else wrap(self, dl)
+
+    def call(self: Any, event_name: Any) -> None:
+        for name in [event_name] if isinstance(event_name, str) else event_name:
+            self._call_one(name)
+
+    def _call_one(self: Any, event_name: str) -> None:
+        if not hasattr(module.event, event_name):
+            raise Exception(f"missing {event_name}")
+        for cb in sorted(self.cbs, key=_order):
+            # At the end of a training each makes itself ready for the next.
+            if event_name == "after_fit" or hasattr(type(cb), event_name) or event_name in vars(cb):
+                cb(event_name)
+
+    def detach_distributed(self: Any) -> Any:
+        "Remove `DistributedTrainer` from a learner"
+        detach(self)
+        return self.remove_cb(trainer)
+
+    patched = [
+        (loader, "_broadcast", _broadcast),
+        (trainer, "before_fit", before_fit),
+        (trainer, "_wrap_dl", _wrap_dl),
+        (learner, "detach_distributed", detach_distributed),
+        (learner, "__call__", call),
+        (learner, "_call_one", _call_one),
+        (core, "maybe_gather", maybe_gather),
+        (smooth, "accumulate", accumulate_smoothly),
+    ]
+    return replace(patched)
+
+
+_order = operator.attrgetter("order")

@@ -1,0 +1,16 @@
+"""Attributes of others' modules that are replaced for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Originals = list[tuple[Any, str, Any]]
+"""Class or module, attribute, and the value that it had."""
+
+
+def replace(patched: Originals) -> Originals:
+    """Set these attributes; returns what was there before."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+    for owner, name, value in patched:
+        setattr(owner, name, value)
+    return originals

@@ -1,0 +1,111 @@
+"""Batches of fastai's tabular and collaborative loaders: the same ones, without a data frame for each."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from dataclasses import replace as changed
+from itertools import islice
+from typing import Any
+
+from .replacing import Originals, replace
+
+#: What a loader does between its rows' numbers and a batch; one that does any of it otherwise is left alone.
+_METHODS = ("chunkify", "do_item", "create_item", "create_batch", "do_batch", "retain")
+
+
+@dataclass
+class _Batch:
+    """Rows that `ReadTabBatch` is to read: of categories, of continuous values if there may be any, of targets."""
+
+    tables: list[list[Any]]  # columns, as arrays
+    with_cont: bool
+    device: Any
+    rows: Any
+
+    @property
+    def shape(self) -> tuple[int]:
+        """For fastai, which asks for a batch's size."""
+        return (len(self.rows),)
+
+
+def mend_tabular(module: types.ModuleType) -> Originals:
+    """fastai selects a frame's rows for each batch, and makes a table of them: half of a small model's step."""
+    import numpy as np
+
+    loader, reader = module.TabDataLoader, module.ReadTabBatch
+    original, read = loader.create_batches, reader.__call__
+    base = sys.modules["fastai.data.load"].DataLoader
+    every = base.sample
+    weighted = module.TabWeightedDL
+    draw = weighted.get_idxs
+    methods = {name: getattr(loader, name) for name in _METHODS}
+
+    def _columns(dataset: Any, names: Iterable[str]) -> list[Any] | None:
+        found = [dataset.items[name] for name in names]
+        plain = all(c.ndim == 1 and isinstance(c.dtype, np.dtype) and c.dtype.kind in "iuf" for c in found)
+        return [c.to_numpy() for c in found] if plain else None
+
+    def _whole(self: Any) -> _Batch | None:
+        """All rows of a loader, None where fastai has to make its batches."""
+        same = all(name not in vars(self) and getattr(type(self), name) is methods[name] for name in _METHODS)
+        if not same or self.prebatched or not self.indexed or self.fake_l.num_workers:
+            return None
+        if self.after_item.fs or self.before_batch.fs or [type(f) for f in self.after_batch.fs] != [reader]:
+            return None
+        rows = self.dataset
+        wanted = [rows.cat_names, rows.cont_names] if rows.with_cont else [rows.cat_names]
+        if set(rows.y_names) <= set(rows.items.columns):
+            wanted.append(rows.y_names)
+        tables = [_columns(rows, names) for names in wanted]
+        return None if None in tables else _Batch(tables, rows.with_cont, rows.device, ())  # type: ignore[arg-type]
+
+    def get_idxs(self: Any) -> Any:
+        """What `np.random.choice` draws by weights, without its search for each where all weigh the same."""
+        if not (self.n and self.shuffle) or np.ptp(self.wgts):
+            return draw(self)
+        ends = self.wgts.cumsum()
+        ends /= ends[-1]
+        where = np.random.random_sample(self.n)
+        rows = (where * self.n).astype(np.intp)  # off by one at most, as the sums are rounded
+        rows += ends[rows] <= where
+        rows -= (rows > 0) & (ends[rows - 1] > where)
+        return rows.tolist()
+
+    def _chunks(self: Any, numbers: Iterator[int]) -> Iterator[Any]:
+        """As many as a batch has, each time; there may be no end of them."""
+        while len(rows := np.fromiter(islice(numbers, self.bs), np.intp)):
+            if len(rows) == self.bs or not self.drop_last:
+                yield rows
+
+    def sample(self: Any) -> Any:
+        """One of several workers has every so many."""
+        return every(self) if self.num_workers > 1 else iter(self._DataLoader__idxs)
+
+    def create_batches(self: Any, samps: Any) -> Any:
+        whole = _whole(self)
+        if whole is None:
+            return original(self, samps)
+        return (changed(whole, rows=rows) for rows in _chunks(self, iter(samps)))
+
+    def __call__(self: Any, x: Any, **kwargs: Any) -> Any:
+        if type(x) is not _Batch:
+            return read(self, x, **kwargs)
+        tables = [[column[x.rows] for column in columns] for columns in x.tables]
+        empty = np.empty((len(x.rows), 0), np.float32)
+        batch = [module.tensor(np.stack(columns, 1) if columns else empty) for columns in tables]
+        batch[0] = batch[0].long()
+        if x.with_cont:
+            batch[1] = batch[1].float()
+        return tuple(batch) if x.device is None else module.to_device(tuple(batch), x.device)
+
+    return replace(
+        [
+            (base, "sample", sample),
+            (weighted, "get_idxs", get_idxs),
+            (loader, "create_batches", create_batches),
+            (reader, "__call__", __call__),
+        ]
+    )
