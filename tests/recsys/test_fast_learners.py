@@ -12,7 +12,7 @@ import pytest
 import torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.collab import CollabDataLoaders, collab_learner
-from fastai.learner import Learner
+from fastai.learner import AvgSmoothLoss, Learner
 from fastai.optimizer import SGD, Adam, Optimizer
 from fastai.tabular.core import Categorify, FillMissing, Normalize, TabDataLoader, TabWeightedDL
 from fastai.tabular.data import TabularDataLoaders
@@ -157,6 +157,61 @@ def test_ranks_divide_the_rows(session: Session, ratings: pd.DataFrame) -> None:
     assert type(learn.dls.train) is TabWeightedDL and type(learn.dls.valid) is TabWeightedDL, "as the notebook had them"
     assert learn.validate()[0] == pytest.approx(at_the_end, rel=1e-3)
     assert session.run_all(lambda: train(ratings[:2000], 32, 1, True)[0].model.u_bias.weight.sum().item())[0] != 0
+
+
+def test_ranks_train_by_themselves_for_some_steps(session: Session, ratings: pd.DataFrame) -> None:
+    def locally(frame: pd.DataFrame) -> tuple[Learner, list[float], list[Any]]:
+        import fastai.distributed  # noqa: F401
+
+        learn = fast(fast(collab(frame, 32), 3), local_sgd_steps=16)
+        weights: list[float] = []
+        models: list[Any] = []
+
+        def note(self: Any) -> None:
+            if self.training:
+                weights.append(self.model.u_bias.weight.sum().item())
+            models.append(type(self.model).__name__)
+
+        callback = Callback(before_batch=note)
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging(), learn.added_cbs(callback):
+            learn.fit_one_cycle(2, 5e-3, wd=0.1)
+            learn.fit_one_cycle(2, 5e-3, wd=0.1)
+        return learn, weights, sorted(set(models))
+
+    (learn, weights, models), (other, others, _) = session.run_all(locally, ratings, imports=IMPORTS)
+    assert models == ["EmbeddingDotBias"], "nothing averages gradients"
+    steps = 4800 // 2 // 32
+    for epoch in range(4):
+        alike = [step for step in range(steps) if weights[epoch * steps + step] == others[epoch * steps + step]]
+        assert alike == [*range(0, steps, 16)]
+    assert all(map(torch.equal, learn.model.parameters(), other.model.parameters()))
+    alone = fit(fit(fast(collab(ratings, 64)), 2), 2).recorder.values[-1]
+    assert learn.recorder.values[-1][1] == pytest.approx(alone[1], rel=0.1)
+    assert learn.recorder.values[-1][1] == other.recorder.values[-1][1]
+    assert learn.recorder.losses != other.recorder.losses, "each rank's own"
+    assert [type(cb).__name__ for cb in learn.cbs].count("LocalSGD") == 1
+    fit(learn)  # in the notebook it trains as any other
+    assert type(learn.recorder.smooth_loss) is AvgSmoothLoss
+
+
+def test_a_learner_that_fails_while_ranks_train_by_themselves(session: Session, ratings: pd.DataFrame) -> None:
+    def cancelled(frame: pd.DataFrame) -> str:
+        import fastai.distributed  # noqa: F401
+
+        def stop(self: Any) -> None:
+            if self.iter == 5:
+                raise CancelFitException
+
+        learn = fast(collab(frame, 32), 2)
+        with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+            learn.fit(1, 1e-3, cbs=Callback(after_step=stop))
+            learn.fit(1, 1e-3)
+        return type(learn.model).__name__
+
+    assert session.run_all(cancelled, ratings[:2000], imports=IMPORTS) == ["EmbeddingDotBias"] * 2
+    for steps in (0, -1):
+        with pytest.raises(ValueError, match=f"local_sgd_steps is {steps}"):
+            fast(collab(ratings), local_sgd_steps=steps)
 
 
 def test_ranks_hear_every_callback(session: Session, ratings: pd.DataFrame) -> None:
