@@ -37,7 +37,6 @@ REQUIRED = {
     "DataLoader(TensorDataset)": 10,
     "DataLoader with a BatchSampler": 10,
     "datasets (Hugging Face), torch format": 3,
-    "mosaicml-streaming": 3,
 }
 
 
@@ -117,18 +116,7 @@ def hugging_face(table: pa.Table) -> Iterable[Any]:
     return by_batches(datasets.Dataset(table).with_format("torch"))
 
 
-def streaming_rows(frame: pd.DataFrame, folder: Path) -> Iterable[Any]:
-    """mosaicml-streaming: shards on the local disk, shuffled as it does, in a DataLoader."""
-    from streaming import MDSWriter, StreamingDataset
-
-    columns = {"user": "int64", "item": "int64", "rating": "float32"}
-    with MDSWriter(out=str(folder), columns=columns) as out:
-        for user, item, rating in zip(frame["user"], frame["item"], frame["rating"], strict=True):
-            out.write({"user": user, "item": item, "rating": np.float32(rating)})
-    return torch.utils.data.DataLoader(StreamingDataset(local=str(folder), shuffle=True, batch_size=BATCH), BATCH)
-
-
-def in_memory(rows: int, repeats: int, folder: Path) -> dict[str, list[float]]:
+def in_memory(rows: int, repeats: int) -> dict[str, list[float]]:
     rng = np.random.default_rng(0)
     frame = pd.DataFrame({"user": rng.integers(0, 162_541, rows), "item": rng.integers(0, 59_047, rows)})
     frame["rating"] = rng.random(rows, dtype=np.float32)
@@ -139,7 +127,6 @@ def in_memory(rows: int, repeats: int, folder: Path) -> dict[str, list[float]]:
     torchs = torch.utils.data.DataLoader(dataset, BATCH, shuffle=True)
     batches = by_batches(Batches(*tensors))
     hugging = hugging_face(pa.Table.from_pandas(frame, preserve_index=False))
-    mosaic = streaming_rows(frame[: rows // 4], folder)
     contestants = {
         "MemoryLoader": lambda: speed(ours),
         "tensor gather": lambda: speed(gather(*tensors)),
@@ -147,7 +134,6 @@ def in_memory(rows: int, repeats: int, folder: Path) -> dict[str, list[float]]:
         "DataLoader(TensorDataset)": lambda: speed(torchs, rows // 5),
         "DataLoader with a BatchSampler": lambda: speed(batches),
         "datasets (Hugging Face), torch format": lambda: speed(hugging, rows // 5),
-        "mosaicml-streaming": lambda: speed(mosaic, rows // 20),
     }
     return in_turn(contestants, repeats)
 
@@ -245,8 +231,7 @@ def main() -> None:
     scale = 10 if options.quick else 1
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        memory_speeds = in_memory(2_000_000 // scale, options.repeats, Path(folder))
+    memory_speeds = in_memory(2_000_000 // scale, options.repeats)
     torch.set_num_threads(2)
     budget = (128 << 20) // scale if not options.quick else 48 << 20
     with tempfile.TemporaryDirectory() as folder:
@@ -287,7 +272,7 @@ def main() -> None:
         "",
         f"Validation loss after the epoch, mean of {options.repeats + 1} rounds from different weights: {same}.",
         "",
-        *conditions(("torch", "fastai", "datasets", "mosaicml-streaming")),
+        *conditions(("torch", "fastai", "datasets")),
     ]
     save("loader", lines, keep=not options.print)
 

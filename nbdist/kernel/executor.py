@@ -139,7 +139,7 @@ class Executor:
             if self.group is not None:
                 self._lost = "the last call was broken off while it was sent to the ranks"
                 self._dead = self.group.dead
-            self.end(grace=0.0)
+            self._kill()
             if isinstance(exc, KeyboardInterrupt):
                 raise early_stop() from None
             raise
@@ -164,14 +164,13 @@ class Executor:
                 self._lost = waiting.ended or f"{who} did not leave the last call"
                 if self._keep_frames:
                     group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
-                with contextlib.suppress(KeyboardInterrupt):  # a further one: what was said first holds
-                    self.end(grace=0.0)
+                self._kill()
             group.underway = False
             raise
         finally:
             if group.dead:
                 self._dead = group.dead
-                self.end(grace=0.0)
+                self._kill()
 
     def _ready(self, cell: Cell, needed: int = 1) -> Group:
         """The running ranks, started if there are none: then so many at least.
@@ -186,7 +185,7 @@ class Executor:
         deaths = [] if self.group is None else [self.group.record_death(exit) for exit in self.group.ranks.exits()]
         if self.group is not None and deaths:
             self._dead = self.group.dead
-            self.end(grace=0.0)
+            self._kill()
             raise deaths[0]
         if self.group is not None and self.group.underway:  # an interrupt came where it was not expected
             self._lost = "the last call was broken off"
@@ -212,6 +211,11 @@ class Executor:
         if self.group is not None:
             group, self.group = self.group, None
             group.end(grace)
+
+    def _kill(self) -> None:
+        """End the ranks at once. A further press of the stop button does not hide why."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self.end(grace=0.0)
 
     def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
         """Let a rank's debugger look at the frames that it keeps, until its user leaves."""

@@ -206,7 +206,7 @@ class LocalSGD(Callback):
     def before_train(self) -> None:
         """Take the model out of what averages gradients."""
         model = self.learn.model
-        if self._parallel is None and isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel):
             self._parallel, self.learn.model = model, model.module
             on_cpu = model.device_type == "cpu"
             self._group = (shared_group() if on_cpu else None) or dist.group.WORLD

@@ -122,6 +122,21 @@ def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.Monkey
         assert session.run(int) == 0
 
 
+def test_a_press_while_a_call_that_was_not_sent_is_given_up_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        with monkeypatch.context() as patch:
+            patch.setattr("nbdist.kernel.group.Group.send", pressed)
+            patch.setattr("nbdist.kernel.comms.Comms.close", pressed)
+            with pytest.raises(KeyboardInterrupt, match="stopped while the ranks were started or given the call"):
+                session.run(int)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert session.run(int) == 0
+
+
 class Stopped:
     """An argument at which the stop button is pressed while it is captured."""
 
