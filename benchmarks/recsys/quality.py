@@ -149,7 +149,7 @@ def measure(likes: Likes, session: Session) -> list[str]:
         ),
         "two towers (nbdist)": (
             lambda **options: two_tower(likes, session, **options),
-            grid(dim=[8, 16, 64], epochs=[10, 20], lr=[0.01], decay=[0.1, 0.3, 1.0], batch_size=[1024]),
+            grid(dim=[8, 16, 64], epochs=[10, 20], lr=[0.01], decay=[0.1, 0.3, 1.0], batch_size=[512]),
         ),
     }
     lines = []

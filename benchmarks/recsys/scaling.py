@@ -300,8 +300,9 @@ def main() -> None:
                 lines += ["", f"Data: {name_of(ratings.source)}."]
     if not options.print:
         draw(found, str(ROOT / "benchmarks" / "results" / "scaling.png"))
-    lines += ["", "![Rows a second by ranks, and steps taken apart](scaling.png)", ""]
-    save("scaling", lines + conditions(("torch", "fastai", "torchrec", "fbgemm-gpu-cpu")), keep=not options.print)
+    lines += ["", *conditions(("torch", "fastai", "torchrec", "fbgemm-gpu-cpu"))]
+    lines += ["", "![Rows a second by ranks, and steps taken apart](scaling.png)"]
+    save("scaling", lines, keep=not options.print)
 
 
 if __name__ == "__main__":
