@@ -161,9 +161,11 @@ class Waiting:
         shares = {rank: self._waited.get(rank, 0.0) / took for rank in self._answers}
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         if took > LONG_CALL and shares[most] > MUCH_WAITING and most != least:
+            one = shares[least] < shares[most] / 2
+            whom = "it is the one that they wait for" if one else "for none of them more than for the rest"
             self._relay.cell.notice(
                 f"rank {most} waited {100 * shares[most]:.0f} % of the time for others, rank {least} "
-                f"{100 * shares[least]:.0f} %: it is the one that they wait for. session.profile shows what it does"
+                f"{100 * shares[least]:.0f} %: {whom}. session.profile shows what {'it does' if one else 'they do'}"
             )
 
     def _failure(self) -> BaseException:

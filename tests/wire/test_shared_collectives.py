@@ -114,11 +114,27 @@ def test_a_long_call_says_whom_the_others_waited_for(
     assert "waited" not in capsys.readouterr().err, "it was over soon"
     monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
     session.run(uneven, 0.6)
-    found = re.search(r"rank (\d) waited (\d+) % of the time for others, rank (\d) (\d+) %", capsys.readouterr().err)
+    pattern = r"rank (\d) waited (\d+) % of the time for others, rank (\d) (\d+) %: it is the one that they wait for"
+    found = re.search(pattern, capsys.readouterr().err)
     assert found is not None and int(found[3]) == slow != int(found[1])
     assert int(found[2]) > 50 > int(found[4])
     session.run(time.sleep, 1.1)
     assert "waited" not in capsys.readouterr().err
+
+
+def test_a_long_call_blames_none_where_all_waited_alike(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def one_after_the_other() -> None:
+        shared = opened()
+        for turn in range(6):
+            if dist.get_rank() == turn % dist.get_world_size():
+                time.sleep(0.3)
+            shared.mean_(torch.ones(1))
+
+    monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
+    session.run(one_after_the_other)
+    assert ": for none of them more than for the rest. session.profile" in capsys.readouterr().err
 
 
 def test_it_ends_with_its_process_group(session: Session) -> None:
