@@ -6,20 +6,17 @@ keep /proc and the name of the platform: psutil is made for this one.
 
 from __future__ import annotations
 
+import fcntl
+import importlib.abc
+import importlib.machinery
+import os
 import select
-
-for name in ("epoll", "EPOLLIN", "EPOLLOUT", "EPOLLERR", "EPOLLHUP"):
-    delattr(select, name)  # before `selectors` is imported, which looks for it
-
-import fcntl  # noqa: E402
-import importlib.abc  # noqa: E402
-import importlib.machinery  # noqa: E402
-import os  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import sys  # noqa: E402
-from pathlib import Path  # noqa: E402
-from types import ModuleType  # noqa: E402
+import selectors  # noqa: F401 (before epoll goes: a selector has a descriptor here as with macOS's kqueue)
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent.parent.parent
 ABSENT: dict[ModuleType, str] = {
@@ -27,6 +24,7 @@ ABSENT: dict[ModuleType, str] = {
     "posix_fallocate posix_fadvise",
     signal: "pidfd_send_signal SIGRTMIN SIGRTMAX sigtimedwait sigwaitinfo",
     socket: "SO_PEERCRED SO_PASSCRED SOCK_CLOEXEC SOCK_NONBLOCK MSG_CMSG_CLOEXEC AF_NETLINK",
+    select: "epoll",
     fcntl: "F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS",
 }
 #: In nbdist's sources: what they ask for, and what they get.
