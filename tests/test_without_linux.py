@@ -36,6 +36,7 @@ def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
         )
         result = kernel.ok("with Session(2) as session:\n    print(there(), *session.run_all(there))")
         assert result.text == f"{' '.join([str((False,) * 6)] * 3)}\n"
+        assert kernel.ok("from nbdist import in_ddp\nprint(in_ddp(0, there))").text == f"{(False,) * 6}\n"
     finally:
         kernel.close()
 

@@ -82,7 +82,7 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
     """In a rank: the store, from what `Rendezvous.fds` gave. It lives as long as the group."""
     import torch.distributed as dist
 
-    if not address.store_port and world_size == 1:
+    if world_size == 1 and not (address.store_port and fds):
         return dist.HashStore()  # may be in the notebook itself, which gives the descriptors up before the store
     if not address.store_port:
         return dist.FileStore(f"/proc/self/fd/{fds[0]}", world_size)
