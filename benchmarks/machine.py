@@ -36,6 +36,12 @@ def name_of(source: str) -> str:
     return re.split(": http| from the folder", source)[0]
 
 
+def title_of(size: str, source: str) -> str:
+    """Of a section about ratings of MovieLens' size, such as "1m": whether they are the real ones."""
+    real = not source.startswith("Synthetic")
+    return f"MovieLens {size}, the real one" if real else f"Invented ratings, as many as in MovieLens {size}"
+
+
 def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     """Command, machine and versions, as a Markdown list."""
     versions = [f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in packages)]

@@ -14,7 +14,7 @@ import scipy.sparse
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks.machine import conditions, name_of, save_section
+from benchmarks.machine import conditions, name_of, save_section, title_of
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.etl import Categorify, Workflow, leave_one_out
@@ -188,9 +188,7 @@ def main() -> None:
                 *measure(likes, session),
                 "",
             ]
-            real = not likes.source.startswith("Synthetic")
-            title = f"MovieLens {name}, the real one" if real else f"Invented ratings, as many as in MovieLens {name}"
-            save_section("quality", title, lines + conditions(packages), keep=not options.print)
+            save_section("quality", title_of(name, likes.source), lines + conditions(packages), keep=not options.print)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-from benchmarks.machine import conditions, save_section
+from benchmarks.machine import conditions, save_section, title_of
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 
@@ -197,9 +197,12 @@ def main() -> None:
             lines = _to_quality(run, turns if size == "100k" else 1)
             if size == "100k":
                 lines += _epochs(run, turns)
-            real = not ratings.source.startswith("Synthetic")
-            title = f"MovieLens {size}, the real one" if real else f"Invented ratings, as many as in MovieLens {size}"
-            save_section("time_to_quality", title, lines + conditions(("torch", "fastai")), keep=not options.print)
+            save_section(
+                "time_to_quality",
+                title_of(size, ratings.source),
+                lines + conditions(("torch", "fastai")),
+                keep=not options.print,
+            )
 
 
 if __name__ == "__main__":

@@ -51,9 +51,12 @@ def mend_distributed(module: types.ModuleType) -> Originals:
     def mean_of_gradients(learn, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its own types
         assert shared is not None
         nonlocal carried
-        carried = learn.loss, learn.loss.detach().as_subclass(torch.Tensor).mean()
+        more = []
+        if bucket.is_last():
+            more.append(learn.loss.detach().as_subclass(torch.Tensor).mean())
+            carried = learn.loss, *more
         future: Any = torch.futures.Future()
-        future.set_result(shared.mean_(bucket.buffer(), *carried[1:] if bucket.is_last() else ()))
+        future.set_result(shared.mean_(bucket.buffer(), *more))
         return future
 
     def accumulate_smoothly(self: Any, learn: Any) -> None:

@@ -53,8 +53,7 @@ def mended() -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(hook)
-        for owner, name, value in originals:
-            setattr(owner, name, value)
+        replace(originals)
 
 
 def _mend_tensors(module: types.ModuleType) -> Originals:
