@@ -30,8 +30,9 @@ from .forking import STACK_SIGNAL
 #: What is no question, but part of an order: whether it is the first one, and the last; its size; the part.
 _ORDER = b"\0"
 _PART = struct.Struct("<??I")
-#: Bytes of a part. One that finds no room must not be cut in two: what follows would make no sense.
-_PART_SIZE = 1 << 13
+#: Bytes of a part. One that finds no room must not be cut in two: what follows would make no sense. So it goes into one
+#: of Linux' buffers, and elsewhere (macOS) into the least room that a socket must have before it takes anything.
+_PART_SIZE = 2048 - len(_ORDER) - _PART.size
 #: A zero, which no text has; the number of the question; the length of the text that follows.
 _ANSWER = struct.Struct("<ccI")
 #: Seconds without an answer after which C code must have the GIL: a thread gets it from Python code in milliseconds,
@@ -134,12 +135,14 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
 
 def _serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
-    order = b""
+    order = bytearray()
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
         while question := os.read(fd, 1):
             if question == _ORDER:
                 first, last, size = _PART.unpack(_read(fd, _PART.size))
-                order = _read(fd, size) if first else order + _read(fd, size)
+                if first:
+                    order.clear()
+                order += _read(fd, size)
                 if last:
                     what, arguments = pickle.loads(order)
                     actions[what](*arguments)

@@ -79,7 +79,8 @@ def test_ranks_of_one_machine_listen_to_the_network_only_if_asked(
     told = capfd.readouterr().err
     assert told.count(f"GLOO_SOCKET_IFNAME={interface} is not used") == 1 and "Session(env={'GLOO_SOCKET" in told
     with Session(2, env={"GLOO_SOCKET_IFNAME": interface}) as asked:
-        assert asked.run_all(listening) == [{address}] * 2
+        # without Linux the store is at a port of this machine's, whatever the ranks use
+        assert [found - {"127.0.0.1"} for found in asked.run_all(listening)] == [{address}] * 2
     assert "not used" not in capfd.readouterr().err
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Kernel
+from conftest import LINUX, Kernel
 from fastai.callback.core import Callback
 from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner that method)
 from fastai.collab import CollabDataLoaders, collab_learner
@@ -107,6 +107,7 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
     assert first[0][1] == second[0][1] and first[1] == second[1], "the ranks hold one model"
 
 
+@pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 def test_steps_do_not_wait_for_gloo(shared: Session, ratings: pd.DataFrame) -> None:
     """Ranks of one machine exchange gradients and the mean of the loss through memory; gloo serves once an epoch."""
 

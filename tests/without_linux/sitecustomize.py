@@ -40,6 +40,8 @@ for module, names in ABSENT.items():
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
+            if name in getattr(module, "__all__", []):
+                module.__all__.remove(name)
 
 
 class Loader(importlib.abc.FileLoader, importlib.abc.SourceLoader):
