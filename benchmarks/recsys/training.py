@@ -8,7 +8,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,14 @@ WARM = 5
 class Model(nn.Module):
     """HugeCTR's example: embeddings, and a tower of 128-128-1 on them."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, tables: Mapping[str, int] = TABLES) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=width, feature_names=[name])
-            for name, rows in TABLES.items()
+            for name, rows in tables.items()
         ]
         self.tables = EmbeddingBagCollection(tables=configs)
-        sizes = (len(TABLES) * width, 128, 128)
+        sizes = (len(tables) * width, 128, 128)
         hidden = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
         self.tower = nn.Sequential(*hidden, nn.Linear(128, 1))
 
@@ -72,9 +72,9 @@ def plain(width: int, batch_size: int) -> Any:
 class Sparse(nn.Module):
     """The same model on torch's own tables, with gradients of the rows of a batch alone."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, tables: Mapping[str, int] = TABLES) -> None:
         super().__init__()
-        whole = Model(width)
+        whole = Model(width, tables)
         weights = [table.weight for table in whole.tables.embedding_bags.values()]
         self.tables = nn.ModuleList(nn.Embedding.from_pretrained(w, freeze=False, sparse=True) for w in weights)
         self.tower = whole.tower

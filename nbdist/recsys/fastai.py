@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from ..wire.shared_group import shared_group
 from .loader import MemoryLoader
+from .parallel.buffers import average
 
 __all__ = ["fast"]
 
@@ -227,13 +228,10 @@ class LocalSGD(Callback):
             self.learn.model, self._parallel, self._group = self._parallel, None, None
             self.recorder.smooth_loss.__class__ = AvgSmoothLoss
 
-    @torch.no_grad()
     def _average(self) -> None:
         if self._parallel is not None:
-            for tensor in chain(self.model.parameters(), self.model.buffers()):
-                if tensor.is_floating_point():
-                    dist.all_reduce(tensor, group=self._group)
-                    tensor /= dist.get_world_size()
+            everything = chain(self.model.parameters(), self.model.buffers())
+            average([tensor for tensor in everything if tensor.is_floating_point()], self._group)
 
 
 class _OwnLoss(AvgSmoothLoss):

@@ -1,8 +1,9 @@
-"""Buffers, such as the running means of batch norm: each rank's own rows change them, and rank 0's are the model's."""
+"""Many tensors in one collective, such as buffers: each rank's own rows change those, and rank 0's are the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,23 @@ import torch.distributed as dist
 @torch.no_grad()
 def share(buffers: Sequence[torch.Tensor]) -> None:
     """Give all ranks the values of rank 0, in one message for each dtype. All ranks have to call it."""
-    for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-        some = [buffer for buffer in buffers if buffer.dtype == dtype]
-        flat = torch.cat([buffer.flatten() for buffer in some])
+    for flat in _flattened(buffers):
         dist.broadcast(flat, src=0)
-        for buffer, values in zip(some, flat.split([buffer.numel() for buffer in some]), strict=True):
-            buffer.copy_(values.view_as(buffer))
+
+
+@torch.no_grad()
+def average(tensors: Sequence[torch.Tensor], group: Any) -> None:
+    """Give all ranks of a group the mean of theirs, in one message for each dtype. All ranks have to call it."""
+    for flat in _flattened(tensors):
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """For each dtype one tensor, from which they get their values back."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        some = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        yield flat
+        for tensor, values in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(values.view_as(tensor))

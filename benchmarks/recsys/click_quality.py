@@ -1,0 +1,248 @@
+"""The click model of `training.py` on ratings: how long until the AUC at which a plain loop ends.
+
+The plain loop is the tutorials': rows from a `DataLoader`, dense gradients, Adam. Contestants take turns, and evaluate
+as often; that is not in the time. implicit's ALS knows no rows that are not liked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import scipy.sparse
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.machine import conditions, save_section, title_of
+from benchmarks.recsys.training import Model, Sparse, predict
+from nbdist import Session
+from nbdist.recsys.datasets import movielens
+from nbdist.recsys.loader import MemoryLoader
+from nbdist.recsys.metrics import AUC
+from nbdist.recsys.sharding import shard
+from nbdist.recsys.training import evaluate
+from nbdist.recsys.training.loop import log_loss
+
+WIDTH, EPOCHS = 16, 3
+#: Evaluations an epoch.
+LOOKS = 5
+KEYS = ("user", "movie")
+
+Curve = list[tuple[float, float]]
+"""Seconds of training, and the AUC then."""
+
+
+class Rows(NamedTuple):
+    """In a rank: what is trained on, what is judged, and how many users and movies there are."""
+
+    train: pl.DataFrame
+    test: pl.DataFrame
+    sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, folder: str) -> Rows:
+        both = [pl.read_parquet(f"{folder}/{name}.parquet") for name in ("train", "test")]
+        whole = pl.concat(both)
+        return cls(*both, {key: int(whole[key].max()) + 1 for key in KEYS})  # type: ignore[arg-type]
+
+
+class Watch:
+    """Counts the seconds of training, and looks at the AUC every so many steps."""
+
+    def __init__(self, steps: int, auc: Callable[[], float]) -> None:
+        self.curve: Curve = []
+        self._every, self._auc, self._step, self._spent = max(1, steps // LOOKS), auc, 0, 0.0
+        self._resume()
+
+    def _resume(self) -> None:
+        dist.barrier()
+        self._since = time.perf_counter()
+
+    def step(self) -> None:
+        self._step += 1
+        if self._step % self._every == 0:
+            self._spent += time.perf_counter() - self._since
+            self.curve.append((self._spent, self._auc()))
+            self._resume()
+
+
+def _auc(scores: Tensor, rows: pl.DataFrame) -> float:
+    metric = AUC()
+    metric.update(scores, torch.from_numpy(rows["liked"].to_numpy(writable=True)))
+    return float(metric.compute())
+
+
+def _columns(rows: pl.DataFrame) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(rows[name].to_numpy(writable=True)) for name in (*KEYS, "liked")}
+
+
+def plain(folder: str, batch: int, rate: float, sparse: bool) -> Curve:
+    """In a single process: torch alone. With `sparse` an expert's: batches by slices, gradients of their rows."""
+    rows = Rows.of(folder)
+    torch.manual_seed(0)
+    model = Sparse(WIDTH, rows.sizes)
+    for table in model.tables:
+        table.sparse = sparse  # type: ignore[union-attr, assignment]
+    made = torch.optim.Adagrad if sparse else torch.optim.Adam
+    optimizer = made(model.parameters(), lr=rate)
+    test, train = _columns(rows.test), _columns(rows.train)
+
+    def judged() -> float:
+        with torch.no_grad():
+            return _auc(model(test), rows.test)
+
+    def batches() -> Any:
+        if not sparse:
+            yield from DataLoader(TensorDataset(*train.values()), batch, shuffle=True)
+            return
+        for places in torch.randperm(len(rows.train)).split(batch):
+            yield [column[places] for column in train.values()]
+
+    watch = Watch(-(-len(rows.train) // batch), judged)
+    for _ in range(EPOCHS):
+        for user, movie, liked in batches():
+            optimizer.zero_grad()
+            log_loss(model({"user": user, "movie": movie}), liked).backward()
+            optimizer.step()
+            watch.step()
+    return watch.curve
+
+
+def sharded(folder: str, batch: int, rate: float) -> Curve:
+    """In a rank: our loader, and tables that are sharded."""
+    rows = Rows.of(folder)
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    model = shard(
+        Model(WIDTH, rows.sizes),
+        batch_size=batch // ranks,
+        optimizer="adagrad",
+        lr=rate,
+        dense_optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=rate),
+    )
+    train = MemoryLoader(rows.train, batch // ranks, shuffle=True, seed=0, keyed=KEYS)
+    test = MemoryLoader(rows.test, 4096, remainder="pad", keyed=KEYS)
+    watch = Watch(len(train), lambda: evaluate(model.model, predict, test, {"auc": AUC()})["auc"])
+    for _ in range(EPOCHS):
+        for some in train:
+            model.optimizer.zero_grad()
+            log_loss(*predict(model.model, some)).backward()
+            model.optimizer.step()
+            watch.step()
+    return watch.curve
+
+
+def als(folder: str, factors: int, regularization: float, alpha: float) -> Curve:
+    """In a single process: implicit's alternating least squares on the liked rows; its scores rank all others."""
+    from implicit.als import AlternatingLeastSquares
+
+    rows = Rows.of(folder)
+    liked = rows.train.filter(pl.col("liked") > 0)
+    shape = rows.sizes["user"], rows.sizes["movie"]
+    matrix = scipy.sparse.csr_matrix((np.ones(len(liked), np.float32), (liked["user"], liked["movie"])), shape=shape)
+    model = AlternatingLeastSquares(factors, regularization, alpha, iterations=3 * LOOKS, random_state=0)
+    users, movies = (torch.from_numpy(rows.test[key].to_numpy(writable=True)) for key in KEYS)
+
+    def judged() -> float:
+        of_users, of_movies = torch.from_numpy(model.user_factors), torch.from_numpy(model.item_factors)
+        return _auc((of_users[users] * of_movies[movies]).sum(1), rows.test)
+
+    watch = Watch(LOOKS, judged)
+    model.fit(matrix, show_progress=False, callback=lambda *_: watch.step())
+    return watch.curve
+
+
+class Contestant(NamedTuple):
+    """Who trains how; `ranks` of so many threads."""
+
+    name: str
+    ranks: int
+    threads: int
+    function: Callable[[str], Curve]
+
+
+LOOP = "plain loop: `DataLoader`, dense Adam, 256 rows"
+CONTESTANTS = (
+    Contestant(LOOP, 1, 2, partial(plain, batch=256, rate=1e-3, sparse=False)),
+    Contestant("`nn.Embedding(sparse=True)`, 1,024 rows", 1, 2, partial(plain, batch=1024, rate=0.05, sparse=True)),
+    Contestant("`shard`, 1 rank × 1,024", 1, 2, partial(sharded, batch=1024, rate=0.05)),
+    Contestant("`shard`, 2 ranks × 512", 2, 1, partial(sharded, batch=1024, rate=0.05)),
+    Contestant("implicit's ALS", 1, 2, partial(als, factors=16, regularization=0.1, alpha=1.0)),
+)
+
+
+def write(name: str, folder: str, part: float) -> str:
+    """The rows of a set in two files, nine tenths to train on; returns where they come from."""
+    ratings = movielens(name, synthetic=True)
+    rows = ratings.frame.sample(fraction=part, shuffle=True, seed=0).select(
+        pl.col(*KEYS).cast(pl.Int64), liked=(pl.col("rating") > 3).cast(pl.Int64)
+    )
+    cut = len(rows) * 9 // 10
+    rows[:cut].write_parquet(Path(folder, "train.parquet"))
+    rows[cut:].write_parquet(Path(folder, "test.parquet"))
+    return ratings.source
+
+
+def table(curves: dict[str, list[Curve]]) -> list[str]:
+    """Seconds until the AUC that the plain loop has at its end, in the same turn."""
+    target = curves[LOOP][0][-1][1]
+    seconds = {
+        name: [next((spent for spent, auc in curve if auc >= target), None) for curve in turns]
+        for name, turns in curves.items()
+    }
+    lines = [
+        f"The AUC to be reached: {target:.4f}, that of the plain loop after {EPOCHS} epochs.",
+        "",
+        "| | ranks × threads | best AUC | seconds to the plain loop's | of the plain loop |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for one in CONTESTANTS:
+        best = max(auc for _, auc in curves[one.name][0])
+        found = [spent for spent in seconds[one.name] if spent is not None]
+        cells = "not reached | "
+        if len(found) == len(curves[one.name]):
+            median = statistics.median(found)
+            spread = f"{median:.2f} ({min(found):.2f}–{max(found):.2f})"
+            cells = f"{spread} | {median / statistics.median(filter(None, seconds[LOOP])):.3f}"
+        lines.append(f"| {one.name} | {one.ranks} × {one.threads} | {best:.4f} | {cells} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one turn of a tenth of the ratings")
+    parser.add_argument("--print", action="store_true", help="leave results/ alone")
+    options = parser.parse_args()
+    turns = 1 if options.quick else options.turns
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Session(1, devices="cpu", threads=2) as one,
+        Session(2, devices="cpu", threads=1) as two,
+    ):
+        for size in options.sets:
+            source = write(size, folder, 0.1 if options.quick else 1.0)
+            curves: dict[str, list[Curve]] = {contestant.name: [] for contestant in CONTESTANTS}
+            for _ in range(turns):
+                for contestant in CONTESTANTS:
+                    curve = (one if contestant.ranks == 1 else two).run(contestant.function, folder)
+                    curves[contestant.name].append(curve)
+                    print(contestant.name, [(round(spent, 2), round(auc, 4)) for spent, auc in curve], flush=True)
+            packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "implicit")
+            lines = table(curves) + conditions(packages)
+            save_section("click_quality", title_of(size, source), lines, keep=not options.print)
+
+
+if __name__ == "__main__":
+    main()
