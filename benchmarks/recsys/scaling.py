@@ -1,7 +1,8 @@
 """How training scales over 1, 2 and 4 CPU ranks, and what a step is made of.
 
 fastai's collaborative learner with `fast`, and the click model of `training.py` with `shard`; at a fixed batch over all
-ranks and at a fixed batch a rank, beside the best single process with a thread for each core. Contestants take turns.
+ranks and at a fixed batch a rank, beside the best single process with a thread for each core, and beside two processes
+that train at the same time and exchange nothing: what the machine has for two. Contestants take turns.
 A step is taken apart by torch's profiler, in runs of their own, and its parts are scaled to a step without profiler.
 """
 
@@ -176,7 +177,7 @@ def collab(batch: int, steps: int, data: str, plain: bool, profiled: bool) -> Ru
             self.turned("loader")
 
     with learn.no_bar(), learn.no_logging(), learn.added_cbs([First(), Last()]):
-        if ranks > 1:
+        if ranks > 1 and not plain:
             with learn.distrib_ctx():
                 learn.fit(2, 5e-3)
         else:
@@ -202,32 +203,32 @@ TRAININGS = (
 ALONE = "one process, a thread a core"
 
 
-def contestants(whole: int) -> dict[str, tuple[int, int]]:
-    """Ranks (0: the process with all threads) and batch of a rank."""
+def contestants(whole: int) -> dict[str, tuple[int, int, bool]]:
+    """Ranks (0: the process with all threads), batch of a rank, and whether each process is for itself."""
     return {
-        ALONE: (0, whole),
-        **{f"{n} × {whole // n:,}": (n, whole // n) for n in RANKS},
-        **{f"{n} × {whole // 2:,}": (n, whole // 2) for n in RANKS},
+        ALONE: (0, whole, True),
+        **{f"{n} × {whole // n:,}": (n, whole // n, False) for n in RANKS},
+        **{f"{n} × {whole // 2:,}": (n, whole // 2, False) for n in RANKS},
+        f"2 × {whole // 2:,}, exchanging nothing": (2, whole // 2, True),
     }
 
 
 def measure(training: Training, sessions: dict[int, Session], data: str, turns: int) -> tuple[list[str], Any]:
     """A table; and for the picture speeds and parts by contestant."""
 
-    def run(ranks: int, batch: int, profiled: bool) -> list[Run]:
-        plain = ranks == 0 and training.function is clicks
+    def run(ranks: int, batch: int, plain: bool, profiled: bool) -> list[Run]:
         return sessions[ranks].run_all(training.function, batch, training.steps, data, plain, profiled)
 
     chosen = contestants(training.whole)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(turns + 1):
-        for name, (ranks, batch) in chosen.items():
-            speed = sum(one.speed for one in run(ranks, batch, False))
+        for name, contestant in chosen.items():
+            speed = sum(one.speed for one in run(*contestant, False))
             if turn:  # the first is for warming up
                 speeds[name].append(speed)
     parts: dict[str, dict[str, float]] = {}
-    for name, (ranks, batch) in chosen.items():
-        found = run(ranks, batch, True)[0].parts
+    for name, (ranks, batch, plain) in chosen.items():
+        found = run(ranks, batch, plain, True)[0].parts
         step = batch * max(ranks, 1) / statistics.median(speeds[name])
         parts[name] = {part: seconds * step / sum(found.values()) for part, seconds in found.items()}
     shown = [part for part in (*PARTS, EXCHANGE) if any(part in one for one in parts.values())]
@@ -283,8 +284,9 @@ def main() -> None:
         "# Scaling",
         "",
         f"Ranks of one thread each on {cores} cores, beside one process with {cores}: the click model's on "
-        f"`nn.Embedding(sparse=True)`, the learner's with `fast`. Medians of {options.turns} turns. The parts of a "
-        "step of rank 0 in ms, from profiled steps scaled to those without a profiler; `exchange` is what it spent in "
+        f"`nn.Embedding(sparse=True)`, the learner's with `fast`. Those `exchanging nothing` are "
+        f"two such processes at the same time. Medians of {options.turns} turns. The parts of a step of rank 0 in ms, "
+        "from profiled steps scaled to those without a profiler; `exchange` is what it spent in "
         "collectives, waiting included, and is in no other part.",
     ]
     found = {}
