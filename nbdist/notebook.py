@@ -13,12 +13,13 @@ import importlib.util
 import inspect
 import linecache
 import re
-import signal
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from .wire.postponing import postponed_interrupts
 
 _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
 
@@ -303,11 +304,8 @@ class Requests:
 
     def look(self) -> None:
         """Take what there is."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # or an interrupt could lose a message
-        try:
+        with postponed_interrupts():  # or one could lose a message
             self._stream.flush()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def close(self) -> None:
         """Take no more."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
+from ..wire.postponing import postponed_interrupts
 from .contract import NEVER_STARTED, Exit
 from .descriptors import Described
 
@@ -85,7 +86,8 @@ class Listener:
         if due is not None:
             seconds = due if seconds is None else min(seconds, due)
         for key, _ in self._selector.select(seconds):
-            key.data()
+            with postponed_interrupts():  # what was read of a message would be lost
+                key.data()
         for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:
             self._on_end(Exit(rank, None, SILENT if self._ranks.pids[rank] is not None else NEVER_STARTED))
         if self._paused and time.monotonic() >= self._resume_at:

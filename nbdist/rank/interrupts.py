@@ -12,6 +12,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from ..wire.postponing import postpone
+
 #: Seconds from one interrupt to the next, until one is heard.
 _PAUSE = 0.05
 
@@ -50,7 +52,7 @@ class Interrupts:
         while True:
             time.sleep(_PAUSE)
             answered = not self._possible or self._block != block
-            if answered or signal.getsignal(signal.SIGINT) != self._on_interrupt:  # which may be the function's own
+            if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, postpone):  # the function's own
                 return
             signal.pthread_kill(main, signal.SIGINT)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import builtins
 import io
 import os
-import signal
 import sys
 import threading
 from typing import Any
 
 from ..errors import NbdistError
 from ..wire.channel import Channel, readable
+from ..wire.postponing import postponed_interrupts
 from .world import Membership
 
 _builtin_input = builtins.input
@@ -60,11 +60,8 @@ class Keyboard:
         """The kernel's next message. An interrupt may come before it, and not in the middle."""
         while not readable(self._channel, 3600.0):
             pass
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with postponed_interrupts():
             return self._channel.receive()[0]
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def _input(self, prompt: Any = "", /) -> str:
         # A function may read from something else for a while.

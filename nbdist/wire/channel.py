@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .parcel import MOST_SEGMENTS, Parcel
+from .postponing import postponed_interrupts
 from .segments import Segment, Span
 
 _MESSAGE = struct.Struct("<QI")
@@ -42,7 +43,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
-        """Send `message`. Raises `OSError` when the other end is gone."""
+        """Send `message`, and not a part of it. Raises `OSError` when the other end is gone."""
         fds = list(fds)
         about = None
         if parcel is not None:
@@ -50,12 +51,13 @@ class Channel:
             fds += [segment.fd for segment in parcel.segments]
         body = pickle.dumps((message, about), protocol=5)
         head = _MESSAGE.pack(len(body), len(fds))
-        sent = socket.send_fds(self.sock, [head, body], fds)
-        if sent < len(head) + len(body):
-            self.sock.sendall((head + body)[sent:])
+        with postponed_interrupts():
+            sent = socket.send_fds(self.sock, [head, body], fds)
+            if sent < len(head) + len(body):
+                self.sock.sendall((head + body)[sent:])
 
     def receive(self) -> tuple[tuple[Any, ...], Parcel | None, list[int]]:
-        """The next message, its parcel, its descriptors.
+        """The next message, its parcel, its descriptors. What an interrupt finds half read is lost.
 
         Raises `EOFError` when the other end is gone, and `LostDescriptors`.
         """

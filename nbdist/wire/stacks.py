@@ -26,6 +26,7 @@ from typing import Any
 
 from .channel import readable
 from .forking import STACK_SIGNAL
+from .postponing import postponed_interrupts
 
 #: What is no question, but part of an order: whether it is the first one, and the last; its size; the part.
 _ORDER = b"\0"
@@ -101,6 +102,11 @@ def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
         what, arguments: The name of one of the actions given to `answer`, and what that takes.
     """
     data = pickle.dumps((what, arguments))
+    with postponed_interrupts():
+        return _send_in_parts(sock, data)
+
+
+def _send_in_parts(sock: socket.socket, data: bytes) -> bool:
     deadline = time.monotonic() + _PATIENCE_TO_ORDER
     for start in range(0, len(data), _PART_SIZE):
         part = data[start : start + _PART_SIZE]
