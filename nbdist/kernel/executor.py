@@ -11,6 +11,7 @@ from ..capture.call import Call
 from ..engines.contract import Engine
 from ..errors import NbdistError, RankDied, RemoteTraceback
 from ..notebook import shell
+from ..wire.postponing import postponed_interrupts
 from .cell import Cell
 from .comms import Between
 from .debugger import Keyboard
@@ -117,6 +118,8 @@ class Executor:
         if self.group is not None and named >= (size := len(self.group.layout.devices)):
             raise NbdistError(f"there is no rank {named} any more: after a restart there are {size} (min_ranks=)")
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
+        waiting: Waiting | None = None
+        interrupted = False  # when all have it
         try:
             group = self._ready(cell, needed=named + 1)
             targets = range(len(group.layout.devices)) if request.targets is None else request.targets
@@ -126,29 +129,35 @@ class Executor:
                 cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
                 self._lost = ""
             group.underway = True
-            group.join()
-            group.raised.clear()
-            with group.ranks.together():
-                for place, rank in enumerate(targets):
-                    answers = request.everyone or rank == first
-                    seeds = self.layout.seeds(rank, request.seeds)
-                    message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
-                    group.send(rank, *message, parcel=call.parcel)
-            waiting = Waiting(group, targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop)
-        except BaseException as exc:  # they may have got half of it
-            if self.group is not None:
-                self._lost = "the last call was broken off while it was sent to the ranks"
-                self._dead = self.group.dead
-            self._kill()
-            if isinstance(exc, KeyboardInterrupt):
-                raise early_stop() from None
-            raise
-        values = self._wait_for(group, waiting)
+            with postponed_interrupts():
+                group.join()
+                group.raised.clear()
+                with group.ranks.together():
+                    for place, rank in enumerate(targets):
+                        answers = request.everyone or rank == first
+                        seeds = self.layout.seeds(rank, request.seeds)
+                        message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
+                        group.send(rank, *message, parcel=call.parcel)
+                what = request.what
+                waiting = Waiting(group, targets, what, timeout=self._timeout, originals=call.originals, stop=stop)
+        except BaseException as exc:
+            interrupted = isinstance(exc, KeyboardInterrupt)
+            if waiting is None:
+                if self.group is not None and self.group.underway:  # ranks may have got it
+                    self._lost = "the last call was broken off while it was sent to the ranks"
+                    self._dead = self.group.dead
+                    self._kill()
+                if interrupted:
+                    raise early_stop(killed=self.group is None) from None
+            if not interrupted:
+                raise
+        assert waiting is not None
+        values = self._wait_for(group, waiting, interrupted)
         return values if request.everyone else values[:1]
 
-    def _wait_for(self, group: Group, waiting: Waiting) -> list[Any]:
+    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool = False) -> list[Any]:
         try:
-            values = waiting.wait()
+            values = waiting.wait(interrupted)
             group.underway = False
             return values
         except BaseException as exc:

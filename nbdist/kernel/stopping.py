@@ -21,11 +21,13 @@ def nothing_sent() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped before any rank had got the call: nothing is lost") from None
+        raise early_stop(killed=False) from None
 
 
-def early_stop() -> KeyboardInterrupt:
-    """That of a call which was stopped before its ranks had all got it."""
+def early_stop(killed: bool) -> KeyboardInterrupt:
+    """That of a call which was stopped before its ranks had all got it, and whether they were killed for that."""
+    if not killed:
+        return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
 
 

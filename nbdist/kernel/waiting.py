@@ -115,22 +115,17 @@ class Waiting:
         for rank in self.pending:
             group.note(rank, "running", what)
 
-    def wait(self) -> list[Any]:
+    def wait(self, interrupted: bool = False) -> list[Any]:
         """The answers by rank, None where no value was asked for.
+
+        Args:
+            interrupted: Whether the user has pressed stop already, while the call was sent.
 
         Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, and no rank is
         `pending` or dead, the ranks can take calls again, in a new process group.
         """
         try:
-            with contextlib.closing(self._listen()) as listener:
-                while self.pending and not self._given_up:
-                    try:
-                        self._step(listener)
-                    except KeyboardInterrupt:
-                        if self._interrupted:  # a second one: no more patience
-                            break
-                        self._interrupted = True
-                        self._ask_to_leave(GRACE_AFTER_INTERRUPT, GRACE_BEFORE_ABORT)
+            self._hear(interrupted)
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
@@ -154,6 +149,25 @@ class Waiting:
             for parcel in self._answers.values():
                 if parcel is not None:
                     parcel.close()
+
+    def _hear(self, interrupted: bool) -> None:
+        """Hear the ranks until all have answered, or have had their chance."""
+        with contextlib.ExitStack() as stack:
+            listener: Listening | None = None
+            while True:  # again after an interrupt, wherever it comes
+                try:
+                    if interrupted:
+                        self._interrupted = True
+                        self._ask_to_leave(GRACE_AFTER_INTERRUPT, GRACE_BEFORE_ABORT)
+                    if listener is None:
+                        listener = stack.enter_context(contextlib.closing(self._listen()))
+                    while self.pending and not self._given_up:
+                        self._step(listener)
+                    return
+                except KeyboardInterrupt:
+                    if self._interrupted:  # a second one: no more patience
+                        return
+                    interrupted = True
 
     def _tell_of_waiting(self) -> None:
         """Say that ranks of a long call waited for another, if they did so for much of the time."""

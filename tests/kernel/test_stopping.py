@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import random
 import re
 import signal
 import subprocess
@@ -18,9 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
+from nbdist.kernel.group import Group
 from nbdist.kernel.stopping import ranks_named
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -135,6 +139,45 @@ def test_a_press_while_a_call_that_was_not_sent_is_given_up_says_the_same(monkey
                 session.run(int)
         assert not any(psutil.pid_exists(pid) for pid in pids)
         assert session.run(int) == 0
+
+
+def test_a_press_while_a_call_is_sent_costs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Group.send
+
+    def pressed(self: Group, rank: int, *message: Any, **parts: Any) -> None:
+        send(self, rank, *message, **parts)
+        if message[0] == "call" and rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        with monkeypatch.context() as patch:
+            patch.setattr(Group, "send", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                session.run(time.sleep, 60)
+        assert session.run_all(os.getpid) == pids
+
+
+def test_presses_at_any_moment_cost_no_rank() -> None:
+    draw = random.Random(0)
+
+    def work(sort: int) -> Any:
+        dist.all_reduce(torch.ones(1))
+        if sort == 0:
+            time.sleep(0.02)
+        return [print("line"), [str(i) for i in range(10_000)], torch.ones(200_000)][sort]
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        for turn in range(60):
+            press = threading.Timer(draw.random() * 0.03, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
+            press.start()
+            with pytest.raises(KeyboardInterrupt):
+                session.run_all(work, turn % 3)
+                press.join()
+                time.sleep(10)  # it came after the call
+            press.join()
+            assert session.run_all(os.getpid) == pids
 
 
 class Stopped:
