@@ -177,7 +177,7 @@ def collab(batch: int, steps: int, data: str, plain: bool, profiled: bool) -> Ru
             self.turned("loader")
 
     with learn.no_bar(), learn.no_logging(), learn.added_cbs([First(), Last()]):
-        if ranks > 1 and not plain:
+        if ranks > 1:
             with learn.distrib_ctx():
                 learn.fit(2, 5e-3)
         else:
@@ -204,20 +204,24 @@ ALONE = "one process, a thread a core"
 
 
 def contestants(whole: int) -> dict[str, tuple[int, int, bool]]:
-    """Ranks (0: the process with all threads), batch of a rank, and whether each process is for itself."""
+    """Ranks (0: the process with all threads; -2: two sessions of one), batch of a rank, and whether the click model's
+    tables are torch's."""
     return {
         ALONE: (0, whole, True),
         **{f"{n} × {whole // n:,}": (n, whole // n, False) for n in RANKS},
         **{f"{n} × {whole // 2:,}": (n, whole // 2, False) for n in RANKS},
-        f"2 × {whole // 2:,}, exchanging nothing": (2, whole // 2, True),
+        f"2 × {whole // 2:,}, exchanging nothing": (-2, whole // 2, True),
     }
 
 
-def measure(training: Training, sessions: dict[int, Session], data: str, turns: int) -> tuple[list[str], Any]:
+def measure(training: Training, sessions: dict[int, list[Session]], data: str, turns: int) -> tuple[list[str], Any]:
     """A table; and for the picture speeds and parts by contestant."""
 
     def run(ranks: int, batch: int, plain: bool, profiled: bool) -> list[Run]:
-        return sessions[ranks].run_all(training.function, batch, training.steps, data, plain, profiled)
+        arguments = training.function, batch, training.steps, data, plain, profiled
+        if ranks >= 0:
+            return sessions[ranks][0].run_all(*arguments)
+        return [future.result() for future in [session.submit(*arguments) for session in sessions[ranks]]]
 
     chosen = contestants(training.whole)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
@@ -229,7 +233,7 @@ def measure(training: Training, sessions: dict[int, Session], data: str, turns: 
     parts: dict[str, dict[str, float]] = {}
     for name, (ranks, batch, plain) in chosen.items():
         found = run(ranks, batch, plain, True)[0].parts
-        step = batch * max(ranks, 1) / statistics.median(speeds[name])
+        step = batch * max(abs(ranks), 1) / statistics.median(speeds[name])
         parts[name] = {part: seconds * step / sum(found.values()) for part, seconds in found.items()}
     shown = [part for part in (*PARTS, EXCHANGE) if any(part in one for one in parts.values())]
     lines = [
@@ -291,8 +295,11 @@ def main() -> None:
     ]
     found = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        sessions = {n: stack.enter_context(Session(n, devices="cpu", threads=1)) for n in RANKS}
-        sessions[0] = stack.enter_context(Session(1, devices="cpu", threads=cores))
+
+        def opened(ranks: int, threads: int = 1) -> Session:
+            return stack.enter_context(Session(ranks, devices="cpu", threads=threads))
+
+        sessions = {n: [opened(n)] for n in RANKS} | {0: [opened(1, cores)], -2: [opened(1), opened(1)]}
         data = f"{folder}/ratings.parquet"
         ratings.with_titles().write_parquet(data)
         for training in TRAININGS:
