@@ -118,8 +118,6 @@ class Executor:
         if self.group is not None and named >= (size := len(self.group.layout.devices)):
             raise NbdistError(f"there is no rank {named} any more: after a restart there are {size} (min_ranks=)")
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
-        waiting: Waiting | None = None
-        interrupted = False  # when all have it
         try:
             group = self._ready(cell, needed=named + 1)
             targets = range(len(group.layout.devices)) if request.targets is None else request.targets
@@ -128,34 +126,48 @@ class Executor:
             if self._lost:
                 cell.notice(f"fresh ranks: {self._lost}, and what earlier calls left in them is lost")
                 self._lost = ""
-            group.underway = True
+        except KeyboardInterrupt:
+            raise early_stop(killed=self.group is None) from None
+
+        def send() -> None:
+            group.join()
+            group.raised.clear()
+            with group.ranks.together():
+                for place, rank in enumerate(targets):
+                    answers = request.everyone or rank == first
+                    seeds = self.layout.seeds(rank, request.seeds)
+                    message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
+                    group.send(rank, *message, parcel=call.parcel)
+
+        about = {"timeout": self._timeout, "originals": call.originals, "stop": stop}
+        values = self._have_done(group, send, targets, request.what, **about)
+        return values if request.everyone else values[:1]
+
+    def _have_done(
+        self, group: Group, send: Callable[[], None], targets: Iterable[int], what: str, **about: Any
+    ) -> list[Any]:
+        """Send ranks what they are to do, all of it also where an interrupt comes, and wait for their answers."""
+        waiting: Waiting | None = None
+        interrupted = False
+        group.underway = True
+        try:
             with postponed_interrupts():
-                group.join()
-                group.raised.clear()
-                with group.ranks.together():
-                    for place, rank in enumerate(targets):
-                        answers = request.everyone or rank == first
-                        seeds = self.layout.seeds(rank, request.seeds)
-                        message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
-                        group.send(rank, *message, parcel=call.parcel)
-                what = request.what
-                waiting = Waiting(group, targets, what, timeout=self._timeout, originals=call.originals, stop=stop)
+                send()
+                waiting = Waiting(group, targets, what, **about)
         except BaseException as exc:
             interrupted = isinstance(exc, KeyboardInterrupt)
-            if waiting is None:
-                if self.group is not None and self.group.underway:  # ranks may have got it
-                    self._lost = "the last call was broken off while it was sent to the ranks"
-                    self._dead = self.group.dead
-                    self._kill()
+            if waiting is None:  # they may have got half of it
+                self._lost = "the last call was broken off while it was sent to the ranks"
+                self._dead = group.dead
+                self._kill()
                 if interrupted:
-                    raise early_stop(killed=self.group is None) from None
+                    raise early_stop(killed=True) from None
             if not interrupted:
                 raise
         assert waiting is not None
-        values = self._wait_for(group, waiting, interrupted)
-        return values if request.everyone else values[:1]
+        return self._wait_for(group, waiting, interrupted)
 
-    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool = False) -> list[Any]:
+    def _wait_for(self, group: Group, waiting: Waiting, interrupted: bool) -> list[Any]:
         try:
             values = waiting.wait(interrupted)
             group.underway = False
@@ -231,17 +243,19 @@ class Executor:
         group = self.group
         assert group is not None
         group.relay.begin(cell, "rank0", rank)
-        group.join()  # so that the user can ask it for its rank, and the like
-        group.send(rank, "debug")
-        self._wait_for(group, Waiting(group, [rank], "post_mortem", keyboard=Keyboard(group, commands)))
+
+        def send() -> None:
+            group.join()  # so that the user can ask it for its rank, and the like
+            group.send(rank, "debug")
+
+        self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
 
     def hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
         """Let a widget of a rank hear what was done to it in the page, and show what comes of that."""
         group = self.group
         if group is not None and not self._dead:
             group.relay.begin(cell, "rank0", rank)
-            group.send(rank, "widget", said, buffers)
-            self._wait_for(group, Waiting(group, [rank], "widget"))
+            self._have_done(group, lambda: group.send(rank, "widget", said, buffers), [rank], "widget")
 
     def empty_cache(self, cell: Cell) -> None:
         """Let the ranks, if there are any, give back memory of their GPUs that is free."""
@@ -250,10 +264,13 @@ class Executor:
         group = self._ready(cell)
         group.relay.begin(cell, "rank0", 0)
         targets = range(len(self.layout.devices))
-        with group.ranks.together():
-            for rank in targets:
-                group.send(rank, "empty_cache")
-        self._wait_for(group, Waiting(group, targets, "empty_cache"))
+
+        def send() -> None:
+            with group.ranks.together():
+                for rank in targets:
+                    group.send(rank, "empty_cache")
+
+        self._have_done(group, send, targets, "empty_cache")
 
     def restart(self, cell: Cell) -> None:
         """End the ranks and start fresh ones, also after a rank has died."""
