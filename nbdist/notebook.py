@@ -19,7 +19,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .wire.postponing import postponed_interrupts
+from .postponing import postponed_interrupts
 
 _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
 

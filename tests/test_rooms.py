@@ -20,7 +20,7 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter"}
+COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "postponing"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),
@@ -39,7 +39,7 @@ MAY: dict[str, set[str]] = {
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.sharding": {"wire", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
-    "recsys.fastai": {"wire", "recsys.loader"},
+    "recsys.fastai": {"wire", "recsys.loader", "recsys.parallel"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

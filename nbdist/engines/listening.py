@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..postponing import postponed_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
-from ..wire.postponing import postponed_interrupts
 from .contract import NEVER_STARTED, Exit
 from .descriptors import Described
 

@@ -11,7 +11,7 @@ from ..capture.call import Call
 from ..engines.contract import Engine
 from ..errors import NbdistError, RankDied, RemoteTraceback
 from ..notebook import shell
-from ..wire.postponing import postponed_interrupts
+from ..postponing import postponed_interrupts
 from .cell import Cell
 from .comms import Between
 from .debugger import Keyboard

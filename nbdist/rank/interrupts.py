@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from ..wire.postponing import postpone
+from ..postponing import postpone
 
 #: Seconds from one interrupt to the next, until one is heard.
 _PAUSE = 0.05

@@ -10,8 +10,8 @@ import threading
 from typing import Any
 
 from ..errors import NbdistError
+from ..postponing import postponed_interrupts
 from ..wire.channel import Channel, readable
-from ..wire.postponing import postponed_interrupts
 from .world import Membership
 
 _builtin_input = builtins.input

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
+from ..postponing import postponed_interrupts
 from .parcel import MOST_SEGMENTS, Parcel
-from .postponing import postponed_interrupts
 from .segments import Segment, Span
 
 _MESSAGE = struct.Struct("<QI")

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
+from ..postponing import postponed_interrupts
 from .channel import readable
 from .forking import STACK_SIGNAL
-from .postponing import postponed_interrupts
 
 #: What is no question, but part of an order: whether it is the first one, and the last; its size; the part.
 _ORDER = b"\0"

@@ -171,8 +171,8 @@ def test_presses_at_any_moment_cost_no_rank() -> None:
         pids = session.run_all(os.getpid)
         for turn in range(60):
             press = threading.Timer(draw.random() * 0.03, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-            press.start()
             with pytest.raises(KeyboardInterrupt):
+                press.start()
                 session.run_all(work, turn % 3)
                 press.join()
                 time.sleep(10)  # it came after the call

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from nbdist import Session
+from nbdist.postponing import postponed_interrupts
 from nbdist.rank.keyboard import Keyboard
 from nbdist.rank.world import Membership
 from nbdist.wire.channel import Channel
-from nbdist.wire.postponing import postponed_interrupts
 
 
 @pytest.fixture(autouse=True)
