@@ -6,7 +6,6 @@ as often; that is not in the time. implicit's ALS knows no rows that are not lik
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import polars as pl
-import scipy.sparse
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.machine import conditions, save_section, title_of
+from benchmarks.recsys.quality import interactions
 from benchmarks.recsys.training import Model, Sparse, predict
+from benchmarks.recsys.turns import parsed, spread
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.loader import MemoryLoader
@@ -76,9 +75,9 @@ class Watch:
             self._resume()
 
 
-def _auc(scores: Tensor, rows: pl.DataFrame) -> float:
+def _auc(scores: Tensor, liked: Tensor) -> float:
     metric = AUC()
-    metric.update(scores, torch.from_numpy(rows["liked"].to_numpy(writable=True)))
+    metric.update(scores, liked)
     return float(metric.compute())
 
 
@@ -99,7 +98,7 @@ def plain(folder: str, batch: int, rate: float, sparse: bool) -> Curve:
 
     def judged() -> float:
         with torch.no_grad():
-            return _auc(model(test), rows.test)
+            return _auc(model(test), test["liked"])
 
     def batches() -> Any:
         if not sparse:
@@ -147,15 +146,13 @@ def als(folder: str, factors: int, regularization: float, alpha: float) -> Curve
     from implicit.als import AlternatingLeastSquares
 
     rows = Rows.of(folder)
-    liked = rows.train.filter(pl.col("liked") > 0)
-    shape = rows.sizes["user"], rows.sizes["movie"]
-    matrix = scipy.sparse.csr_matrix((np.ones(len(liked), np.float32), (liked["user"], liked["movie"])), shape=shape)
-    model = AlternatingLeastSquares(factors, regularization, alpha, iterations=3 * LOOKS, random_state=0)
-    users, movies = (torch.from_numpy(rows.test[key].to_numpy(writable=True)) for key in KEYS)
+    matrix = interactions(rows.train.filter(pl.col("liked") > 0), (rows.sizes["user"], rows.sizes["movie"]))
+    model = AlternatingLeastSquares(factors, regularization, alpha, iterations=EPOCHS * LOOKS, random_state=0)
+    test = _columns(rows.test)
 
     def judged() -> float:
         of_users, of_movies = torch.from_numpy(model.user_factors), torch.from_numpy(model.item_factors)
-        return _auc((of_users[users] * of_movies[movies]).sum(1), rows.test)
+        return _auc((of_users[test["user"]] * of_movies[test["movie"]]).sum(1), test["liked"])
 
     watch = Watch(LOOKS, judged)
     model.fit(matrix, show_progress=False, callback=lambda *_: watch.step())
@@ -194,7 +191,7 @@ def write(name: str, folder: str, part: float) -> str:
 
 
 def table(curves: dict[str, list[Curve]]) -> list[str]:
-    """Seconds until the AUC that the plain loop has at its end, in the same turn."""
+    """Seconds until the AUC that the plain loop has at its end: all are seeded, and the same in each turn."""
     target = curves[LOOP][0][-1][1]
     seconds = {
         name: [next((spent for spent, auc in curve if auc >= target), None) for curve in turns]
@@ -211,21 +208,14 @@ def table(curves: dict[str, list[Curve]]) -> list[str]:
         found = [spent for spent in seconds[one.name] if spent is not None]
         cells = "not reached | "
         if len(found) == len(curves[one.name]):
-            median = statistics.median(found)
-            spread = f"{median:.2f} ({min(found):.2f}–{max(found):.2f})"
-            cells = f"{spread} | {median / statistics.median(filter(None, seconds[LOOP])):.3f}"
+            ratio = statistics.median(found) / statistics.median(filter(None, seconds[LOOP]))
+            cells = f"{spread(found)} | {ratio:.3f}"
         lines.append(f"| {one.name} | {one.ranks} × {one.threads} | {best:.4f} | {cells} |")
     return [*lines, ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one turn of a tenth of the ratings")
-    parser.add_argument("--print", action="store_true", help="leave results/ alone")
-    options = parser.parse_args()
-    turns = 1 if options.quick else options.turns
+    options = parsed(__doc__)
     with (
         tempfile.TemporaryDirectory() as folder,
         Session(1, devices="cpu", threads=2) as one,
@@ -234,7 +224,7 @@ def main() -> None:
         for size in options.sets:
             source = write(size, folder, 0.1 if options.quick else 1.0)
             curves: dict[str, list[Curve]] = {contestant.name: [] for contestant in CONTESTANTS}
-            for _ in range(turns):
+            for _ in range(options.turns):
                 for contestant in CONTESTANTS:
                     curve = (one if contestant.ranks == 1 else two).run(contestant.function, folder)
                     curves[contestant.name].append(curve)

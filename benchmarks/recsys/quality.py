@@ -79,13 +79,16 @@ def popularity(likes: Likes) -> Callable[[Ragged], torch.Tensor]:
     return lambda seen: top_k(torch.ones(likes.size("user"), 1), shares.T, K, exclude=_and_unknown(seen))[1]
 
 
+def interactions(rows: pl.DataFrame, shape: tuple[int, int]) -> scipy.sparse.csr_matrix:
+    """A one for each row's user and movie, as implicit takes them; shape (users, movies)."""
+    return scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows["user"], rows["movie"])), shape=shape)
+
+
 def implicit_model(kind: str, likes: Likes, **options: Any) -> Callable[[Ragged], torch.Tensor]:
     from implicit.als import AlternatingLeastSquares
     from implicit.bpr import BayesianPersonalizedRanking
 
-    rows = likes.train
-    shape = likes.size("user"), likes.size("movie")
-    matrix = scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows["user"], rows["movie"])), shape=shape)
+    matrix = interactions(likes.train, (likes.size("user"), likes.size("movie")))
     model = {"als": AlternatingLeastSquares, "bpr": BayesianPersonalizedRanking}[kind](random_state=0, **options)
     model.fit(matrix, show_progress=False)
     users, movies = torch.from_numpy(model.user_factors), torch.from_numpy(model.item_factors)

@@ -201,39 +201,58 @@ TRAININGS = (
     Training("Click model, `shard`", clicks, 4096, 50),
 )
 ALONE = "one process, a thread a core"
+CORES = len(os.sched_getaffinity(0))
 
 
-def contestants(whole: int) -> dict[str, tuple[int, int, bool]]:
-    """Ranks (0: the process with all threads; -2: two sessions of one), batch of a rank, and whether the click model's
-    tables are torch's."""
+class Contestant(NamedTuple):
+    """Ranks, the batch and threads of each. `apart`: each is by itself, and the click model's tables are torch's."""
+
+    ranks: int
+    batch: int
+    threads: int = 1
+    apart: bool = False
+
+    def open(self, stack: ExitStack) -> list[Session]:
+        """The sessions that it trains in."""
+        sizes = [1] * self.ranks if self.apart else [self.ranks]
+        return [stack.enter_context(Session(size, devices="cpu", threads=self.threads)) for size in sizes]
+
+
+def contestants(whole: int) -> dict[str, Contestant]:
+    """By name; `whole` rows a step over all ranks, or half of them a rank."""
     return {
-        ALONE: (0, whole, True),
-        **{f"{n} × {whole // n:,}": (n, whole // n, False) for n in RANKS},
-        **{f"{n} × {whole // 2:,}": (n, whole // 2, False) for n in RANKS},
-        f"2 × {whole // 2:,}, exchanging nothing": (-2, whole // 2, True),
+        ALONE: Contestant(1, whole, threads=CORES, apart=True),
+        **{f"{n} × {whole // n:,}": Contestant(n, whole // n) for n in RANKS},
+        **{f"{n} × {whole // 2:,}": Contestant(n, whole // 2) for n in RANKS},
+        f"2 × {whole // 2:,}, exchanging nothing": Contestant(2, whole // 2, apart=True),
     }
 
 
-def measure(training: Training, sessions: dict[int, list[Session]], data: str, turns: int) -> tuple[list[str], Any]:
+Sessions = dict[Contestant, list[Session]]
+"""By contestant, whatever its batch: 0 there."""
+
+
+def measure(training: Training, sessions: Sessions, data: str, turns: int) -> tuple[list[str], Any]:
     """A table; and for the picture speeds and parts by contestant."""
 
-    def run(ranks: int, batch: int, plain: bool, profiled: bool) -> list[Run]:
-        arguments = training.function, batch, training.steps, data, plain, profiled
-        if ranks >= 0:
-            return sessions[ranks][0].run_all(*arguments)
-        return [future.result() for future in [session.submit(*arguments) for session in sessions[ranks]]]
+    def run(one: Contestant, profiled: bool) -> list[Run]:
+        arguments = training.function, one.batch, training.steps, data, one.apart, profiled
+        own = sessions[one._replace(batch=0)]
+        if one.apart:
+            return [future.result() for future in [session.submit(*arguments) for session in own]]
+        return own[0].run_all(*arguments)
 
     chosen = contestants(training.whole)
     speeds: dict[str, list[float]] = {name: [] for name in chosen}
     for turn in range(turns + 1):
         for name, contestant in chosen.items():
-            speed = sum(one.speed for one in run(*contestant, False))
+            speed = sum(one.speed for one in run(contestant, False))
             if turn:  # the first is for warming up
                 speeds[name].append(speed)
     parts: dict[str, dict[str, float]] = {}
-    for name, (ranks, batch, plain) in chosen.items():
-        found = run(ranks, batch, plain, True)[0].parts
-        step = batch * max(abs(ranks), 1) / statistics.median(speeds[name])
+    for name, contestant in chosen.items():
+        found = run(contestant, True)[0].parts
+        step = contestant.batch * contestant.ranks / statistics.median(speeds[name])
         parts[name] = {part: seconds * step / sum(found.values()) for part, seconds in found.items()}
     shown = [part for part in (*PARTS, EXCHANGE) if any(part in one for one in parts.values())]
     lines = [
@@ -282,12 +301,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    cores = len(os.sched_getaffinity(0))
     ratings = movielens("100k", synthetic=True)
     lines = [
         "# Scaling",
         "",
-        f"Ranks of one thread each on {cores} cores, beside one process with {cores}: the click model's on "
+        f"Ranks of one thread each on {CORES} cores, beside one process with {CORES}: the click model's on "
         f"`nn.Embedding(sparse=True)`, the learner's with `fast`. Those `exchanging nothing` are "
         f"two such processes at the same time. Medians of {options.turns} turns. The parts of a step of rank 0 in ms, "
         "from profiled steps scaled to those without a profiler; `exchange` is what it spent in "
@@ -295,11 +313,8 @@ def main() -> None:
     ]
     found = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-
-        def opened(ranks: int, threads: int = 1) -> Session:
-            return stack.enter_context(Session(ranks, devices="cpu", threads=threads))
-
-        sessions = {n: [opened(n)] for n in RANKS} | {0: [opened(1, cores)], -2: [opened(1), opened(1)]}
+        kinds = dict.fromkeys(one._replace(batch=0) for one in contestants(0).values())
+        sessions = {kind: kind.open(stack) for kind in kinds}
         data = f"{folder}/ratings.parquet"
         ratings.with_titles().write_parquet(data)
         for training in TRAININGS:

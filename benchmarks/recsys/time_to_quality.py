@@ -7,7 +7,6 @@ of the time. Invented ratings of MovieLens 1m's size take one turn.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from benchmarks.machine import conditions, save_section, title_of
+from benchmarks.recsys.turns import parsed, spread
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 
@@ -107,10 +107,6 @@ def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, f
     return seen
 
 
-def _spread(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
-
-
 def _ratio(one: list[float], other: list[float]) -> float:
     return statistics.median(one) / statistics.median(other)
 
@@ -137,7 +133,7 @@ def _to_quality(run: Run, turns: int) -> list[str]:
         *(
             f"| {c.name} | {c.epochs} | {reached[c.name]:.4f} | "
             + (
-                f"{_spread(times[c.name])} | {_ratio(times[c.name], times[PLAIN.name]):.3f} |"
+                f"{spread(times[c.name])} | {_ratio(times[c.name], times[PLAIN.name]):.3f} |"
                 if times[c.name]
                 else "not reached | |"
             )
@@ -163,18 +159,12 @@ def _epochs(run: Run, turns: int) -> list[str]:
         ratio = _ratio(epochs[c.name], epochs[f"plain × {c.batch:,}"])
         wanted = ALLOWED[c.batch] if c.ranks == 2 and not c.fast else None
         verdict = "" if wanted is None else f"{wanted}: {'reached' if ratio <= wanted else '**missed**'}"
-        lines.append(f"| {c.name} | {_spread(epochs[c.name])} | {ratio:.2f} | {verdict} |")
+        lines.append(f"| {c.name} | {spread(epochs[c.name])} | {ratio:.2f} | {verdict} |")
     return [*lines, ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one turn of a tenth of the ratings")
-    parser.add_argument("--print", action="store_true", help="leave results/ alone")
-    options = parser.parse_args()
-    turns = 1 if options.quick else options.turns
+    options = parsed(__doc__)
     with (
         tempfile.TemporaryDirectory() as folder,
         Session(1, threads=2) as one,
@@ -194,9 +184,9 @@ def main() -> None:
             frame.sample(frac=0.1 if options.quick else 1.0, random_state=0).to_parquet(data)
             for contestant in (PLAIN, *EPOCH[1:5]):  # what is imported at first use
                 run(contestant._replace(batch=4096), 1)
-            lines = _to_quality(run, turns if size == "100k" else 1)
+            lines = _to_quality(run, options.turns if size == "100k" else 1)
             if size == "100k":
-                lines += _epochs(run, turns)
+                lines += _epochs(run, options.turns)
             save_section(
                 "time_to_quality",
                 title_of(size, ratings.source),

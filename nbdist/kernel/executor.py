@@ -139,8 +139,9 @@ class Executor:
                     message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
                     group.send(rank, *message, parcel=call.parcel)
 
-        about = {"timeout": self._timeout, "originals": call.originals, "stop": stop}
-        values = self._have_done(group, send, targets, request.what, **about)
+        values = self._have_done(
+            group, send, targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
+        )
         return values if request.everyone else values[:1]
 
     def _have_done(

@@ -94,6 +94,7 @@ def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
     return answers, written
 
 
+@postponed_interrupts()
 def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
     """In the kernel: let a rank do something; whether it has got that. One thread at a time may.
 
@@ -102,11 +103,6 @@ def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
         what, arguments: The name of one of the actions given to `answer`, and what that takes.
     """
     data = pickle.dumps((what, arguments))
-    with postponed_interrupts():
-        return _send_in_parts(sock, data)
-
-
-def _send_in_parts(sock: socket.socket, data: bytes) -> bool:
     deadline = time.monotonic() + _PATIENCE_TO_ORDER
     for start in range(0, len(data), _PART_SIZE):
         part = data[start : start + _PART_SIZE]
