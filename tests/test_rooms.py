@@ -37,6 +37,7 @@ MAY: dict[str, set[str]] = {
     "recsys.metrics": {"recsys.loader", "recsys.ranks"},
     "recsys.models": {"recsys.loader"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
+    "recsys.parallel": {"wire"},
     "recsys.sharding": {"wire", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "recsys.fastai": {"wire", "recsys.loader", "recsys.parallel"},

@@ -48,11 +48,21 @@ TO_QUALITY = [
     Contestant("`fast`, 1 rank × 256", 1, 256, 3, 7e-3, fast=True),
     Contestant("`fast`, 1 rank × 256, two threads", 1, 256, 3, 7e-3, fast=True, threads=2),
     Contestant("`fast`, 2 ranks × 128", 2, 256, 3, 7e-3, fast=True),
-    Contestant("`fast`, 2 ranks × 256, local SGD", 2, 512, 3, 1e-2, fast=True, local=16),
-    Contestant("`fast`, 1 rank × 1,024", 1, 1024, 2, 1.5e-2, fast=True),
-    Contestant("`fast`, 1 rank × 1,024, two threads", 1, 1024, 2, 1.5e-2, fast=True, threads=2),
-    Contestant("`fast`, 2 ranks × 512, local SGD", 2, 1024, 2, 2e-2, fast=True, local=16),
+    Contestant("`fast`, 2 ranks × 256, local SGD", 2, 512, 3, 1e-2, fast=True, local=64),
 ]
+#: The best of 250 settings (100k) and 240 (1m) of batch, epochs, rate and steps of local SGD, for one rank and for two.
+BEST = {
+    "100k": [
+        Contestant("`fast`, 1 rank × 2,048", 1, 2048, 3, 2e-2, fast=True),
+        Contestant("`fast`, 1 rank × 2,048, two threads", 1, 2048, 3, 2e-2, fast=True, threads=2),
+        Contestant("`fast`, 2 ranks × 2,048, local SGD", 2, 4096, 3, 4e-2, fast=True, local=4),
+    ],
+    "1m": [
+        Contestant("`fast`, 1 rank × 8,192", 1, 8192, 2, 2e-2, fast=True),
+        Contestant("`fast`, 1 rank × 8,192, two threads", 1, 8192, 2, 2e-2, fast=True, threads=2),
+        Contestant("`fast`, 2 ranks × 8,192, local SGD", 2, 16384, 2, 4e-2, fast=True, local=4),
+    ],
+}
 EPOCH = [
     Contestant(name.format(batch, batch // 2), ranks, batch, fast=quick, local=local)
     for batch in (64, 512, 4096)
@@ -77,6 +87,7 @@ def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, f
     import fastai.distributed  # noqa: F401 (gives Learner distrib_ctx)
     import pandas as pd
     import torch
+    import torch.distributed as dist
     from fastai.callback.core import Callback
     from fastai.collab import CollabDataLoaders, collab_learner
     from fastai.torch_core import set_seed
@@ -98,6 +109,8 @@ def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, f
     callback = Callback(after_validate=note)
     callback.order = 60  # after the recorder
     with learn.no_bar(), learn.no_logging(), learn.added_cbs(callback):
+        if contestant.ranks > 1:
+            dist.barrier()
         begin = time.perf_counter()
         if contestant.ranks > 1:
             with learn.distrib_ctx():
@@ -111,13 +124,13 @@ def _ratio(one: list[float], other: list[float]) -> float:
     return statistics.median(one) / statistics.median(other)
 
 
-def _to_quality(run: Run, turns: int) -> list[str]:
+def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> list[str]:
     """A table of the seconds until the loss at which the plain process ends."""
     times: dict[str, list[float]] = {}
     reached: dict[str, float] = {}
     for _ in range(turns):
         target = 0.0
-        for contestant in TO_QUALITY:
+        for contestant in contestants:
             seen = run(contestant, contestant.epochs)
             target = target or seen[-1][1]
             reached[contestant.name] = min(loss for _, loss in seen)
@@ -137,9 +150,21 @@ def _to_quality(run: Run, turns: int) -> list[str]:
                 if times[c.name]
                 else "not reached | |"
             )
-            for c in TO_QUALITY
+            for c in contestants
         ),
         "",
+        *(line for c in contestants if c.local for line in _beside_one_rank(c, contestants, times)),
+    ]
+
+
+def _beside_one_rank(two: Contestant, contestants: list[Contestant], times: dict[str, list[float]]) -> list[str]:
+    """What two ranks take of one whose steps have as many rows as each of theirs."""
+    ones = [c for c in contestants if c.fast and c.ranks == 1 and c.batch == two.batch // 2]
+    return [
+        f"{two.name}: {_ratio(times[two.name], times[one.name]):.2f} of {one.name} (required: {required}).\n"
+        for one in ones
+        for required in [0.65 if one.threads == 1 else 1.0]
+        if times[two.name] and times[one.name]
     ]
 
 
@@ -184,7 +209,7 @@ def main() -> None:
             frame.sample(frac=0.1 if options.quick else 1.0, random_state=0).to_parquet(data)
             for contestant in (PLAIN, *EPOCH[1:5]):  # what is imported at first use
                 run(contestant._replace(batch=4096), 1)
-            lines = _to_quality(run, options.turns if size == "100k" else 1)
+            lines = _to_quality(run, TO_QUALITY + BEST[size], options.turns if size == "100k" else 1)
             if size == "100k":
                 lines += _epochs(run, options.turns)
             save_section(

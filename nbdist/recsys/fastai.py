@@ -38,8 +38,8 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
 
     A small model's step takes as long for half the rows, so ranks that wait for each other in each step gain nothing.
     With `local_sgd_steps` each rank takes that many by itself before the ranks average their weights (local SGD), and
-    again at the end of an epoch; 16 is a good beginning. The losses that are recorded and shown in training are then
-    rank 0's own, and what an optimizer keeps is of its rank.
+    again at the end of an epoch; 64 is a good beginning for steps of 256 rows, 4 for 4,096. The losses that are
+    recorded and shown in training are then rank 0's own, and what an optimizer keeps is of its rank.
 
     Args:
         learn: What `collab_learner` or `tabular_learner` gave, or a `Learner` whose data are `TabularPandas`.
@@ -136,9 +136,10 @@ def _loader(original: Any) -> TabularLoader:
     if np.ptp(getattr(original, "wgts", 0.0)) > 1e-12:
         raise TypeError("fast() does not draw rows by weights, as this learner's training loader does")
     rows = original.dataset
-    data = [torch.tensor(rows.cats.to_numpy()).long()]
+    # A frame's array holds a column's values side by side; a row's are gathered in a fraction of the time.
+    data = [torch.tensor(np.ascontiguousarray(rows.cats.to_numpy(), np.int64))]
     if rows.with_cont:
-        data.append(torch.tensor(rows.conts.to_numpy(dtype=np.float32)))
+        data.append(torch.tensor(np.ascontiguousarray(rows.conts.to_numpy(), np.float32)))
     if set(rows.y_names) <= set(rows.items.columns):
         data.append(torch.tensor(rows.targ.to_numpy()))
     return TabularLoader(original, tuple(data))

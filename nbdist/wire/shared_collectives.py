@@ -60,10 +60,10 @@ class SharedCollectives:
     def __init__(self, parts: torch.Tensor, inboxes: list[int], outboxes: list[list[int]]) -> None:
         self._parts = parts  # by parity of the piece's number, and by rank: bytes
         self._inboxes, self._outboxes = inboxes, outboxes  # by parity; of each other rank, by parity
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        width = _PIECE // self._size // _HEAD * _HEAD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        width = _PIECE // self.size // _HEAD * _HEAD
         # By parity, sender and receiver. NumPy takes a tenth of the time that torch takes for small ones.
-        self._slots = parts.numpy()[..., : self._size * width].reshape(2, self._size, self._size, width)
+        self._slots = parts.numpy()[..., : self.size * width].reshape(2, self.size, self.size, width)
         self._heads = self._slots[..., :16].view(np.int64)
         self._group = weakref.ref(dist.group.WORLD)
         self._count = 0  # of pieces that were exchanged; negative after a failure
@@ -89,13 +89,13 @@ class SharedCollectives:
                     for part, parts in zip(turn, exchanged, strict=True):
                         torch.sum(parts, 0, out=part)
         for one in more:
-            one.div_(self._size)
-        return tensor.div_(self._size)
+            one.div_(self.size)
+        return tensor.div_(self.size)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The `tensor` of each rank, all of one shape."""
         flat = tensor.reshape(-1)
-        gathered = flat.new_empty(self._size, len(flat))
+        gathered = flat.new_empty(self.size, len(flat))
         width = _PIECE // tensor.element_size()
         with _noted("nbdist:gather"):
             for part, whole in zip(flat.split(width), gathered.split(width, 1), strict=True):
@@ -111,18 +111,26 @@ class SharedCollectives:
                     part.copy_(reduce(parts, 0))
         return tensor
 
-    def all_to_all(self, outputs: Sequence[np.ndarray], inputs: Sequence[np.ndarray]) -> None:
+    def all_to_all(self, outputs: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Send each rank its part of `inputs`, and receive each one's in `outputs`. Sizes may differ.
 
         Args:
-            outputs: Of each rank, where what it sends is to be: bytes, shape (some,).
+            outputs: Of each rank, where what it sends is to be: bytes, shape (some,). None: in a new array.
             inputs: For each rank, what it gets: bytes, shape (some,).
+
+        Returns:
+            Of each rank what it has sent.
         """
         # Each sender has a slot for each receiver: how much comes in all, how much it sends to anyone at most, and as
         # much as there is room for. What does not fit comes in further rounds.
-        me, others = self._rank, [rank for rank in range(self._size) if rank != self._rank]
+        me, others = self.rank, [rank for rank in range(self.size) if rank != self.rank]
         room, start, most = self._slots.shape[3] - _HEAD, 0, max(map(len, inputs))
-        outputs[me][:] = inputs[me]
+        received = dict(enumerate(outputs))
+        mine = received[me]
+        if mine is None:
+            received[me] = inputs[me]
+        else:
+            mine[:] = inputs[me]
         with _noted("nbdist:all_to_all"):
             while start == 0 or start < most:
                 with self._turn(_UNEQUAL) as (parity, tell):
@@ -133,14 +141,21 @@ class SharedCollectives:
                     tell()
                     for rank in others:
                         coming, largest = self._heads[parity, rank, me].tolist()
-                        if coming != len(outputs[rank]):
-                            raise RuntimeError(
-                                f"rank {rank} sends {coming} bytes, and {len(outputs[rank])} are awaited here"
-                            )
-                        part = outputs[rank][start : start + room]
+                        there = received[rank]
+                        if there is None:
+                            there = received[rank] = np.empty(coming, np.uint8)
+                        if coming != len(there):
+                            raise RuntimeError(f"rank {rank} sends {coming} bytes, and {len(there)} are awaited here")
+                        part = there[start : start + room]
                         part[:] = self._slots[parity, rank, me, _HEAD : _HEAD + len(part)]
                         most = max(most, largest)
                 start += room
+        return [one for one in received.values() if one is not None]
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        with _noted("nbdist:barrier"), self._turn(0) as (_, tell):
+            tell()
 
     @contextlib.contextmanager
     def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -150,7 +165,7 @@ class SharedCollectives:
             start = 0
             for one in mine:
                 exchanged.append(self._parts[parity, :, start : start + one.nbytes].view(one.dtype))
-                exchanged[-1][self._rank].copy_(one)
+                exchanged[-1][self.rank].copy_(one)
                 start += _padded(one)
             tell()
             yield exchanged
@@ -175,7 +190,7 @@ class SharedCollectives:
             mark = size.to_bytes(8, "little")
             for outbox in self._outboxes:
                 os.write(outbox[parity], mark)
-            wanted = mark * (self._size - 1)
+            wanted = mark * (self.size - 1)
             heard = b""
             begin = time.perf_counter()
             while len(heard) < len(wanted):
@@ -195,6 +210,20 @@ class SharedCollectives:
         yield parity, tell
         self._count = count + 1
 
+    def memory(self, size: int) -> mmap.mmap:
+        """As many bytes, zeros, that all ranks have in common; `size` is alike on all."""
+        segment = Segment.create(size if self.rank == 0 else 0)
+        with contextlib.closing(segment):
+            offers: list[Any] = [(os.getpid(), _file(segment.fd)) if self.rank == 0 else None]
+            dist.broadcast_object_list(offers)
+            pid, file = offers[0]
+            fd = _open_there(pid, file, os.O_RDWR)
+            try:
+                return mmap.mmap(fd, size)
+            finally:
+                os.close(fd)
+                self.barrier()  # nobody closes what another has yet to open
+
     def abort(self) -> None:
         """End, from any thread, what waits here: it fails, and so does all that follows."""
         self._count = -1
@@ -202,7 +231,7 @@ class SharedCollectives:
             for inbox in self._inboxes if self._close.alive else ():
                 fd = os.open(f"/proc/self/fd/{inbox}", os.O_WRONLY | os.O_CLOEXEC)
                 try:
-                    os.write(fd, _ABORTED * self._size)  # all that it may wait for, and more
+                    os.write(fd, _ABORTED * self.size)  # all that it may wait for, and more
                 finally:
                     os.close(fd)
 
@@ -268,7 +297,11 @@ def _open(offer: _Offer, file: _File, flags: int, machine: str) -> int:
     """Open a file of another process. Raises `OSError` where that is not the one that was offered."""
     if offer.machine != machine:
         raise OSError("on another machine")
-    fd = os.open(f"/proc/{offer.pid}/fd/{file.fd}", flags | os.O_CLOEXEC)
+    return _open_there(offer.pid, file, flags)
+
+
+def _open_there(pid: int, file: _File, flags: int) -> int:
+    fd = os.open(f"/proc/{pid}/fd/{file.fd}", flags | os.O_CLOEXEC)
     if _file(fd).identity != file.identity:
         os.close(fd)
         raise OSError("another file: the processes do not see each other")

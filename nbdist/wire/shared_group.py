@@ -36,12 +36,12 @@ class SharedGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int, collectives: SharedCollectives) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._collectives = collectives
+        self.collectives = collectives
 
     @property
     def usable(self) -> bool:
         """Whether nothing has failed, and the default process group is still the same."""
-        return self._collectives.usable
+        return self.collectives.usable
 
     def getBackendName(self) -> str:
         """As DistributedDataParallel notes it."""
@@ -55,7 +55,7 @@ class SharedGroup(dist.ProcessGroup):
         """`torch.distributed.all_reduce`."""
         for tensor in tensors:
             flat = tensor.contiguous()
-            self._collectives.reduce_(flat, _reduction(opts))
+            self.collectives.reduce_(flat, _reduction(opts))
             if flat is not tensor:
                 tensor.copy_(flat)
         return _done(tensors)
@@ -122,15 +122,15 @@ class SharedGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         """End, from any thread, what waits in this group."""
-        self._collectives.abort()
+        self.collectives.abort()
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._collectives.close()
+        self.collectives.close()
 
     def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         into = [one if one.is_contiguous() else torch.empty_like(one).contiguous() for one in outputs]
-        self._collectives.all_to_all(list(map(_bytes, into)), [_bytes(one.contiguous()) for one in inputs])
+        self.collectives.all_to_all(list(map(_bytes, into)), [_bytes(one.contiguous()) for one in inputs])
         for output, one in zip(outputs, into, strict=True):
             if one is not output:
                 output.copy_(one)

@@ -286,6 +286,14 @@ def test_tensors_are_neither_copied_nor_changed_in_kind() -> None:
     assert next(iter(one))[0][0, 0] == 7
 
 
+@pytest.mark.parametrize("array", [np.asfortranarray, lambda rows: pd.DataFrame(rows).to_numpy(), torch.tensor])
+def test_rows_that_lie_scattered_in_memory_are_brought_together_once(array: Any) -> None:
+    rows = np.arange(6_000).reshape(3_000, 2)
+    loader = MemoryLoader((array(rows),), 1_000, shuffle=True)
+    assert loader._table["0"][0].is_contiguous()
+    assert sorted(map(tuple, torch.cat([batch for (batch,) in loader]).tolist())) == list(map(tuple, rows.tolist()))
+
+
 def test_frames() -> None:
     pandas = pd.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})
     frame = pl.DataFrame({"row": [1, 2, 3], "score": [0.5, float("nan"), 1], "genres": [[1], [], [2, 3]]})

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import psutil
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +48,23 @@ def mine(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def assert_as_gloo(collective: Any) -> None:
     """`collective` is called with a process group and returns what it gives."""
     torch.testing.assert_close(collective(group()), collective(dist.group.WORLD), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("pieces", [0.0, 0.001, 2.3])
+def test_what_comes_need_not_be_known(session: Session, pieces: float) -> None:
+    def exchange() -> bool:
+        collectives = group().collectives
+        rank, size = collectives.rank, collectives.size
+        length = int(pieces * shared_collectives._PIECE)
+        parts = [np.full(length * (rank + 1) + other, 10 * rank + other, np.uint8) for other in range(size)]
+        collectives.barrier()
+        received = collectives.all_to_all([None] * size, parts)
+        return all(
+            len(one) == length * (sender + 1) + rank and (one == 10 * sender + rank).all()
+            for sender, one in enumerate(received)
+        )
+
+    assert all(session.run_all(exchange))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int32], ids=str)

@@ -16,7 +16,8 @@ def mend_distributed(module: types.ModuleType) -> Originals:
     import torch.distributed as dist
 
     from ...devices import collective_device, rank_device
-    from ...wire.shared_collectives import SharedCollectives, open_shared_collectives
+    from ...wire.shared_collectives import SharedCollectives
+    from ...wire.shared_group import shared_group
 
     core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
@@ -44,7 +45,8 @@ def mend_distributed(module: types.ModuleType) -> Originals:
                 parameter.requires_grad_(False)
         prepare(self)
         nonlocal shared
-        shared = open_shared_collectives() if rank_device().type == "cpu" else None
+        group = shared_group() if rank_device().type == "cpu" else None
+        shared = None if group is None else group.collectives
         if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
             self.learn.model.register_comm_hook(self.learn, mean_of_gradients)
 

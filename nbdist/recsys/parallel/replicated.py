@@ -15,8 +15,10 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.nn.parallel import DistributedDataParallel
 
 from ...devices import collective_device
+from ...wire.shared_group import shared_group
 from . import buffers, checkpoint, growth, optimizers
 from .growth import Growth
+from .tables import CommonTables, sparse_tables
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,13 @@ class Replicated:
         Linear(in_features=1, out_features=1, bias=True)
     """
 
-    model: DistributedDataParallel
+    model: nn.Module
+    """Call it like the model that was given."""
     optimizer: torch.optim.Optimizer
+    module: nn.Module
+    """The model that was given."""
+    tables: CommonTables | None = None
+    """What ranks have in common instead of a copy each."""
 
     @property
     def fused(self) -> bool:
@@ -56,16 +63,24 @@ class Replicated:
             Their norm before.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return float(nn.utils.clip_grad_norm_(every, norm))
+        if self.tables is None:
+            return float(nn.utils.clip_grad_norm_(every, norm))
+        self.tables.exchange()
+        dense = [one.grad for one in every if one not in self.tables and one.grad is not None]
+        total = float((self.tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
+        for one in every:
+            if one.grad is not None:
+                one.grad.mul_(min(1.0, norm / (total + 1e-6)))
+        return total
 
     def gather(self) -> nn.Module | None:
         """The model as a plain module, on the CPU of rank 0; None on the other ranks."""
-        return copy.deepcopy(self.model.module).cpu() if dist.get_rank() == 0 else None
+        return copy.deepcopy(self.module).cpu() if dist.get_rank() == 0 else None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
-        if self.model.broadcast_buffers:
-            buffers.share(list(self.model.module.buffers()))  # any rank's may be written
+        if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
+            buffers.share(list(self.module.buffers()))  # any rank's may be written
         checkpoint.save(folder, {"model": self._weights()} | optimizers.state_of([self._named()]))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
@@ -93,12 +108,14 @@ class Replicated:
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state([self._named()], there, folder)
+            if self.tables is not None:
+                self.tables.adopt(self.optimizer)
 
     def _weights(self) -> dict[str, Any]:
         return dict(states.get_model_state_dict(self.model))
 
     def _named(self) -> optimizers.Named:
-        return self.optimizer, {parameter: name for name, parameter in self.model.module.named_parameters()}
+        return self.optimizer, {parameter: name for name, parameter in self.module.named_parameters()}
 
 
 def replicate(
@@ -107,6 +124,11 @@ def replicate(
     """Put a copy of `model` on every rank, embedding tables included. All ranks have to call it.
 
     Every copy starts with rank 0's values. The gradient of a step is the mean of the ranks' gradients.
+
+    CPU ranks of one machine need no copies of tables that say `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without
+    `max_norm`): these, and what the optimizer keeps of their rows, are in memory once, each rank updates a part of the
+    rows, and a step's time does not depend on how many rows they have. Optimizers for that are torch's Adagrad,
+    SparseAdam, and SGD without momentum. On GPUs, several machines, or with a `process_group` they are copied, too.
 
     Args:
         model: Any module, with values. It is moved to the rank's device.
@@ -138,7 +160,20 @@ def replicate(
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
     device = collective_device()
-    parallel = DistributedDataParallel(
-        model.to(device), device_ids=[device] if device.type == "cuda" else None, **options
-    )
-    return Replicated(parallel, optimizer([p for p in model.parameters() if p.requires_grad]))
+    model.to(device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sparse, copied = sparse_tables(model)
+    group = None
+    if device.type == "cpu" and not copied and "process_group" not in options:
+        group = options["process_group"] = shared_group()
+    tables = CommonTables(sparse, group.collectives) if sparse and group is not None else None
+    parallel = model
+    if tables is None or any(parameter not in tables for parameter in trained):
+        if tables is not None:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sparse))
+        parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+        vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
+    replicated = Replicated(parallel, optimizer(trained), model, tables)
+    if tables is not None:
+        tables.attach(replicated.optimizer)
+    return replicated

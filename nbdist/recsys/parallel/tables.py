@@ -1,0 +1,162 @@
+"""Embedding tables with sparse gradients that CPU ranks of one machine have in common.
+
+A rank looks rows up where they lie, in memory that all of them share. In a step the gradients of a row go to the rank
+whose own it is, which updates it: so nothing is done twice, and the optimizer's state is in memory once, too.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...wire.shared_collectives import SharedCollectives
+
+
+def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
+    """The tables that ranks can have in common, by the names of their weights; and whether there are others."""
+    sparse: dict[str, Any] = {
+        f"{path}.weight".lstrip("."): module
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+    }
+    # With max_norm, tables are written to by those who look rows up.
+    common = {name: module.weight for name, module in sparse.items() if module.max_norm is None}
+    return common, len(common) < len(sparse)
+
+
+class CommonTables:
+    """The tables of a model, in memory that all ranks share. All ranks have to call its methods alike.
+
+    Args:
+        tables: Their weights, by name; they become rank 0's on all ranks.
+        collectives: Of all ranks.
+    """
+
+    def __init__(self, tables: dict[str, nn.Parameter], collectives: SharedCollectives) -> None:
+        self._names = {table: name for name, table in tables.items()}
+        self._collectives = collectives
+        self._tables = list(self._names)
+        alike: dict[Any, list[nn.Parameter]] = {}
+        for table in self._tables:
+            alike.setdefault((table.dtype, table.shape[1]), []).append(table)
+        self._alike = list(alike.values())
+        self._exchanged: list[torch.Tensor | None] = []  # the gradients that are means already
+        self._kept: dict[tuple[nn.Parameter, str], torch.Tensor] = {}  # of an optimizer, and in common
+        for table in self._tables:
+            table.data = self._in_common(table.data, slice(None) if collectives.rank == 0 else slice(0))
+        self._collectives.barrier()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on a step of the optimizer, which has these tables, is one of all ranks."""
+        self.adopt(optimizer)
+        optimizer.register_step_pre_hook(lambda *_: self.exchange())
+        optimizer.register_step_post_hook(self._end)
+
+    def exchange(self) -> None:
+        """Make of each table's gradient the mean over the ranks, of this rank's own rows alone; once."""
+        if self._exchanged and all(a.grad is b for a, b in zip(self._tables, self._exchanged, strict=True)):
+            return
+        for tables in self._alike:
+            found = [self._gradient(table) for table in tables]
+            ids, values = torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
+            number = torch.repeat_interleave(torch.tensor([len(ids) for ids, _ in found]))
+            to = self._owner(ids, tables[0]).mul_(len(tables)).add_(number)
+            counts = torch.bincount(to, minlength=self._collectives.size * len(tables)).view(-1, len(tables))
+            orders = to.argsort().split(counts.sum(1).tolist())
+            sent = [_packed(*one, ids, values).numpy() for one in zip(counts, orders, strict=True)]
+            received = self._collectives.all_to_all([None] * len(sent), sent)
+            pieces = [_unpacked(torch.from_numpy(one), tables) for one in received]
+            for i, table in enumerate(tables):
+                own_ids, own_values = (torch.cat(some) for some in zip(*(piece[i] for piece in pieces), strict=True))
+                own_values /= self._collectives.size
+                table.grad = torch.sparse_coo_tensor(own_ids[None], own_values, table.shape, check_invariants=False)
+        self._exchanged = [table.grad for table in self._tables]
+
+    def squared_norm(self) -> torch.Tensor:
+        """That of all tables' gradients, after `exchange`; the same on all ranks."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for table in self._tables:
+            total += table.grad.coalesce().values().double().square().sum()  # type: ignore[union-attr]
+        return torch.stack(self._collectives.gather(total)).sum()
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._names
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring what the optimizer keeps of the tables' rows into memory that all ranks share."""
+        for table, state, key in self._rows_kept(optimizer):
+            own = self._owner(torch.arange(len(table)), table) == self._collectives.rank
+            state[key] = self._in_common(state[key], own)
+            self._kept[table, key] = state[key]
+        self._collectives.barrier()
+
+    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._exchanged.clear()
+        if next(self._rows_kept(optimizer), None):  # some make it in the first step
+            self.adopt(optimizer)
+        else:
+            self._collectives.barrier()  # the next rows are looked up when all are updated
+
+    def _rows_kept(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any], str]]:
+        """What is not yet in common."""
+        for table in self._tables:
+            state = optimizer.state.get(table, {})
+            for key, value in list(state.items()):
+                if not isinstance(value, torch.Tensor) or value.shape[:1] != table.shape[:1]:
+                    continue
+                if self._kept.get((table, key)) is value:
+                    continue
+                if value.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} keeps {key} of {self._names[table]} as a sparse tensor, which "
+                        "ranks cannot have in common: use Adagrad, SparseAdam, or SGD without momentum"
+                    )
+                yield table, state, key
+
+    def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of a table that this rank's batch has touched, shape (some,), and their gradients, (some, width)."""
+        if table.grad is None:
+            return torch.empty(0, dtype=torch.int64), table.new_empty(0, table.shape[1])
+        if not table.grad.is_sparse:
+            raise RuntimeError(
+                f"{self._names[table]} has a dense gradient, though its table says sparse=True: something else than "
+                "looking rows up uses it. Say sparse=False there"
+            )
+        return table.grad._indices()[0], table.grad._values()
+
+    def _owner(self, ids: torch.Tensor, table: nn.Parameter) -> torch.Tensor:
+        """Whose rows these are, shape of `ids`: pages of memory in turns, for often ids nearby are popular."""
+        block = max(1, mmap.PAGESIZE // (table.shape[1] * table.element_size()))
+        return ids.div(block, rounding_mode="floor").remainder_(self._collectives.size)
+
+    def _in_common(self, tensor: torch.Tensor, written: Any) -> torch.Tensor:
+        """A tensor in memory that all ranks share, of which this one writes some rows."""
+        memory = self._collectives.memory(max(tensor.nbytes, 1))
+        common = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+        common[written] = tensor[written]
+        return common
+
+
+def _packed(counts: torch.Tensor, chosen: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Chosen rows and their gradients as bytes: how many are of each table first."""
+    sizes = [one.element_size() * math.prod(one.shape[1:]) * len(chosen) for one in (ids, values)]
+    packed = torch.empty(counts.nbytes + sum(sizes), dtype=torch.uint8)
+    head, *rest = packed.split([counts.nbytes, *sizes])
+    head.view(torch.int64).copy_(counts)
+    for one, place in zip((ids, values), rest, strict=True):
+        torch.index_select(one, 0, chosen, out=place.view(one.dtype).view(-1, *one.shape[1:]))
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, tables: list[nn.Parameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each table the rows and their gradients."""
+    width, start = tables[0].shape[1], 8 * len(tables)
+    counts = packed[:start].view(torch.int64).tolist()
+    ids, values = packed[start:].split([8 * sum(counts), len(packed) - start - 8 * sum(counts)])
+    rows = values.view(tables[0].dtype).view(-1, width)
+    return list(zip(ids.view(torch.int64).split(counts), rows.split(counts), strict=True))

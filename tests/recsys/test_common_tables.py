@@ -1,0 +1,211 @@
+"""Tables with sparse gradients that ranks have in common: trained as in one process, saved, loaded, clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nbdist import Session
+from nbdist.recsys.training import replicate
+
+ROWS = 3_000
+States = dict[str, torch.Tensor]
+
+
+class Model(nn.Module):
+    """Tables of different widths, one of them looked up in bags, and a layer over them."""
+
+    def __init__(self, dense: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.one = nn.Embedding(ROWS, 4, sparse=True)
+        self.bags = nn.EmbeddingBag(ROWS, 3, mode="sum", sparse=True)
+        self.seldom = nn.Embedding(10, 1, sparse=True)
+        self.over = nn.Linear(7, 1) if dense else None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.one(ids), self.bags(torch.stack([ids, ids // 2], 1))], 1)
+        found = both.sum(1) if self.over is None else self.over(both).squeeze(1)
+        return found + self.seldom(torch.tensor([3])).squeeze() if len(ids) > 20 else found
+
+
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def sparse_adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(list(parameters), lr=0.1)
+
+
+def batch(step: int) -> torch.Tensor:
+    """Of all ranks: rows that come again, and some that are popular."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.cat([torch.randint(ROWS, (40,), generator=draw), torch.randint(5, (24,), generator=draw)])
+
+
+def divided(ids: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
+    """What each rank gets of a batch: the last one more than others."""
+    part = len(ids) // (2 * ranks)
+    return ids.split([part] * (ranks - 1) + [len(ids) - part * (ranks - 1)])
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return (model(ids) - ids % 7).square().mean()
+
+
+def trained(
+    optimizer: Callable[[Any], torch.optim.Optimizer], dense: bool, steps: range, clip: float, folder: Any = None
+) -> tuple[States, list[float]]:
+    """In a rank: weights after some steps, from a checkpoint where there is one, which is written at the end."""
+    replicated = replicate(Model(dense), optimizer)
+    if folder and steps.start:
+        replicated.load(folder)
+    norms = []
+    for step in steps:
+        replicated.optimizer.zero_grad()
+        loss_of(replicated.model, divided(batch(step), dist.get_world_size())[dist.get_rank()]).backward()
+        if clip:
+            norms.append(replicated.clip_gradients(clip))
+        replicated.optimizer.step()
+    if folder:
+        replicated.save(folder)
+    return {name: value.clone() for name, value in replicated.module.state_dict().items()}, norms
+
+
+def alone(optimizer: Callable[[Any], torch.optim.Optimizer], dense: bool, clip: float, ranks: int) -> Any:
+    """The same in this process."""
+    model = Model(dense)
+    stepped = optimizer(model.parameters())
+    norms = []
+    for step in range(6):
+        stepped.zero_grad()
+        torch.stack([loss_of(model, ids) for ids in divided(batch(step), ranks)]).mean().backward()
+        if clip:
+            grads = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+            norms.append(float(torch.stack([g.square().sum() for g in grads]).sum().sqrt()))
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad * min(1.0, clip / (norms[-1] + 1e-6))
+        stepped.step()
+    return model.state_dict(), norms
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[int, Session]]:
+    with Session(2, timeout=100) as two, Session(3, timeout=100) as three:
+        yield {2: two, 3: three}
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared sessions' ranks may stay."""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "dense", "clip"),
+    [(adagrad, True, 0.0), (adagrad, True, 0.5), (sgd, True, 0.0), (sparse_adam, False, 0.0), (sgd, False, 0.5)],
+)
+def test_ranks_train_what_one_process_trains(
+    sessions: dict[int, Session], ranks: int, optimizer: Any, dense: bool, clip: float
+) -> None:
+    wanted, norms = alone(optimizer, dense, clip, ranks)
+    for weights, seen in sessions[ranks].run_all(trained, optimizer, dense, range(6), clip):
+        torch.testing.assert_close(weights, wanted, rtol=1e-4, atol=1e-5)
+        assert seen == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(("optimizer", "dense"), [(adagrad, True), (sparse_adam, False)])
+def test_a_checkpoint_goes_on_with_what_the_optimizer_keeps(
+    sessions: dict[int, Session], tmp_path: Path, optimizer: Any, dense: bool
+) -> None:
+    wanted, _ = sessions[2].run(trained, optimizer, dense, range(6), 0.0)
+    sessions[2].run(trained, optimizer, dense, range(3), 0.0, tmp_path)
+    found, _ = sessions[2].run(trained, optimizer, dense, range(3, 6), 0.0, tmp_path)
+    torch.testing.assert_close(found, wanted)
+    sessions[3].run(trained, optimizer, dense, range(6, 7), 0.0, tmp_path)  # on as many ranks as one likes
+
+
+def test_tables_are_in_memory_once(sessions: dict[int, Session]) -> None:
+    def look() -> float:
+        replicated = replicate(Model(), adagrad)
+        state = replicated.optimizer.state[replicated.module.one.weight]["sum"]
+        if dist.get_rank() == 0:
+            replicated.module.one.weight.data[7] = 5.0
+            state[7] = 6.0
+        dist.barrier()
+        return float(replicated.module.one.weight[7, 0]) + float(state[7, 0])
+
+    assert sessions[2].run_all(look) == [11.0, 11.0]
+
+
+def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Session]) -> None:
+    def train(leaves_out: bool) -> States:
+        replicated = replicate(Model(), adagrad)
+        for step in range(4):
+            if leaves_out and step == 2:
+                loss_of(replicated.model, batch(9)).backward()
+                replicated.clip_gradients(0.1)  # and it was too large, say
+                replicated.optimizer.zero_grad()
+            loss_of(replicated.model, divided(batch(step), 2)[dist.get_rank()]).backward()
+            replicated.optimizer.step()
+            replicated.optimizer.zero_grad()
+        return {name: value.clone() for name, value in replicated.module.state_dict().items()}
+
+    torch.testing.assert_close(sessions[2].run(train, True), sessions[2].run(train, False))
+
+
+def test_what_comes_back_is_a_plain_model(sessions: dict[int, Session]) -> None:
+    def train() -> Any:
+        replicated = replicate(Model(), adagrad)
+        return replicated.gather(), replicated.module
+
+    for model in sessions[2].run(train):
+        before = model.one.weight.detach().clone()
+        loss_of(model, batch(0)).backward()
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        assert not torch.equal(model.one.weight, before)
+        assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+class Tied(nn.Module):
+    """Rows are looked up, and the whole table is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(ROWS, 4, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return (self.rows(ids) @ self.rows.weight.T).mean(1)
+
+
+def test_what_tables_in_common_cannot_do_is_said(sessions: dict[int, Session]) -> None:
+    def step(model: nn.Module, optimizer: Any) -> None:
+        replicated = replicate(model, optimizer)
+        loss_of(replicated.model, batch(0)).backward()
+        replicated.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"rows\.weight has a dense gradient.*sparse=False"):
+        sessions[2].run(step, Tied(), sgd)
+    with pytest.raises(RuntimeError, match=r"SGD keeps momentum_buffer of one\.weight as a sparse tensor"):
+        sessions[2].run(step, Model(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+
+def test_tables_with_a_largest_norm_are_copied(sessions: dict[int, Session]) -> None:
+    def train() -> bool:
+        replicated = replicate(nn.Embedding(10, 2, sparse=True, max_norm=1.0), sgd)
+        replicated.model(torch.tensor([dist.get_rank()])).sum().backward()
+        replicated.optimizer.step()
+        return replicated.tables is None
+
+    assert sessions[2].run_all(train) == [True, True]
