@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
