@@ -356,7 +356,7 @@ def handles():
         signal.setitimer(signal.ITIMER_REAL, 0.0005)
     signal.signal(signal.SIGALRM, tick)
     tick()
-    while len(ticks) < 200:
+    while len(ticks) < 60:
         print('line', flush=True)
         print('line' * 2000)
     signal.signal(signal.SIGALRM, signal.SIG_IGN)

@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.machine import conditions, save_section, title_of
 from benchmarks.recsys.quality import interactions
-from benchmarks.recsys.training import Model, Sparse, predict
+from benchmarks.recsys.training import Model, Sparse, predict, predict_sparse
 from benchmarks.recsys.turns import parsed, spread
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC
 from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import evaluate
+from nbdist.recsys.training import evaluate, replicate
 from nbdist.recsys.training.loop import log_loss
 
 WIDTH, EPOCHS = 16, 3
@@ -117,25 +117,25 @@ def plain(folder: str, batch: int, rate: float, sparse: bool) -> Curve:
     return watch.curve
 
 
-def sharded(folder: str, batch: int, rate: float) -> Curve:
-    """In a rank: our loader, and tables that are sharded."""
+def on_ranks(folder: str, batch: int, rate: float, common: bool = False) -> Curve:
+    """In a rank: our loader, and tables that are sharded; or that ranks have in common."""
     rows = Rows.of(folder)
     torch.manual_seed(0)
-    ranks = dist.get_world_size()
-    model = shard(
-        Model(WIDTH, rows.sizes),
-        batch_size=batch // ranks,
-        optimizer="adagrad",
-        lr=rate,
-        dense_optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=rate),
-    )
-    train = MemoryLoader(rows.train, batch // ranks, shuffle=True, seed=0, keyed=KEYS)
-    test = MemoryLoader(rows.test, 4096, remainder="pad", keyed=KEYS)
-    watch = Watch(len(train), lambda: evaluate(model.model, predict, test, {"auc": AUC()})["auc"])
+    size = batch // dist.get_world_size()
+    dense = partial(torch.optim.Adagrad, lr=rate)
+    model: Any
+    if common:
+        model, predicted, keyed = replicate(Sparse(WIDTH, rows.sizes), dense), predict_sparse, ()
+    else:
+        model = shard(Model(WIDTH, rows.sizes), batch_size=size, optimizer="adagrad", lr=rate, dense_optimizer=dense)
+        predicted, keyed = predict, KEYS
+    train = MemoryLoader(rows.train, size, shuffle=True, seed=0, keyed=keyed)
+    test = MemoryLoader(rows.test, 4096, remainder="pad", keyed=keyed)
+    watch = Watch(len(train), lambda: evaluate(model.model, predicted, test, {"auc": AUC()})["auc"])
     for _ in range(EPOCHS):
         for some in train:
             model.optimizer.zero_grad()
-            log_loss(*predict(model.model, some)).backward()
+            log_loss(*predicted(model.model, some)).backward()
             model.optimizer.step()
             watch.step()
     return watch.curve
@@ -172,8 +172,11 @@ LOOP = "plain loop: `DataLoader`, dense Adam, 256 rows"
 CONTESTANTS = (
     Contestant(LOOP, 1, 2, partial(plain, batch=256, rate=1e-3, sparse=False)),
     Contestant("`nn.Embedding(sparse=True)`, 1,024 rows", 1, 2, partial(plain, batch=1024, rate=0.05, sparse=True)),
-    Contestant("`shard`, 1 rank × 1,024", 1, 2, partial(sharded, batch=1024, rate=0.05)),
-    Contestant("`shard`, 2 ranks × 512", 2, 1, partial(sharded, batch=1024, rate=0.05)),
+    Contestant("`shard`, 1 rank × 1,024", 1, 2, partial(on_ranks, batch=1024, rate=0.05)),
+    Contestant("`shard`, 2 ranks × 512", 2, 1, partial(on_ranks, batch=1024, rate=0.05)),
+    Contestant(
+        "`replicate`, tables in common, 2 ranks × 512", 2, 1, partial(on_ranks, batch=1024, rate=0.05, common=True)
+    ),
     Contestant("implicit's ALS", 1, 2, partial(als, factors=16, regularization=0.1, alpha=1.0)),
 )
 

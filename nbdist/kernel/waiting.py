@@ -29,7 +29,8 @@ from .stopping import unanswered_stop
 GRACE_AFTER_FAILURE = 0.8
 #: Seconds that one of them gets to begin the call, which it does to leave: on a busy machine it may still be joining.
 GRACE_TO_BEGIN = 5.0
-#: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render.
+#: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render. As many
+#: gets one each time that it says that it is still importing a module, which is to be imported whole.
 GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
@@ -305,7 +306,7 @@ class Waiting:
                 if self._deadline is not None:
                     self._deadline = max(self._deadline, time.monotonic() + self._grace)
             return
-        if message[0] == "raised":
+        if message[0] in ("raised", "importing"):
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
             return

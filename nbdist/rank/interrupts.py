@@ -9,21 +9,32 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..postponing import postpone
 
 #: Seconds from one interrupt to the next, until one is heard.
 _PAUSE = 0.05
+#: Seconds that one waits for the end of an import, at most: a module that is imported by half stays so.
+_IMPORT = 30.0
+#: Seconds from one word about that to the next: the kernel has a little patience after each.
+_WORD = 1.0
 
 
 class Interrupts:
-    """SIGINT as `KeyboardInterrupt`, where that is `allowed`."""
+    """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
 
-    def __init__(self) -> None:
+    Args:
+        tell: Called, in the main thread, now and then while an interrupt waits for the end of an import.
+    """
+
+    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+        self._tell = tell
         self._possible = self._interrupted = False
         self._block = 0  # the number of that in which an interrupt may come
+        self._waits: float | None = None  # since when one does, for the end of an import
+        self._told = 0.0
         self._unraisable = sys.unraisablehook
 
     def install(self) -> None:
@@ -57,15 +68,27 @@ class Interrupts:
             signal.pthread_kill(main, signal.SIGINT)
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
-        if self._possible:
-            # Once: what cleans up after it must not be torn away from its work.
-            self._possible, self._interrupted = False, True
-            raise KeyboardInterrupt
+        if not self._possible:
+            return
+        if _importing(frame):
+            now = time.monotonic()
+            if self._waits is None:
+                self._waits = now
+                self.insist()
+            if now < self._waits + _IMPORT:
+                if now > self._told + _WORD:
+                    self._told = now
+                    self._tell()
+                return
+        # Once: what cleans up after it must not be torn away from its work.
+        self._possible, self._interrupted = False, True
+        raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """An interrupt may come in this block."""
         self._block += 1
+        self._waits = None
         self._possible, self._interrupted = True, False
         try:
             yield
@@ -75,3 +98,12 @@ class Interrupts:
     def refuse(self) -> None:
         """No interrupt any more, for the rest of the block."""
         self._possible = self._interrupted = False
+
+
+def _importing(frame: types.FrameType | None) -> bool:
+    """Whether what a frame does is part of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

@@ -187,6 +187,36 @@ class Stopped:
         raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize(
+    "seconds", [1, pytest.param(9, marks=pytest.mark.slow), pytest.param(60, marks=pytest.mark.slow)]
+)
+def test_a_press_while_ranks_import_leaves_no_half_of_a_module(notebook: Kernel, seconds: int) -> None:
+    name = f"imported_in_{seconds}_s"
+    package = notebook.cwd / name
+    package.mkdir()
+    (package / "part.py").write_text("here = True\n")
+    (package / "__init__.py").write_text(
+        "import os, time\n"
+        "from . import part\n"
+        "open(f'begun{os.environ[\"RANK\"]}', 'w').close()\n"
+        f"end = time.monotonic() + {seconds}\n"
+        "while time.monotonic() < end: time.sleep(0.01)\n"
+    )
+    notebook.ok("import os, importlib\nsession = Session(2)\npids = session.run_all(os.getpid)")
+    code = f"""
+def use():  # as a library does it that imports in the midst of its work
+    importlib.import_module("{name}.part")
+    return sys.modules["{name}"].part.here
+session.run(use)
+"""
+    result = stopped(notebook, code)
+    assert result.error == "KeyboardInterrupt", result.traceback
+    assert notebook.ok("print(session.run_all(os.getpid) == pids)").text == "True\n"
+    if seconds < 30:  # it is whole; what takes longer than a stop may take is broken off
+        assert notebook.ok("print(session.run_all(use))").text == "[True, True]\n"
+    notebook.ok("session.close()")
+
+
 def test_a_press_before_ranks_hear_of_the_call_costs_nothing() -> None:
     says = "^stopped before any rank had got the call: nothing is lost$"
     with pytest.raises(KeyboardInterrupt, match=says):

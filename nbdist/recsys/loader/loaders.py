@@ -127,9 +127,10 @@ class ParquetLoader(Loader):
         # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if options.get("prefetch") is None else options["prefetch"]
-        self._window = memory - 2 * largest.size - (ahead + 3) * max(BLOCK_BYTES, batch)
+        beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
+        self._window = memory - memory // 16 - beside  # allocators keep a little more than they are asked for
         if not self._whole and self._window < largest.size + 8 * largest.rows:
-            need = 3 * largest.size + 8 * largest.rows + (ahead + 3) * max(BLOCK_BYTES, batch)
+            need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
                 f"{largest.size} bytes; with memory={memory} it cannot be read. Say memory={need} or more, or write "
