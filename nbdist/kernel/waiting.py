@@ -99,6 +99,7 @@ class Waiting:
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
         self._begun: set[int] = set()
+        self._explained = False  # that a stop waits for the end of an import
         self._begin = time.monotonic()
         self._deadline = None if timeout is None else self._begin + timeout
         self._interrupted = False  # by the user
@@ -309,6 +310,9 @@ class Waiting:
         if message[0] in ("raised", "importing"):
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+            if message[0] == "importing" and message[1] > 0.5 and self._interrupted and not self._explained:
+                self._explained = True
+                self._relay.cell.notice(f"rank {rank} imports a module first; stop once more to kill the ranks at once")
             return
         if message[0] == "prompt":
             self._keyboard.ask(rank, *message[1:])

@@ -26,10 +26,11 @@ class Interrupts:
     """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
 
     Args:
-        tell: Called, in the main thread, now and then while an interrupt waits for the end of an import.
+        tell: Called, in the main thread, now and then while an interrupt waits for the end of an import: for how many
+            seconds it does.
     """
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, tell: Callable[[float], None] = lambda _: None) -> None:
         self._tell = tell
         self._possible = self._interrupted = False
         self._block = 0  # the number of that in which an interrupt may come
@@ -78,7 +79,7 @@ class Interrupts:
             if now < self._waits + _IMPORT:
                 if now > self._told + _WORD:
                     self._told = now
-                    self._tell()
+                    self._tell(now - self._waits)
                 return
         # Once: what cleans up after it must not be torn away from its work.
         self._possible, self._interrupted = False, True

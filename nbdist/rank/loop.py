@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._interrupts = Interrupts(lambda: channel.send(("importing",)))
+        self._interrupts = Interrupts(lambda seconds: channel.send(("importing", seconds)))
         self._membership = Membership()
         self._keyboard = Keyboard(channel, self._membership)
         self._debugger = Debugger(self._keyboard)

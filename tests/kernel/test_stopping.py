@@ -211,6 +211,7 @@ session.run(use)
 """
     result = stopped(notebook, code)
     assert result.error == "KeyboardInterrupt", result.traceback
+    assert seconds == 1 or "imports a module first; stop once more" in result.text
     assert notebook.ok("print(session.run_all(os.getpid) == pids)").text == "True\n"
     if seconds < 30:  # it is whole; what takes longer than a stop may take is broken off
         assert notebook.ok("print(session.run_all(use))").text == "[True, True]\n"
