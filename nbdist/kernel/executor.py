@@ -36,6 +36,8 @@ class Request:
     lines: int | None
     """How many lines of output the cell shows before it shows the last ones only; None: all."""
     what: str
+    once: bool = False
+    """Whether the ranks end after it."""
 
 
 class Executor:
@@ -140,7 +142,14 @@ class Executor:
                     group.send(rank, *message, parcel=call.parcel)
 
         values = self._have_done(
-            group, send, targets, request.what, timeout=self._timeout, originals=call.originals, stop=stop
+            group,
+            send,
+            targets,
+            request.what,
+            timeout=self._timeout,
+            originals=call.originals,
+            stop=stop,
+            once=request.once,
         )
         return values if request.everyone else values[:1]
 

@@ -179,7 +179,7 @@ def _launch(
         with nothing_sent():
             session = stack.enter_context(Session(ngpus, **options))
         try:
-            return session.call(fn, args, kwargs, imports, need)[0]  # type: ignore[no-any-return]
+            return session.call(fn, args, kwargs, imports, need, once=True)[0]  # type: ignore[no-any-return]
         except BaseException:
             if session.held_ranks():
                 _held_sessions.append(session)

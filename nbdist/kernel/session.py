@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import random
@@ -293,6 +294,7 @@ class Session:
         ranks: Iterable[int] | None = None,
         everyone: bool = False,
         output: str | None = None,
+        once: bool = False,
     ) -> list[Any]:
         """What `run` and `run_all` are made of: with the function's arguments apart, and more to choose from.
 
@@ -300,12 +302,14 @@ class Session:
             ranks: Who runs `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
             output: Like that of the session, for this call.
+            once: Whether the session ends after it, so that a stop need not wait until its ranks are fit for another.
 
         Returns:
             The values of the `ranks` in their order, or that of the first of them alone.
         """
         with nothing_sent():
             request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+        request = dataclasses.replace(request, once=once)
         with contextlib.closing(request.call.parcel):
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 

@@ -81,6 +81,7 @@ class Waiting:
         originals: Sequence[Any] = (),
         stop: Stop | None = None,
         keyboard: Keyboard | None = None,
+        once: bool = False,
     ) -> None:
         """
         Args:
@@ -91,7 +92,9 @@ class Waiting:
             originals: What was sent by number, as `capture.Call.originals` has it.
             stop: Lets another thread interrupt the call.
             keyboard: Gives the lines that ranks ask for. None: what the user types.
+            once: Whether the ranks end after the call, so that nothing of them needs to stay whole.
         """
+        self._once = once
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._originals, self._stop = timeout, originals, stop
         refusal = "" if stop is None else "a call in the background has no cell that could ask"
@@ -310,7 +313,10 @@ class Waiting:
         if message[0] in ("raised", "importing"):
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
-            if message[0] == "importing" and message[1] > 0.5 and self._interrupted and not self._explained:
+            if message[0] == "importing" and self._once:
+                self.pending.discard(rank)
+                self._unfit.add(rank)
+            elif message[0] == "importing" and message[1] > 0.5 and self._interrupted and not self._explained:
                 self._explained = True
                 self._relay.cell.notice(f"rank {rank} imports a module first; stop once more to kill the ranks at once")
             return

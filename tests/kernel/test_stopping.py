@@ -216,6 +216,10 @@ session.run(use)
     if seconds < 30:  # it is whole; what takes longer than a stop may take is broken off
         assert notebook.ok("print(session.run_all(use))").text == "[True, True]\n"
     notebook.ok("session.close()")
+    if seconds > 1:  # ranks that end anyway need not stay whole
+        result = stopped(notebook, code.replace("session.run(use)", "in_ddp(2, use)"))
+        assert result.error == "KeyboardInterrupt" and "imports a module" not in result.text
+        assert result.seconds < 30
 
 
 def test_a_press_before_ranks_hear_of_the_call_costs_nothing() -> None:
