@@ -31,14 +31,6 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-#: Files that take minutes: first, so that at the end none of them keeps one core busy while another has nothing to do.
-LONG = ("test_ray.py", "test_notebooks.py", "test_faults.py", "test_jupyterlab.py", "test_training.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
-
-
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
 LINUX = rank_memory.POSSIBLE
 #: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import random
@@ -308,8 +307,7 @@ class Session:
             The values of the `ranks` in their order, or that of the first of them alone.
         """
         with nothing_sent():
-            request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
-        request = dataclasses.replace(request, once=once)
+            request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output, once)
         with contextlib.closing(request.call.parcel):
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
@@ -457,6 +455,7 @@ class Session:
         ranks: Iterable[int] | None = None,
         everyone: bool = False,
         output: str | None = None,
+        once: bool = False,
     ) -> Request:
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
@@ -473,7 +472,7 @@ class Session:
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
         what = getattr(fn, "__name__", type(fn).__name__)
-        return Request(call, seeds, targets, everyone, output, self._lines, what)
+        return Request(call, seeds, targets, everyone, output, self._lines, what, once)
 
     def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:
         try:
