@@ -174,7 +174,7 @@ def parquet(folder: Path, rows: int, memory: int, repeats: int) -> tuple[dict[st
         pq.write_table(pa.table(part), folder / f"{number}.parquet", row_group_size=100_000)
     del part
     # What a process takes once, for the thread and the libraries, is no part of a budget for rows.
-    speed(ParquetLoader(folder / "0.parquet", BATCH, shuffle=True, memory=28 << 20), rows // 8)
+    speed(ParquetLoader(folder / "0.parquet", BATCH, shuffle=True, memory=30 << 20), rows // 8)
     with Peak() as peak:
         speed(ParquetLoader(folder, BATCH, shuffle=True, memory=memory))
     by_row = torch.utils.data.DataLoader(Rows(pq.read_table(folder / "0.parquet")), BATCH, shuffle=True)
