@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,6 @@ from nbdist.recsys.training import fit, replicate
 from nbdist.recsys.training.loop import log_loss
 
 TABLES = {"user": 162_541, "movie": 59_047}  # MovieLens 25M
-LARGE = {"user": 1_500_000, "movie": 500_000}
 WIDTHS = (16, 64)
 DENSE = {16: 2.5, 64: 8.0}
 """Times as fast as plain DDP that is required."""
@@ -62,9 +59,9 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.01, eps=1e-8)
 
 
-def sharded(width: int, batch_size: int, tables: Mapping[str, int] = TABLES) -> Any:
+def sharded(width: int, batch_size: int) -> Any:
     torch.manual_seed(0)
-    return shard(Model(width, tables), batch_size=batch_size, optimizer="adagrad", dense_optimizer=adagrad)
+    return shard(Model(width), batch_size=batch_size, optimizer="adagrad", dense_optimizer=adagrad)
 
 
 def plain(width: int, batch_size: int) -> Any:
@@ -87,10 +84,10 @@ class Sparse(nn.Module):
         return self.tower(torch.cat(found, dim=1)).squeeze(1)  # (rows,)
 
 
-def rows_for(steps: int, rows: int, keyed: tuple[str, ...] = (), tables: Mapping[str, int] = TABLES) -> MemoryLoader:
+def rows_for(steps: int, rows: int, keyed: tuple[str, ...] = ()) -> MemoryLoader:
     """So many steps of so many rows over all ranks, alike for everybody; most are of few users and movies."""
     draw = torch.Generator().manual_seed(0)
-    ids = {name: (torch.rand(steps * rows, generator=draw) ** 2 * size).long() for name, size in tables.items()}
+    ids = {name: (torch.rand(steps * rows, generator=draw) ** 2 * size).long() for name, size in TABLES.items()}
     liked = (sum(ids.values()) + torch.randint(100_000, (steps * rows,), generator=draw)) % 2
     return MemoryLoader({**ids, "liked": liked}, rows // dist.get_world_size(), keyed=keyed)
 
@@ -115,9 +112,9 @@ class Turn:
     loss: float
 
 
-def common(width: int, batch_size: int, tables: Mapping[str, int] = TABLES) -> Any:
+def common(width: int, batch_size: int) -> Any:
     torch.manual_seed(0)
-    return replicate(Sparse(width, tables), adagrad)
+    return replicate(Sparse(width), adagrad)
 
 
 def predict_sparse(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,26 +134,6 @@ def loop(build: Callable[[int, int], Any], width: int, rows: int, steps: int) ->
         loss.backward()
         model.optimizer.step()
     return clock.stop(loss.detach())
-
-
-def grown(build: Callable[[int, int, Mapping[str, int]], Any]) -> float:
-    """In a rank: megabytes that it has more after a model of `LARGE` tables was made, and trained for some steps; of
-    memory that several ranks have in common its part."""
-    before = _memory()
-    keyed, predicted = ((), predict_sparse) if build is common else (tuple(TABLES), predict)
-    model = build(16, 2048, LARGE)
-    for batch in rows_for(20, 2048 * dist.get_world_size(), keyed, LARGE):
-        model.optimizer.zero_grad()
-        log_loss(*predicted(model.model, batch)).backward()
-        model.optimizer.step()
-    gc.collect()
-    dist.barrier()
-    return _memory() - before
-
-
-def _memory() -> float:
-    line = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
-    return int(line.split()[1]) / 1e3
 
 
 def helped(width: int, rows: int, steps: int) -> Turn:
@@ -354,21 +331,6 @@ def main() -> None:
             turns = measure(open_sessions, width, options.rows, steps, repeats)
             lines += ["", f"Embeddings of {width} (after 15 steps the loss on two ranks is {loss:.4f}):", ""]
             lines += table(turns, width)
-        whole = 2 * 4 * 16 * sum(LARGE.values()) / 1e6
-        lines += [
-            "",
-            f"Memory that a rank has more for {sum(LARGE.values()):,} rows of 16, with Adagrad's {whole:.0f} MB:",
-            "",
-            "| | 1 rank | 2 ranks | 4 ranks |",
-            "|---|---:|---:|---:|",
-        ]
-        with Session(4, devices="cpu", threads=1) as four:
-            each = {**open_sessions, 4: four}
-            for name, build in ((SHARDED, sharded), (OURS, common)):
-                for session in each.values():
-                    session.run(loop, build, 16, 4096, 5)  # what is taken once
-                most = " | ".join(f"{max(session.run_all(grown, build)):.0f} MB" for session in each.values())
-                lines.append(f"| {name} | {most} |")
     lines += ["", "Not run on a GPU: none was at hand.", "", *conditions(("torch", "torchrec", "fbgemm-gpu-cpu"))]
     save("training", lines, keep=not options.print)
 
