@@ -165,6 +165,28 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Sessi
     torch.testing.assert_close(sessions[2].run(train, True), sessions[2].run(train, False))
 
 
+def test_gradients_that_nobody_sets_to_zero_add_up(sessions: dict[int, Session]) -> None:
+    def train(common: bool) -> States:
+        model = Model()
+        parts = [divided(batch(step), 2) for step in range(4)]
+        if common:
+            replicated = replicate(model, sgd)
+            optimizer = replicated.optimizer
+        else:
+            optimizer = sgd(model.parameters())
+        for i, part in enumerate([*parts, None]):  # the last step has no batch of its own
+            if part is not None and common:
+                loss_of(replicated.model, part[dist.get_rank()]).backward()
+            elif part is not None:
+                torch.stack([loss_of(model, ids) for ids in part]).mean().backward()
+            if common and i % 2:
+                replicated.clip_gradients(1e9)
+            optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    torch.testing.assert_close(sessions[2].run(train, True), train(False), rtol=1e-4, atol=1e-5)
+
+
 def test_what_comes_back_is_a_plain_model(sessions: dict[int, Session]) -> None:
     def train() -> Any:
         replicated = replicate(Model(), adagrad)

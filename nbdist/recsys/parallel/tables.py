@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,10 +46,13 @@ class CommonTables:
         for table in self._tables:
             alike.setdefault((table.dtype, table.shape[1]), []).append(table)
         self._alike = list(alike.values())
-        self._exchanged: list[torch.Tensor | None] = []  # the gradients that are means already
+        self._means: dict[torch.Tensor, torch.Tensor] = {}  # of tables, their gradients that are means already
+        self._stepped = False  # since the last exchange
         self._kept: dict[tuple[nn.Parameter, str], torch.Tensor] = {}  # of an optimizer, and in common
-        for table in self._tables:
+        adds_to = weakref.WeakMethod(self._adds_to)  # a hook that held this would keep the memory
+        for i, table in enumerate(self._tables):
             table.data = self._in_common(table.data, slice(None) if collectives.rank == 0 else slice(0))
+            table.register_hook(lambda _, i=i: (adds := adds_to()) and adds(i))
         self._collectives.barrier()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -59,8 +63,10 @@ class CommonTables:
 
     def exchange(self) -> None:
         """Make of each table's gradient the mean over the ranks, of this rank's own rows alone; once."""
-        if self._exchanged and all(a.grad is b for a, b in zip(self._tables, self._exchanged, strict=True)):
+        if not self._stepped and all(self._means.get(table) is table.grad is not None for table in self._tables):
             return
+        for i in range(len(self._tables)):
+            self._adds_to(i)
         for tables in self._alike:
             found = [self._gradient(table) for table in tables]
             ids, values = torch.cat([ids for ids, _ in found]), torch.cat([values for _, values in found])
@@ -74,8 +80,9 @@ class CommonTables:
             for i, table in enumerate(tables):
                 own_ids, own_values = (torch.cat(some) for some in zip(*(piece[i] for piece in pieces), strict=True))
                 own_values /= self._collectives.size
-                table.grad = torch.sparse_coo_tensor(own_ids[None], own_values, table.shape, check_invariants=False)
-        self._exchanged = [table.grad for table in self._tables]
+                grad = torch.sparse_coo_tensor(own_ids[None], own_values, table.shape, check_invariants=False)
+                table.grad = self._means[table] = grad
+        self._stepped = False
 
     def squared_norm(self) -> torch.Tensor:
         """That of all tables' gradients, after `exchange`; the same on all ranks."""
@@ -96,7 +103,7 @@ class CommonTables:
         self._collectives.barrier()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._exchanged.clear()
+        self._stepped = True
         if next(self._rows_kept(optimizer), None):  # some make it in the first step
             self.adopt(optimizer)
         else:
@@ -117,6 +124,13 @@ class CommonTables:
                         "ranks cannot have in common: use Adagrad, SparseAdam, or SGD without momentum"
                     )
                 yield table, state, key
+
+    def _adds_to(self, i: int) -> None:
+        """A mean to which a rank adds, for nobody called zero_grad, is to be divided by the ranks once more."""
+        table = self._tables[i]
+        mean = self._means.pop(table, None)
+        if mean is not None and table.grad is mean:
+            mean._values().mul_(self._collectives.size)
 
     def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of a table that this rank's batch has touched, shape (some,), and their gradients, (some, width)."""
