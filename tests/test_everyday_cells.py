@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from textwrap import dedent
 
 import pytest
 from conftest import Kernel, Result, poll
@@ -54,6 +55,20 @@ def test_a_bar_is_a_widget(module: str, notebook: Kernel) -> None:
     states = [output["data"].get("state", {}) for output in result.outputs if output["kind"] == "comm_msg"]
     assert {"value": 20.0} in states
     assert not [output for output in result.outputs if output["kind"] == "stream"]  # what a bar is without widgets
+
+
+def test_what_a_rank_has_of_its_own(notebook: Kernel) -> None:
+    code = """
+    shell, read = get_ipython(), input
+    def own(mine=get_ipython):
+        shell.run_line_magic("alias", "nothing true")
+        return shell is mine() is get_ipython(), read is input, shell
+    """
+    notebook.ok(dedent(code))
+    assert notebook.ok("a, b, c = in_ddp(1, own); print(a, b, c is shell)").text == "True True True\n"
+    assert (
+        notebook.ok("print(in_ddp(1, get_ipython) is shell, in_ddp(1, lambda: input) == input)").text == "True True\n"
+    )
 
 
 def test_an_exception_has_its_type_and_its_line(notebook: Kernel) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import codecs
 import copyreg
 import functools
+import getpass
 import sys
 import threading
 import types
@@ -12,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..notebook import kernel_shell
+from ..notebook import kernel_shell, shell
 
 Reduction = tuple[Any, ...]
 
@@ -32,7 +34,8 @@ def make_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcep
 
 
 def reduce_own(obj: Any) -> Reduction | None:
-    """What each process has of its own: a standard stream becomes the reader's; None for any other object.
+    """What each process has of its own: a standard stream, `input`, `getpass` and a notebook's shell become the
+    reader's; None for any other object.
 
     Raises `TypeError` for a thread and for the end of a pipe.
     """
@@ -41,6 +44,13 @@ def reduce_own(obj: Any) -> Reduction | None:
             return getattr, (sys, name)
         if obj is getattr(sys, f"__{name}__"):
             return getattr, (sys, f"__{name}__")
+    if type(obj) is types.MethodType:  # as a notebook and a rank have in the place of Python's functions
+        for module, name in ((builtins, "input"), (getpass, "getpass")):
+            if obj == getattr(module, name):
+                return getattr, (module, name)
+    found = shell()
+    if obj is found is not None and hasattr(found, "kernel"):  # a terminal's has none, and its ranks have no shell
+        return shell, ()
     connection = sys.modules.get("multiprocessing.connection")
     own: Any = threading.Thread if connection is None else (threading.Thread, connection._ConnectionBase)
     if isinstance(obj, own):  # all that it consists of could be sent

@@ -1,7 +1,8 @@
-"""What ranks ask to be typed: the lines of `input()`, and the commands of debuggers."""
+"""What ranks ask to be typed: the lines of `input()`, passwords, and the commands of debuggers."""
 
 from __future__ import annotations
 
+import getpass
 import re
 import time
 from collections.abc import Container, Iterable, Iterator
@@ -21,6 +22,7 @@ class _Question(NamedTuple):
     shown: str
     """What is to be seen before the prompt."""
     debugger: bool
+    hidden: bool
 
 
 class Keyboard:
@@ -40,9 +42,9 @@ class Keyboard:
         self._answered = 0.0  # when
         self._closed = False
 
-    def ask(self, rank: int, prompt: str, shown: str, debugger: bool) -> None:
+    def ask(self, rank: int, prompt: str, shown: str, debugger: bool, hidden: bool) -> None:
         """Keep in mind what a rank asks."""
-        self._questions[rank] = _Question(prompt, shown, debugger)
+        self._questions[rank] = _Question(prompt, shown, debugger, hidden)
         if self._closed or self._refusal:
             self._answer(rank, None)
 
@@ -74,7 +76,7 @@ class Keyboard:
         self._rank = rank
         self._questions[rank] = question._replace(shown="")  # he has seen that
         try:
-            line = self._typed(f"(rank {rank}) {question.prompt}")
+            line = self._typed(f"(rank {rank}) {question.prompt}", question.hidden)
         except EOFError:
             self._answer(rank, None)
             return
@@ -91,9 +93,9 @@ class Keyboard:
         else:
             self._group.relay.cell.notice(f"rank {int(other[1])} is at no breakpoint")
 
-    def _typed(self, prompt: str) -> str:
+    def _typed(self, prompt: str, hidden: bool) -> str:
         if self._commands is None:
-            return input(prompt)
+            return getpass.getpass(prompt) if hidden else input(prompt)
         line = next(self._commands, "quit")
         print(f"{prompt}{line}")
         return line

@@ -1,8 +1,9 @@
-"""The notebook's keyboard in a rank: `input()` and standard input are lines that the kernel asks its user for."""
+"""The notebook's keyboard in a rank: `input()`, `getpass()` and standard input are lines that the kernel asks for."""
 
 from __future__ import annotations
 
 import builtins
+import getpass
 import io
 import os
 import sys
@@ -27,12 +28,13 @@ class Keyboard:
         """Why the kernel would not answer; empty where it does."""
 
     def install(self) -> None:
-        """Be what `input()` and `sys.stdin` read from."""
+        """Be what `input()`, `getpass()` and `sys.stdin` read from."""
         sys.stdin = sys.__stdin__ = self.stdin  # type: ignore[misc,assignment]
         builtins.input = self._input
+        getpass.getpass = self._getpass
 
-    def ask(self, prompt: str, shown: str = "", debugger: bool = False) -> str:
-        """The line that the user types at a prompt, after he was shown a text.
+    def ask(self, prompt: str, shown: str = "", debugger: bool = False, hidden: bool = False) -> str:
+        """The line that the user types, maybe hidden, at a prompt, after he was shown a text.
 
         Raises `EOFError` at the end of the input, and `NbdistError` where nobody can type.
         """
@@ -42,7 +44,7 @@ class Keyboard:
             raise _refused(self.refusal)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        self._channel.send(("prompt", prompt, shown, debugger))
+        self._channel.send(("prompt", prompt, shown, debugger, hidden))
         while True:
             request, *arguments = self._receive()
             if request == "line":
@@ -67,11 +69,14 @@ class Keyboard:
         # A function may read from something else for a while.
         return self.ask(str(prompt)) if sys.stdin is self.stdin else _builtin_input(prompt)
 
+    def _getpass(self, prompt: Any = "Password: ", stream: Any = None, **_: Any) -> str:
+        return self.ask(str(prompt), hidden=True)
+
 
 def _refused(why: str) -> NbdistError:
     return NbdistError(
-        f"input() or breakpoint() in a rank, and {why}. in_ddp(0, ...) runs the function in the notebook itself; "
-        f"hold_on_error=True and post_mortem() look into a failure afterwards."
+        f"input(), getpass() or breakpoint() in a rank, and {why}. in_ddp(0, ...) runs the function in the notebook "
+        f"itself; hold_on_error=True and post_mortem() look into a failure afterwards."
     )
 
 

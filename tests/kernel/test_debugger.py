@@ -121,6 +121,25 @@ def test_input(notebook: Kernel) -> None:
     assert prompts == ["(rank 1) name? ", "(rank 1) "] and text == "('Ada', 'Grace\\n')\n"
 
 
+def test_a_password_is_not_shown(notebook: Kernel) -> None:
+    hidden: list[tuple[str, bool]] = []
+    said: list[str] = []
+
+    def answer(message: dict) -> None:  # type: ignore[type-arg]
+        hidden.append((message["content"]["prompt"], message["content"]["password"]))
+        notebook.client.input("secret")
+
+    def output(message: dict) -> None:  # type: ignore[type-arg]
+        said.append(message["content"].get("text", "") + "".join(message["content"].get("traceback", ())))
+
+    notebook.ok("from getpass import getpass\nread = input")
+    code = "def asks():\n    return getpass('key? '), read('name? ')\nprint(*map(len, session.run(asks, ranks=[0])))"
+    notebook.client.allow_stdin = True
+    notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    assert "".join(said) == "6 6\n"
+    assert hidden == [("(rank 0) key? ", True), ("(rank 0) name? ", False)]
+
+
 def asked(notebook: Kernel) -> bool:
     """Whether the kernel has asked for a line, once for each time."""
     with contextlib.suppress(queue.Empty):
@@ -151,6 +170,8 @@ def test_where_nobody_can_type(notebook: Kernel) -> None:
     from concurrent.futures import ThreadPoolExecutor
     session.run(lambda: ThreadPoolExecutor().submit(input).result())
     """
+    result = notebook.run("from getpass import getpass\nsession.run(getpass, 'key? ')")
+    assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
     assert "only the main thread" in notebook.run(textwrap.dedent(code)).message
 
 
