@@ -179,7 +179,8 @@ def _launch(
         with nothing_sent():
             session = stack.enter_context(Session(ngpus, **options))
         try:
-            return session.call(fn, args, kwargs, imports, need, once=True)[0]  # type: ignore[no-any-return]
+            once = not options.get("hold_on_error")
+            return session.call(fn, args, kwargs, imports, need, once=once)[0]  # type: ignore[no-any-return]
         except BaseException:
             if session.held_ranks():
                 _held_sessions.append(session)

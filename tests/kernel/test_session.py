@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import threading
@@ -284,6 +285,27 @@ def test_post_mortem_after_in_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError):
         in_ddp(2, fails_with, 4, hold_on_error=True)
     assert in_ddp(2, sums) == 2.0, "the next call lets the held ranks go"
+
+
+def test_a_rank_that_imports_meanwhile_does_not_cost_the_one_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "imported_slowly.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(1.5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def fails(number: int) -> None:
+        if dist.get_rank() == 0:
+            importlib.import_module("imported_slowly")
+            dist.barrier()
+        while not Path("begun").exists():
+            time.sleep(0.01)
+        number / (number - number)
+
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(2, fails, 4, hold_on_error=True)
+    post_mortem(commands=["p number * 2"])
+    assert "\n8\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
