@@ -109,9 +109,9 @@ class Ranks(Protocol):
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank's process, if it still lives."""
 
-    def abort(self, rank: int, peers: Sequence[Address]) -> None:
-        """Let a rank break off what it waits for in its process groups. `peers` are the other ranks' ends of its
-        connections to them."""
+    def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
+        """Let a rank break off what it waits for in its process groups, if it is still in the one of the number
+        `group` (see `World`). `peers` are the other ranks' ends of its connections to them."""
 
     def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         """Let a widget of a rank hear at once what was done to it in the page, whatever the rank is busy with; whether

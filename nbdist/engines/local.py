@@ -226,8 +226,8 @@ class LocalRanks:
                 return ""
             return stacks.ask(self._stacks[rank], next(self._questions), lambda: self.signal(rank, STACK_SIGNAL))
 
-    def abort(self, rank: int, peers: Sequence[Address]) -> None:
-        self._order(rank, "abort", peers)
+    def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
+        self._order(rank, "abort", group, peers)
 
     def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         return self._order(rank, "widget", content, buffers)

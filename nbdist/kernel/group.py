@@ -68,6 +68,7 @@ class Group:
     """Running ranks. Dropping the last reference to it ends them.
 
     Attributes: `layout`, that of the ranks which there are: with `least`, there may be fewer than were wanted.
+    `number`, of the process group that they have entered last, from 1.
     """
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
@@ -76,6 +77,7 @@ class Group:
         self.relay = Relay(self.ranks)
         self._fresh = True
         self._joined = False
+        self.number = 0
         self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
         self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
         self.underway = False
@@ -99,6 +101,7 @@ class Group:
             return
         layout = self.layout
         environ = {**self.ranks.inherited(), **layout.env}
+        self.number += 1
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
             places = place_ranks(layout.devices, environ.get(VISIBLE))
@@ -114,6 +117,7 @@ class Group:
                     rendezvous=rendezvous.address,
                     threads=self._threads(slot.threads, environ),
                     cores=slot.cores if layout.threads == "bind" else None,
+                    group=self.number,
                 )
                 setting = self.ranks.setting(rank, environ) if self._fresh else None
                 self.send(rank, "join", world, setting, layout.seeds(rank, seeds), fds=rendezvous.fds(rank))

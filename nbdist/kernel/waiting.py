@@ -42,6 +42,9 @@ GRACE_BEFORE_ABORT = 2.0
 #: seen at once.
 OUTPUT_INTERVAL = 0.3
 
+#: Seconds after which a call is told where ranks are that have got it and have not begun.
+LONG_START = 30.0
+
 #: Seconds from which on a call is told that ranks waited for others, and the share of its time from which on.
 LONG_CALL, MUCH_WAITING = 10.0, 0.2
 
@@ -104,6 +107,7 @@ class Waiting:
         self._begun: set[int] = set()
         self._explained = False  # that a stop waits for the end of an import
         self._begin = time.monotonic()
+        self._tells_of_late_ones = True
         self._deadline = None if timeout is None else self._begin + timeout
         self._interrupted = False  # by the user
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
@@ -223,6 +227,9 @@ class Waiting:
     def _step(self, listener: Listening) -> None:
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is None or left > 0:
+            self._tell_of_late_ones()
+            if self._tells_of_late_ones:
+                left = LONG_START if left is None else min(left, LONG_START)
             listener.select(self._page.soon(self._keyboard.soon(left)))
             self._page.look()
             self._ask_user()
@@ -235,6 +242,18 @@ class Waiting:
         else:
             where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
+
+    def _tell_of_late_ones(self) -> None:
+        """Say once where ranks are that have not begun for long."""
+        self._tells_of_late_ones = self._tells_of_late_ones and not self._leaving and not self.pending <= self._begun
+        if not self._tells_of_late_ones or time.monotonic() < self._begin + LONG_START:
+            return
+        late = {rank for rank in self.pending - self._begun if self._ranks.pids[rank] is not None}
+        if late:
+            self._tells_of_late_ones = False
+            taken = stacks.take(self._ranks, late)
+            where = stacks.report({rank: taken[rank] for rank in sorted(late)})
+            self._relay.cell.notice(f"not begun after {LONG_START:g} s: {where}")
 
     def _ask_user(self) -> None:
         """Let the user type what a rank waits for, if one does. The time that he takes is not the call's."""
@@ -277,7 +296,7 @@ class Waiting:
             self._aborted = True
             with self._ranks.together():
                 for rank in self.pending:
-                    self._ranks.abort(rank, self._peers[rank])
+                    self._ranks.abort(rank, self._group.number, self._peers[rank])
             # From here on: many ranks have many connections to be found.
             grace = self._grace if self.pending <= self._begun else max(self._grace, GRACE_TO_BEGIN)
             self._deadline = time.monotonic() + grace

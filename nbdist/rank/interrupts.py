@@ -33,7 +33,9 @@ class Interrupts:
     def __init__(self, tell: Callable[[float], None] = lambda _: None) -> None:
         self._tell = tell
         self._possible = self._interrupted = False
-        self._block = 0  # the number of that in which an interrupt may come
+        self.block = 0
+        """The number of that in which an interrupt may come."""
+        self._turning = threading.Lock()  # from one block to the next
         self._waits: float | None = None  # since when one does, for the end of an import
         self._told = 0.0
         self._unraisable = sys.unraisablehook
@@ -47,26 +49,27 @@ class Interrupts:
         """Python drops what a finalizer or a callback raises: an interrupt that came there comes again."""
         if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
             self._possible = True
-            self.insist()
+            self.insist(self.block)
         else:
             self._unraisable(unraisable)
 
-    def insist(self) -> None:
-        """In any thread: see to it that an interrupt which was sent does come.
+    def insist(self, block: int) -> None:
+        """In any thread: see to it that an interrupt which was sent does come, as long as it is this block's turn.
 
         Python hears of a signal between two steps of its own: where one comes right before a system call that waits,
         such as that of `time.sleep`, nothing is heard before the end of this.
         """
-        _thread.start_new_thread(self._repeat, (self._block,))
+        _thread.start_new_thread(self._repeat, (block,))
 
     def _repeat(self, block: int) -> None:
         main: Any = threading.main_thread().ident
         while True:
             time.sleep(_PAUSE)
-            answered = not self._possible or self._block != block
-            if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, postpone):  # the function's own
-                return
-            signal.pthread_kill(main, signal.SIGINT)
+            with self._turning:
+                answered = not self._possible or self.block != block
+                if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, postpone):  # fn's own
+                    return
+                signal.pthread_kill(main, signal.SIGINT)
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if not self._possible:
@@ -75,7 +78,7 @@ class Interrupts:
             now = time.monotonic()
             if self._waits is None:
                 self._waits = now
-                self.insist()
+                self.insist(self.block)
             if now < self._waits + _IMPORT:
                 if now > self._told + _WORD:
                     self._told = now
@@ -88,7 +91,8 @@ class Interrupts:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """An interrupt may come in this block."""
-        self._block += 1
+        with self._turning:  # an interrupt that was insisted on is heard, and is none, before the next block
+            self.block += 1
         self._waits = None
         self._possible, self._interrupted = True, False
         try:

@@ -24,7 +24,7 @@ from .interrupts import Interrupts
 from .items import Mapper
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
-from .world import Membership, abort, enter_setting, seed_everything
+from .world import Membership, abort, enter_setting, process_groups, seed_everything
 
 
 class Rank:
@@ -49,10 +49,15 @@ class Rank:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
         blind(self._channel.fileno())
 
-    def abort(self, peers: Sequence[Address]) -> None:
-        """In another thread, after an interrupt was sent: let the main thread leave what it waits for."""
-        self._interrupts.insist()
-        _thread.start_new_thread(abort, (peers,))  # a communicator may take its time
+    def abort(self, group: int, peers: Sequence[Address]) -> None:
+        """In another thread, after an interrupt was sent: let the main thread leave what it waits for.
+
+        On a busy machine that may be heard late. What is done in the next process group is not broken off.
+        """
+        block, groups = self._interrupts.block, process_groups()
+        if group == self._membership.number:  # so these are of it, too
+            self._interrupts.insist(block)
+            _thread.start_new_thread(abort, (groups, peers))  # a communicator may take its time
 
     def serve(self) -> int:
         """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -106,15 +106,22 @@ def join(world: World, store: Any) -> Any:
     return dist.group.WORLD
 
 
-def abort(peers: Sequence[Address]) -> None:
-    """End, from any thread, what waits in a process group of this rank: it fails, or goes on without its result.
+def process_groups() -> dict[Any, str]:
+    """Those of this rank, with their names."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return {} if c10d is None else dict(c10d._world.pg_names)
+
+
+def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
+    """End, from any thread, what waits in process groups of this rank: it fails, or goes on without its result.
 
     A rank that waits in NCCL, or for a result of it, hears no signal, and does not notice that another has left.
-    `peers` are the other ranks' ends of the connections to this one, at which gloo waits.
+
+    Args:
+        groups: With their names.
+        peers: The other ranks' ends of the connections to this one, at which gloo waits.
     """
     _cut_off(peers)
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    groups = {} if c10d is None else dict(c10d._world.pg_names)
     with contextlib.ExitStack() as together:
         nccl = _nccl_backend()
         if nccl is not None:  # communicators that are aborted one by one may wait for each other
@@ -148,7 +155,7 @@ def _nccl_backend() -> Any:
 def _destroy_groups() -> None:
     import torch.distributed as dist
 
-    abort(())  # what is still queued on the GPU will never be done
+    abort(process_groups(), ())  # what is still queued on the GPU will never be done
     dist.destroy_process_group()
 
 
@@ -183,6 +190,8 @@ class Membership:
     """The process group that this rank is in, and the store of it."""
 
     def __init__(self) -> None:
+        self.number = 0
+        """Of the process group, as `World` has it."""
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
         # The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
@@ -194,6 +203,7 @@ class Membership:
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the group that there is, and enter that of `world`."""
+        self.number = world.group
         self.leave()
         if self._leaving is not None and self._leaving.is_alive():
             raise NbdistError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import socket
 import threading
 import time
@@ -350,6 +352,28 @@ def test_timeout_of_one_that_has_returned() -> None:
         pytest.raises(RankTimeout, match=r"rank 0 is in in_c_code at .*; rank 1 has returned"),
     ):
         session.run(one_returns)
+
+
+def test_ranks_that_do_not_begin_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nbdist.kernel.waiting.LONG_START", 0.5)
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        session.run(lambda: dist.destroy_process_group())  # so that they have to join
+        capsys.readouterr()
+        os.kill(pids[1], signal.SIGSTOP)
+        call = session.submit(dist.get_world_size)
+        said = ""
+
+        def told() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return "rank 0 is joining" in said and "rank 1 has not started yet, or does not answer" in said
+
+        assert poll(told), said
+        os.kill(pids[1], signal.SIGCONT)
+        assert call.result() == 2 and said.count("not begun after 0.5 s: rank 0") == 1
 
 
 def test_timeout_in_a_notebook_names_the_cell(kernel: Kernel) -> None:

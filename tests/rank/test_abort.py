@@ -11,6 +11,7 @@ import torch.distributed as dist
 from calls import boom, on, sums
 
 from nbdist import NbdistError, Session, in_ddp
+from nbdist.wire import stacks
 
 
 class HeldGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -53,6 +54,32 @@ def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str) -> None:
             with pytest.raises(TimeoutError, match="not done after 4 s"):
                 session.run(wait_in_group_of_its_own)
         assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "its state is kept"
+
+
+def hears_orders_late() -> None:
+    read = stacks._read
+
+    def late(fd: int, size: int) -> bytes:
+        time.sleep(0.2)  # as on a machine with more to do than cores
+        return read(fd, size)
+
+    stacks._read = late
+
+
+def work_for_a_second() -> float:
+    for _ in range(50):
+        time.sleep(0.02)
+        total = sums()
+    return total
+
+
+def test_what_comes_late_does_not_break_off_the_next_call() -> None:
+    with Session(2) as session:
+        session.run_all(hears_orders_late)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="boom"):
+                session.run(on, 1, boom, sums)
+            assert session.run(on, 1, work_for_a_second, work_for_a_second) == 2.0
 
 
 def cannot_leave() -> None:

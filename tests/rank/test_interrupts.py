@@ -17,7 +17,7 @@ begin = time.monotonic()
 def signal_that_wakes_nobody():
     time.sleep(0.2)
     _thread.interrupt_main()
-    interrupts.insist()
+    interrupts.insist(interrupts.block)
 
 threading.Thread(target=signal_that_wakes_nobody).start()
 try:

@@ -253,9 +253,9 @@ class Agent:
         for rank, signum in signals:
             self._ranks.signal(rank - self._first, signum)
 
-    def _abort(self, aborts: Iterable[tuple[int, Sequence[Address]]]) -> None:
-        for rank, peers in aborts:
-            self._ranks.abort(rank - self._first, peers)
+    def _abort(self, aborts: Iterable[tuple[int, tuple[int, Sequence[Address]]]]) -> None:
+        for rank, (group, peers) in aborts:
+            self._ranks.abort(rank - self._first, group, peers)
 
     def _tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
         self._ranks.tell_widget(rank - self._first, content, buffers)

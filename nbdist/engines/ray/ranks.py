@@ -186,8 +186,8 @@ class RayRanks:
     def signal(self, rank: int, signum: int) -> None:
         self._ask_for(rank, "signals", signum)
 
-    def abort(self, rank: int, peers: Sequence[Address]) -> None:
-        self._ask_for(rank, "aborts", peers)
+    def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
+        self._ask_for(rank, "aborts", (group, peers))
 
     def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         if rank not in self._news.alive:
