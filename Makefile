@@ -54,7 +54,7 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Three files of tests at a time, for many wait. What fails beside another, on a machine that is busy then, has to pass alone.
+# Three files of tests at a time, for many wait. What fails beside others, on a busy machine, has to pass alone.
 side_by_side = $(PY) -m pytest -n 3 --dist loadfile $(1) $(PYTEST_ARGS) || { \
     echo "Again, one after the other: what has failed side by side"; \
     $(PY) -m pytest --last-failed --last-failed-no-failures none $(1) $(PYTEST_ARGS); }
