@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..devices import VISIBLE, own_gpus, place_ranks
 from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
+from ..postponing import postponed_interrupts
 from ..wire.messages import World
 from .cell import Cell
 from .comms import Comms
@@ -73,21 +74,22 @@ class Group:
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
         self.ranks = engine.start(len(layout.devices), cell.notice, least)
-        self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
-        self.relay = Relay(self.ranks)
-        self._fresh = True
-        self._joined = False
-        self.number = 0
-        self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
-        self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
-        self.underway = False
-        """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
-        self._memory: dict[int, int | None] = {}
-        self._looked_at = 0  # the rank whose memory is to be looked at next
-        self.raised: list[int] = []
-        """The ranks in which the last call raised, first the one whose exception the call raised."""
-        self.dead = ""
-        """Which rank has died first, and how; empty while all live."""
+        with postponed_interrupts():  # until somebody is there to end them
+            self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
+            self.relay = Relay(self.ranks)
+            self._fresh = True
+            self._joined = False
+            self.number = 0
+            self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
+            self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
+            self.underway = False
+            """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
+            self._memory: dict[int, int | None] = {}
+            self._looked_at = 0  # the rank whose memory is to be looked at next
+            self.raised: list[int] = []
+            """The ranks in which the last call raised, first the one whose exception the call raised."""
+            self.dead = ""
+            """Which rank has died first, and how; empty while all live."""
 
     def note(self, rank: int, state: str, what: str = "") -> None:
         """Keep in mind what a rank is doing from now on."""

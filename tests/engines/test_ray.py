@@ -494,6 +494,31 @@ def test_a_killed_kernel_frees_the_cluster(ray_cluster: Any, options: RayOptions
         kernel.close()
 
 
+def interrupted(*args: Any, **about: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("when", ["end", "look", "start"])
+def test_a_press_while_ranks_come_or_go_gives_their_room_back(
+    options: RayOptions, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    options = RayOptions(**{**vars(options), "linger": 60.0})
+    session = Session(2, engine=options)
+    session.run_all(node_rank)
+    driver: Any = session._executor.group.ranks._driver  # type: ignore[union-attr]
+    if when != "end":
+        session.close()  # its room is kept
+    monkeypatch.setattr(driver, "reusable" if when == "look" else "request", interrupted)
+    if when == "start":
+        monkeypatch.setattr(driver, "reusable", lambda: True)
+    with pytest.raises(KeyboardInterrupt):
+        if when == "end":
+            session.close()
+        else:
+            Session(2, engine=options).run_all(node_rank)
+    assert poll(lambda: driver.process.poll() is not None)
+
+
 @pytest.fixture
 def own_cluster() -> Iterator[Any]:
     """A cluster that a test may ruin, with a port for clients."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from ... import interpreter
 from ...errors import NbdistError
+from ...postponing import postponed_interrupts
 from ...wire.channel import Channel
 from ...wire.parcel import Parcel
 from ...wire.processes import blind, forget_in_children, own_pidfd
@@ -218,16 +219,22 @@ def acquire(
     options: RayOptions,
     world_size: int,
     notice: Callable[[str], None],
+    taken: list[DriverProcess],
     tasks: bool = False,
     least: int | None = None,
 ) -> DriverProcess:
-    """Room for so many ranks, or for `least` of them at least: what was kept after an earlier session, or new."""
-    with _lock:
+    """Room for so many ranks, or for `least` of them at least: what was kept after an earlier session, or new.
+
+    Whatever is taken is added to `taken`, whose owner stops it if he is interrupted before he has got it.
+    """
+    with _lock, postponed_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
-        driver = kept.pop() if kept else None
-    if driver is not None and driver.reusable():
-        return driver
-    return DriverProcess(options, world_size, notice, tasks, least)
+        taken += kept[-1:]
+        del kept[-1:]
+    if taken and taken[0].reusable():
+        return taken[0]
+    taken[:] = [DriverProcess(options, world_size, notice, tasks, least)]
+    return taken[0]
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:

@@ -53,11 +53,20 @@ class RayEngine:
 
     def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> RayRanks:
         _make_room()
-        return RayRanks(acquire(self._options, world_size, notice, least=least), list(self._modules), self._env)
+        return self._on(list(self._modules), world_size, notice, least=least)
 
     def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> RayRanks:
         _make_room()
-        return RayRanks(acquire(self._options, count, notice, tasks=True), list(modules), self._env)
+        return self._on(list(modules), count, notice, tasks=True)
+
+    def _on(self, modules: list[str], count: int, notice: Callable[[str], None], **about: Any) -> RayRanks:
+        taken: list[DriverProcess] = []
+        try:
+            return RayRanks(acquire(self._options, count, notice, taken, **about), modules, self._env)
+        except BaseException:  # an interrupt, too: nobody else would give the room back
+            for driver in taken:
+                driver.stop(at_once=True)
+            raise
 
     def warm(self, modules: Iterable[str]) -> None:
         """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
@@ -92,7 +101,6 @@ class RayRanks:
         except BaseException:
             self._open = False
             self._news.close()
-            driver.stop(at_once=True)
             raise
 
     def after_fork(self) -> None:
@@ -230,12 +238,15 @@ class RayRanks:
         if not self._open:
             return
         self._open = False
-        healthy = self._driver.request("close", grace, seconds=grace + 30.0)
-        self._news.close()
-        if healthy and self._driver.whole:  # with less room than was wanted, the next ones ask for all of it again
-            self._driver.keep()
-        else:
-            self._driver.stop()
+        try:
+            healthy = self._driver.request("close", grace, seconds=grace + 30.0)
+            self._news.close()
+            if healthy and self._driver.whole:  # with less room than was wanted, the next ones ask for all of it again
+                return self._driver.keep()
+        except BaseException:  # an interrupt: as long as the driver lives, so does its room
+            self._driver.stop(at_once=True)
+            raise
+        self._driver.stop()
 
 
 class _Sent(NamedTuple):
