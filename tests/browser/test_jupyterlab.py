@@ -205,6 +205,7 @@ def stop(book: Notebook) -> None:
 
 NEXT = "in_ddp(2, lambda: 'the next one works')"
 SWALLOWS = """
+import time
 from nbdist import in_ddp
 def train():
     while True:
