@@ -48,9 +48,9 @@ def reduce_own(obj: Any) -> Reduction | None:
         for module, name in ((builtins, "input"), (getpass, "getpass")):
             if obj == getattr(module, name):
                 return getattr, (module, name)
-    found = shell()
-    if obj is found is not None and hasattr(found, "kernel"):  # a terminal's has none, and its ranks have no shell
-        return shell, ()
+    shells = sys.modules.get("IPython.core.interactiveshell")
+    if shells is not None and isinstance(obj, shells.InteractiveShell) and obj is shell() and hasattr(obj, "kernel"):
+        return shell, ()  # a terminal's has no kernel, and its ranks have no shell
     connection = sys.modules.get("multiprocessing.connection")
     own: Any = threading.Thread if connection is None else (threading.Thread, connection._ConnectionBase)
     if isinstance(obj, own):  # all that it consists of could be sent
