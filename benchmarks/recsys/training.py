@@ -1,9 +1,11 @@
-"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP with dense gradients."""
+"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP with dense gradients; and
+how much memory a rank takes."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import statistics
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -121,19 +124,41 @@ def predict_sparse(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Te
     return model(batch), batch["liked"]
 
 
-def loop(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Turn:
-    """In a rank: `steps` steps of a plain loop after the first ones."""
+def training(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Iterator[torch.Tensor]:
+    """In a rank: a plain loop; the loss of each step."""
     keyed, predicted = ((), predict_sparse) if build is common else (tuple(TABLES), predict)
-    clock, batches = Clock(), rows_for(WARM + steps, rows, keyed)
+    batches = rows_for(steps, rows, keyed)
     model = build(width, batches.batch_size)
-    for step, batch in enumerate(batches):
-        if step == WARM:
-            clock.start()
+    for batch in batches:
         model.optimizer.zero_grad()
         loss = log_loss(*predicted(model.model, batch))
         loss.backward()
         model.optimizer.step()
-    return clock.stop(loss.detach())
+        yield loss.detach()
+
+
+def loop(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Turn:
+    """In a rank: `steps` steps of a plain loop after the first ones."""
+    clock, run = Clock(), training(build, width, rows, WARM + steps)
+    for _ in itertools.islice(run, WARM):
+        pass
+    clock.start()
+    *_, loss = run
+    return clock.stop(loss)
+
+
+def grown(build: Callable[[int, int], Any], width: int, rows: int) -> int:
+    """In a rank: the bytes that training takes; of what ranks share, each one's part."""
+
+    def held() -> int:
+        gc.collect()
+        return int(psutil.Process().memory_full_info().pss)
+
+    list(training(build, 4, rows, 1))  # imports what it needs
+    before, steps = held(), training(build, width, rows, WARM)
+    for _ in itertools.islice(steps, WARM):
+        dist.barrier()
+    return held() - before
 
 
 def helped(width: int, rows: int, steps: int) -> Turn:
@@ -307,6 +332,20 @@ def table(turns: dict[str, list[float]], width: int) -> list[str]:
     return lines
 
 
+def memory(width: int, rows: int) -> list[str]:
+    """Rows for one width: megabytes a rank, each number of ranks in a session of its own."""
+    tables = 2 * sum(TABLES.values()) * width * 4 / 1e6  # and what Adagrad keeps of each number
+    lines = ["| ranks | tables and their state / ranks | `shard` | `replicate` |", "|---:|---:|---:|---:|"]
+    for ranks in (1, 2, 4):
+        row = f"| {ranks} | {tables / ranks:.0f} MB |"
+        for build in (sharded, common):
+            with Session(ranks, devices="cpu", threads=1) as session:
+                taken = [size / 1e6 for size in session.run_all(grown, build, width, rows * ranks)]
+            row += f" {statistics.mean(taken):.0f} MB ({max(taken):.0f} MB) |"
+        lines.append(row)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="rounds, after one for warming up")
@@ -331,6 +370,14 @@ def main() -> None:
             turns = measure(open_sessions, width, options.rows, steps, repeats)
             lines += ["", f"Embeddings of {width} (after 15 steps the loss on two ranks is {loss:.4f}):", ""]
             lines += table(turns, width)
+    width, rows = WIDTHS[-1], options.rows // 2
+    lines += [
+        "",
+        f"Memory that training takes a rank, at embeddings of {width} and {rows:,} rows a rank: the mean, and the most "
+        "of all ranks. By TorchRec's planner `shard` has each of the two tables whole on one rank.",
+        "",
+    ]
+    lines += memory(width, rows)
     lines += ["", "Not run on a GPU: none was at hand.", "", *conditions(("torch", "torchrec", "fbgemm-gpu-cpu"))]
     save("training", lines, keep=not options.print)
 

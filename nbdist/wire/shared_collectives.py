@@ -103,12 +103,12 @@ class SharedCollectives:
                     whole.copy_(parts)
         return [one.view(tensor.shape) for one in gathered]
 
-    def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., object]) -> torch.Tensor:
         """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
         with _noted("nbdist:reduce"):
-            for part in tensor.view(-1).split(_PIECE // tensor.element_size()):
+            for part in tensor.detach().view(-1).split(_PIECE // tensor.element_size()):
                 with self._exchanged(part) as (parts,):
-                    part.copy_(reduce(parts, 0))
+                    reduce(parts, 0, out=part)
         return tensor
 
     def all_to_all(self, outputs: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:

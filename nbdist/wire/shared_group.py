@@ -20,9 +20,9 @@ from .shared_collectives import SharedCollectives, open_shared_collectives
 
 _NAME = "nbdist"
 
-_REDUCE: dict[Any, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: lambda parts, dim: parts.sum(dim, dtype=parts.dtype),
-    ReduceOp.AVG: lambda parts, dim: parts.mean(dim),
+_REDUCE: dict[Any, Callable[..., object]] = {
+    ReduceOp.SUM: torch.sum,
+    ReduceOp.AVG: torch.mean,
     ReduceOp.MAX: torch.amax,
     ReduceOp.MIN: torch.amin,
 }
@@ -85,7 +85,7 @@ class SharedGroup(dist.ProcessGroup):
         for output, parts in zip(outputs, inputs, strict=True):
             received = output.new_empty(self.size(), *output.shape)
             self._exchange(received.unbind(), parts)
-            output.copy_(_reduction(opts)(received, 0))
+            _reduction(opts)(received, 0, out=output.detach())
         return _done(outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, parts: torch.Tensor, opts: Any = None) -> Any:
@@ -169,7 +169,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, timeout)  # of some of the ranks, such as TorchRec makes
 
 
-def _reduction(opts: Any) -> Callable[..., torch.Tensor]:
+def _reduction(opts: Any) -> Callable[..., object]:
     op = ReduceOp.SUM if opts is None else opts.reduceOp
     for known, reduce in _REDUCE.items():
         if op == known:

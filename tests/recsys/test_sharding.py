@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -449,6 +451,27 @@ def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: dict[int, 
 
     first, second = sessions[2].run_all(copies)
     torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategies", PLANS.values(), ids=PLANS)
+def test_the_tables_that_were_given_are_let_go(sessions: dict[int, Session], strategies: dict[str, str]) -> None:
+    """Beside its shards, a rank has no table whole."""
+
+    def left() -> list[str]:
+        model = Clicks("cpu")
+        given = {name: weakref.ref(p) for name, p in model.named_parameters() if "embedding" in name}
+        values = {name: weight().detach().clone() for name, weight in given.items()}
+        sharded = shard(model, strategies, batch_size=8, dense_optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        del model
+        gc.collect()
+        whole = sharded.gather()
+        if whole is not None and any(
+            not torch.equal(whole.state_dict()[name], value) for name, value in values.items()
+        ):
+            raise AssertionError("the values are lost, too")
+        return [name for name, weight in given.items() if weight() is not None]
+
+    assert sessions[2].run_all(left) == [[], []]
 
 
 def test_the_gathered_model_predicts_in_the_notebook(sessions: dict[int, Session]) -> None:

@@ -44,7 +44,7 @@ from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
 from .hooks import check_ids, divide_means, look_up_singly, pad_batches, restore_order, sum_instead
-from .initial import common_seed, fill, materialise, without_memory
+from .initial import common_seed, fill, let_go, materialise, without_memory
 from .planning import Planner, make_sharders
 from .strategies import (
     EVERYWHERE,
@@ -77,7 +77,7 @@ def shard(
 
     Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
     by block, from seeds drawn from torch's random state. So the initial weights depend neither on the strategies nor on
-    the number of ranks. Tables with values keep them.
+    the number of ranks. Tables with values keep them; each rank has them whole until it has its part.
 
     rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
     little differently from the same table in one piece; sgd and adagrad do not.
@@ -154,6 +154,7 @@ def shard(
         torchrec_plan, plan = Planner(model, tables, chosen, sharders, named, batch_size, memory, device).plan()
         seed = common_seed(device)
         materialise(model, device)
+        let_go(model, tables)
         _forget_old_groups()
         # gloo sends what ranks of one machine have for each other through its network's loopback.
         group = shared_group() if device.type == "cpu" else None

@@ -45,6 +45,18 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         module.reset_parameters()
 
 
+def let_go(model: nn.Module, tables: Mapping[str, Table]) -> None:
+    """Put the model's tables on the meta device: TorchRec keeps those that it is given, whole, beside the shards."""
+    for table in tables.values():
+        path, _, name = table.key.rpartition(".")
+        meta = nn.Parameter(torch.empty_like(table.weight, device="meta"), requires_grad=table.weight.requires_grad)
+        vars(meta).update(vars(table.weight))  # what TorchRec looks for there
+        setattr(model.get_submodule(path), name, meta)
+    for module in model.modules():
+        if isinstance(module, _COLLECTIONS):
+            module._device = torch.device("meta")
+
+
 def _ancestors(path: str) -> list[str]:
     parts = path.split(".") if path else []
     return [".".join(parts[:end]) for end in range(len(parts))]

@@ -1,0 +1,76 @@
+"""Arrays of any length from each CPU rank to all: laid out once in memory that they share, and read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .shared_collectives import SharedCollectives
+
+_LINE = 64  # bytes, of the processor's cache
+
+
+class SharedGather:
+    """What CPU ranks of one machine lay out for one another. All of them have to make and to call it alike.
+
+    Args:
+        collectives: Of these ranks.
+        count: How many arrays each of them has.
+    """
+
+    def __init__(self, collectives: SharedCollectives, count: int) -> None:
+        self._collectives = collectives
+        self._count, self._calls = count, 0
+        self._make_room(self._needed([], []))
+
+    def __call__(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        """The arrays of each rank, by rank. They hold until the next call.
+
+        Args:
+            arrays: Of each, ranks differ in the first dimension alone, shape (any, ...).
+        """
+        # The next call is in the other half of the memory, which some write to while others read this one. Who comes
+        # back to this has met all of them there, after they had read.
+        self._calls += 1
+        half, me = self._calls % 2, self._collectives.rank
+        mine = [len(one) for one in arrays]
+        while True:
+            self._lengths[half, me] = mine
+            if self._needed(arrays, mine) <= self._room:
+                for one, there in zip(arrays, self._views(half, me, arrays), strict=True):
+                    there[:] = one
+            self._collectives.barrier()
+            most = max(self._needed(arrays, lengths) for lengths in self._lengths[half].tolist())
+            if most <= self._room:
+                return [self._views(half, rank, arrays) for rank in range(self._collectives.size)]
+            self._make_room(2 * most)
+
+    def _make_room(self, room: int) -> None:
+        """For so many bytes of each rank."""
+        shape = (2, self._collectives.size, room)
+        self._room, self._memory = room, self._collectives.memory(2 * self._collectives.size * room)
+        self._lengths = np.ndarray(shape, np.uint8, self._memory)[..., : 8 * self._count].view(np.int64)
+
+    def _needed(self, like: Sequence[np.ndarray], lengths: Sequence[int]) -> int:
+        """Bytes that arrays of these lengths take, and the lengths themselves."""
+        return sum((_padded(8 * self._count), *map(_size, like, lengths)))
+
+    def _views(self, half: int, rank: int, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Where the arrays of a rank lie."""
+        start = (half * self._collectives.size + rank) * self._room + self._needed([], [])
+        views: list[Any] = []
+        for one, length in zip(like, self._lengths[half, rank].tolist(), strict=True):
+            views.append(np.ndarray((length, *one.shape[1:]), one.dtype, self._memory, start))
+            start += _size(one, length)
+        return views
+
+
+def _size(like: np.ndarray, length: int) -> int:
+    """Bytes that as many rows take, to where the next array begins."""
+    return _padded(like.itemsize * int(np.prod(like.shape[1:])) * length)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _LINE) * _LINE

@@ -1,0 +1,81 @@
+"""Arrays that ranks lay out in memory that they share: each finds there what the others have given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from conftest import LINUX
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist import Session
+from nbdist.wire.shared_collectives import open_shared_collectives
+from nbdist.wire.shared_gather import SharedGather
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
+
+RANKS = 3
+KINDS = ((np.int64, ()), (np.uint8, (5,)), (np.float32, (2, 3)))
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(RANKS, timeout=100) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def nothing_survives() -> None:
+    """The shared session's ranks may stay."""
+
+
+def arrays(rank: int, number: int, lengths: list[int]) -> list[np.ndarray]:
+    draw = np.random.default_rng([rank, number])
+    return [
+        draw.integers(0, 200, (length, *shape)).astype(kind)
+        for (kind, shape), length in zip(KINDS, lengths, strict=True)
+    ]
+
+
+def exchange(rounds: list[list[list[int]]]) -> None:
+    """In a rank: all rounds, each with the lengths of every rank's arrays."""
+    shared = open_shared_collectives()
+    assert shared is not None
+    gather = SharedGather(shared, 3)
+    for number, of_ranks in enumerate(rounds):
+        found = gather(arrays(dist.get_rank(), number, of_ranks[dist.get_rank()]))
+        for rank, (theirs, lengths) in enumerate(zip(found, of_ranks, strict=True)):
+            for one, wanted in zip(theirs, arrays(rank, number, lengths), strict=True):
+                np.testing.assert_array_equal(one, wanted)
+                assert one.dtype == wanted.dtype
+    shared.close()
+
+
+LENGTHS = st.lists(st.integers(0, 20) | st.just(3000), min_size=3, max_size=3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.lists(LENGTHS, min_size=RANKS, max_size=RANKS), min_size=1, max_size=8))
+def test_each_rank_finds_what_all_have_given(session: Session, rounds: list[list[list[int]]]) -> None:
+    session.run(exchange, rounds)
+
+
+def test_what_was_found_holds_until_the_next_call(session: Session) -> None:
+    """Though other ranks are in the next one already."""
+
+    def hold() -> None:
+        shared = open_shared_collectives()
+        assert shared is not None
+        gather = SharedGather(shared, 1)
+        for number in range(300):
+            found = gather([np.full(50, number)])
+            if number % RANKS == dist.get_rank() and number % 10 == 0:
+                time.sleep(0.01)  # the others go on
+            assert all((one == number).all() for (one,) in found)
+        shared.close()
+
+    session.run(hold)
