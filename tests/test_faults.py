@@ -30,7 +30,8 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     engine: Any = request.param
     if engine == "ray":
         engine = RayOptions(address=request.getfixturevalue("ray_cluster").address, placement="spread")
-    kernel = Kernel(tmp_path_factory.mktemp("faults"))
+    temporary = tempfile.mkdtemp(prefix="faults-")  # a short path, as below
+    kernel = Kernel(tmp_path_factory.mktemp("faults"), env={"TMPDIR": temporary})
     try:
         kernel.ok(PRELUDE)
         kernel.ok(f"from nbdist import RayOptions, use\nuse({engine!r})")
@@ -39,6 +40,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield kernel
     finally:
         kernel.close()
+        shutil.rmtree(temporary)
 
 
 class Leftovers:
@@ -49,12 +51,15 @@ class Leftovers:
         self._fds = self._kernel.num_fds()
         self._threads = self._kernel.num_threads()
         self._names = shared_memory_names()
+        self._temporary = Path(self._kernel.environ()["TMPDIR"])
 
     def check(self) -> None:
         assert poll(lambda: not ranks_of()), f"left: {ranks_of()}"
         assert poll(lambda: self._kernel.num_fds() <= self._fds), f"descriptors: {self._fds} → {self._kernel.num_fds()}"
         assert self._kernel.num_threads() <= self._threads
         assert not left_in_shared_memory(self._names)
+        sockets = [str(path) for name in ("pymp-*", "listener-*") for path in self._temporary.rglob(name)]
+        assert not sockets
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -223,7 +228,7 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         os.kill(kernel.pid, signal.SIGKILL)
         assert poll(lambda: not living(family), 5), living(family)
         assert not left_in_shared_memory(before)
-        assert not [name for name in os.listdir(temporary) if "nbdist" in name]
+        assert not [name for name in os.listdir(temporary) if "nbdist" in name or "pymp" in name]
     finally:
         kernel.close()
         shutil.rmtree(temporary)

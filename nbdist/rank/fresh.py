@@ -13,19 +13,19 @@ from . import main as of_forks
 from . import shell
 
 
-def execute(server: int, kind: str, fds: RankDescriptors, environ: Mapping[str, str]) -> NoReturn:
+def execute(server: int, kind: str, fds: RankDescriptors, scratch: str, environ: Mapping[str, str]) -> NoReturn:
     """In the fork: go on as `main` in a fresh interpreter, with this environment. The server's descriptors close."""
     for fd in fds:
         os.set_inheritable(fd, True)
-    arguments = command("nbdist.rank.fresh", str(server), kind, *map(str, fds))
+    arguments = command("nbdist.rank.fresh", str(server), kind, scratch, *map(str, fds))
     os.execve(sys.executable, arguments, dict(environ))
 
 
-def main(server: str, kind: str, *fds: str) -> None:
+def main(server: str, kind: str, scratch: str, *fds: str) -> None:
     """Be a rank, from here to the end: a child of the `server`, that works for a "notebook" or a "script"."""
     descriptors = RankDescriptors(*map(int, fds))
     for fd in descriptors:
         os.set_inheritable(fd, False)
     if kind == "notebook":
         shell.make()
-    of_forks.main(int(server), descriptors, [])
+    of_forks.main(int(server), descriptors, scratch, [])

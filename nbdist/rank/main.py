@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,12 +30,13 @@ def prctl(option: int, argument: int) -> None:
         ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
-def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoReturn:
+def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[int]) -> NoReturn:
     """In the fork: become a rank, and end as one.
 
     Args:
         server: The pid of the fork server.
         fds: What connects the rank with the kernel.
+        scratch: A folder in which this rank has one, as long as it lives.
         of_server: Descriptors that are the server's alone.
     """
     status, pid = 1, os.getpid()
@@ -54,6 +56,10 @@ def main(server: int, fds: RankDescriptors, of_server: Iterable[int]) -> NoRetur
         os.dup2(fds.stderr, 2)
         os.close(fds.stdout)
         os.close(fds.stderr)
+        folder = os.path.join(scratch, str(pid))
+        os.makedirs(folder, exist_ok=True)  # a system may empty /tmp now and then
+        # multiprocessing's sockets, such as loader workers have, would stay in /tmp where its processes are killed.
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = folder
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
         stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.hear, "preemption": preemption.tell})

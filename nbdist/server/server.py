@@ -18,6 +18,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -62,6 +63,7 @@ class Server:
         self._preloaded = Preloaded()
         self._idle = IDLE
         self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nobody else removes them
+        self._scratch = ""  # where each rank has a folder for its processes' sockets, by its pid
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
@@ -151,7 +153,9 @@ class Server:
         self._folders = list(dict.fromkeys([*self._folders, folder])) if folder is not None else []
 
     def remove_folders(self) -> None:
-        """Remove the notebook's temporary files, once it has ended."""
+        """Remove the ranks' temporary files; and the notebook's, once it has ended."""
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -173,14 +177,15 @@ class Server:
         for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
             if fd >= 0:
                 os.set_inheritable(fd, True)
-        refused, folders = self._preloaded.refused, self._folders
-        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, folders])
+        refused, folders, scratch = self._preloaded.refused, self._folders, self._scratch
+        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, folders, scratch])
         arguments = str(self._control.fileno()), self._kind, str(self._kernel), state
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
-        ranks, launches, modules, self._preloaded.refused, path, self._idle, self._folders = json.loads(state)
+        ranks, launches, modules, self._preloaded.refused, path, self._idle, *folders = json.loads(state)
+        self._folders, self._scratch = folders
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
         self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
         for launch in self._launches.values():
@@ -213,6 +218,7 @@ class Server:
         try:
             if number not in self._launches:  # there was no descriptor for it
                 return
+            self._scratch = self._scratch or tempfile.mkdtemp(prefix="nbdist-")
             pid = os.fork()
         except OSError as exc:
             self._refuse(number, rank, exc.errno or errno.EAGAIN)
@@ -221,7 +227,7 @@ class Server:
                 self._become_fresh(server, RankDescriptors(*fds), environ)
             if pid == 0:
                 reports = [launch.report for launch in self._launches.values()]
-                rank_main(server, RankDescriptors(*fds), [*self._private_fds, *reports])
+                rank_main(server, RankDescriptors(*fds), self._scratch, [*self._private_fds, *reports])
             self._ranks[pid] = rank, number
             self._report(number, rank, pid, STARTED)
         finally:
@@ -230,7 +236,7 @@ class Server:
 
     def _become_fresh(self, server: int, fds: RankDescriptors, environ: Mapping[str, str]) -> NoReturn:
         try:
-            fresh.execute(server, self._kind, fds, environ)
+            fresh.execute(server, self._kind, fds, self._scratch, environ)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -256,6 +262,7 @@ class Server:
         except Exception:  # out of descriptors, or of memory
             traceback.print_exc()
         for pid, (rank, number, status) in ended.items():
+            shutil.rmtree(os.path.join(self._scratch, str(pid)), ignore_errors=True)
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))
             self._end(number)
 

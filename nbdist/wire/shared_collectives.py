@@ -76,6 +76,11 @@ class SharedCollectives:
         """Whether nothing has failed, and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
+    @property
+    def turns(self) -> int:
+        """How many times ranks have met here, the same on all; negative after a failure."""
+        return self._count
+
     def mean_(self, tensor: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         """Put the mean over all ranks, the same bits on each, into a contiguous `tensor` of floats. Returns it.
 

@@ -22,21 +22,20 @@ class SharedGather:
 
     def __init__(self, collectives: SharedCollectives, count: int) -> None:
         self._collectives = collectives
-        self._count, self._calls = count, 0
+        self._count = count
         self._make_room(self._needed([], []))
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """The arrays of each rank, by rank. They hold until the next call.
+        """The arrays of each rank, by rank. They hold until this rank's next collective.
 
         Args:
             arrays: Of each, ranks differ in the first dimension alone, shape (any, ...).
         """
-        # The next call is in the other half of the memory, which some write to while others read this one. Who comes
-        # back to this has met all of them there, after they had read.
-        self._calls += 1
-        half, me = self._calls % 2, self._collectives.rank
-        mine = [len(one) for one in arrays]
+        me, mine = self._collectives.rank, [len(one) for one in arrays]
         while True:
+            # With the next turn comes the other half of the memory, which some write to while others read this one. Who
+            # comes back to this has met all of them there, after they had read.
+            half = self._collectives.turns % 2
             self._lengths[half, me] = mine
             if self._needed(arrays, mine) <= self._room:
                 for one, there in zip(arrays, self._views(half, me, arrays), strict=True):

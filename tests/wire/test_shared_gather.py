@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -79,3 +80,21 @@ def test_what_was_found_holds_until_the_next_call(session: Session) -> None:
         shared.close()
 
     session.run(hold)
+
+
+def test_a_rank_that_has_failed_alone_is_in_step_again(session: Session) -> None:
+    """As one is that was interrupted before it met the others."""
+
+    def fail() -> None:
+        shared = open_shared_collectives()
+        assert shared is not None
+        gather = SharedGather(shared, 1)
+        for number in range(4):
+            if dist.get_rank() == number:
+                with contextlib.suppress(ValueError):
+                    gather([np.zeros(3), np.zeros(3)])
+            found = gather([np.full(3, 10 * number + dist.get_rank())])
+            assert [one.tolist() for (one,) in found] == [[10 * number + rank] * 3 for rank in range(RANKS)]
+        shared.close()
+
+    session.run(fail)
