@@ -154,11 +154,18 @@ class Server:
 
     def remove_folders(self) -> None:
         """Remove the ranks' temporary files; and the notebook's, once it has ended."""
-        if self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_scratch()
         if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _remove_scratch(self, rank: str = "") -> None:
+        """Remove the folder of a rank that has ended; that of all, where there is no other."""
+        if self._ranks and rank:
+            shutil.rmtree(os.path.join(self._scratch, rank), ignore_errors=True)
+        elif self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = ""
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
@@ -262,7 +269,7 @@ class Server:
         except Exception:  # out of descriptors, or of memory
             traceback.print_exc()
         for pid, (rank, number, status) in ended.items():
-            shutil.rmtree(os.path.join(self._scratch, str(pid)), ignore_errors=True)
+            self._remove_scratch(str(pid))
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))
             self._end(number)
 
