@@ -96,7 +96,7 @@ class SharedCollectives:
 
         `more` are small ones that go along with it.
         """
-        room = _PIECE - sum(_padded(one) for one in more)
+        room = _PIECE - sum(padded(one.nbytes) for one in more)
         first, *others = tensor.view(-1).split(room // tensor.element_size())
         with _noted("nbdist:mean"):
             for turn in ([first, *(one.view(-1) for one in more)], *([part] for part in others)):
@@ -181,7 +181,7 @@ class SharedCollectives:
             for one in mine:
                 exchanged.append(self._parts[parity, :, start : start + one.nbytes].view(one.dtype))
                 exchanged[-1][self.rank].copy_(one)
-                start += _padded(one)
+                start += padded(one.nbytes)
             tell()
             yield exchanged
 
@@ -303,9 +303,9 @@ def open_shared_collectives() -> SharedCollectives | None:
         return SharedCollectives(parts, list(reads), outboxes)
 
 
-def _padded(tensor: torch.Tensor) -> int:
-    """The bytes that it takes where the next one begins at a line of the processor's cache."""
-    return -(-tensor.nbytes // _HEAD) * _HEAD
+def padded(size: int) -> int:
+    """The bytes that so many take where the next ones begin at a line of the processor's cache."""
+    return -(-size // _HEAD) * _HEAD
 
 
 def _file(fd: int) -> _File:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .shared_collectives import SharedCollectives
-
-_LINE = 64  # bytes, of the processor's cache
+from .shared_collectives import SharedCollectives, padded
 
 
 class SharedGather:
@@ -22,8 +21,8 @@ class SharedGather:
 
     def __init__(self, collectives: SharedCollectives, count: int) -> None:
         self._collectives = collectives
-        self._count = count
-        self._make_room(self._needed([], []))
+        self._count, self._head = count, padded(8 * count)  # bytes, for the lengths of a rank's arrays
+        self._make_room(self._head)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         """The arrays of each rank, by rank. They hold until this rank's next collective.
@@ -54,11 +53,11 @@ class SharedGather:
 
     def _needed(self, like: Sequence[np.ndarray], lengths: Sequence[int]) -> int:
         """Bytes that arrays of these lengths take, and the lengths themselves."""
-        return sum((_padded(8 * self._count), *map(_size, like, lengths)))
+        return self._head + sum(map(_size, like, lengths))
 
     def _views(self, half: int, rank: int, like: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Where the arrays of a rank lie."""
-        start = (half * self._collectives.size + rank) * self._room + self._needed([], [])
+        start = (half * self._collectives.size + rank) * self._room + self._head
         views: list[Any] = []
         for one, length in zip(like, self._lengths[half, rank].tolist(), strict=True):
             views.append(np.ndarray((length, *one.shape[1:]), one.dtype, self._memory, start))
@@ -68,8 +67,4 @@ class SharedGather:
 
 def _size(like: np.ndarray, length: int) -> int:
     """Bytes that as many rows take, to where the next array begins."""
-    return _padded(like.itemsize * int(np.prod(like.shape[1:])) * length)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+    return padded(like.itemsize * math.prod(like.shape[1:]) * length)
