@@ -222,19 +222,15 @@ def acquire(
     taken: list[DriverProcess],
     tasks: bool = False,
     least: int | None = None,
-) -> DriverProcess:
-    """Room for so many ranks, or for `least` of them at least: what was kept after an earlier session, or new.
-
-    Whatever is taken is added to `taken`, whose owner stops it if he is interrupted before he has got it.
-    """
+) -> None:
+    """Put into `taken` a driver with room for so many ranks, or for `least` of them at least: what was kept after an
+    earlier session, or new. Its owner stops what is there if he is interrupted meanwhile."""
     with _lock, postponed_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
         del kept[-1:]
-    if taken and taken[0].reusable():
-        return taken[0]
-    taken[:] = [DriverProcess(options, world_size, notice, tasks, least)]
-    return taken[0]
+    if not (taken and taken[0].reusable()):
+        taken[:] = [DriverProcess(options, world_size, notice, tasks, least)]
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:

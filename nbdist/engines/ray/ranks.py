@@ -62,7 +62,8 @@ class RayEngine:
     def _on(self, modules: list[str], count: int, notice: Callable[[str], None], **about: Any) -> RayRanks:
         taken: list[DriverProcess] = []
         try:
-            return RayRanks(acquire(self._options, count, notice, taken, **about), modules, self._env)
+            acquire(self._options, count, notice, taken, **about)
+            return RayRanks(taken[0], modules, self._env)
         except BaseException:  # an interrupt, too: nobody else would give the room back
             for driver in taken:
                 driver.stop(at_once=True)
