@@ -234,6 +234,41 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
         shutil.rmtree(temporary)
 
 
+def test_a_killed_fork_server_leaves_no_folder(tmp_path: Path) -> None:
+    temporary = tempfile.mkdtemp(prefix="killed-")
+    kernel = Kernel(tmp_path, env={"TMPDIR": temporary})
+    try:
+        kernel.ok(PRELUDE)
+        for _ in range(2):
+            assert kernel.ok("kept = Session(2)\nprint(kept.run(sums))").text == "2.0\n"
+            servers = psutil.Process(kernel.pid).children()
+            for server in servers:
+                server.kill()
+            assert poll(lambda servers=servers: not living(servers))
+        kernel.client.shutdown()
+        assert poll(lambda: not [name for name in os.listdir(temporary) if "nbdist" in name]), os.listdir(temporary)
+    finally:
+        kernel.close()
+        shutil.rmtree(temporary)
+
+
+def test_a_disk_without_room_for_a_folder(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path)
+    try:
+        kernel.ok(PRELUDE)
+        code = """
+import errno, tempfile
+def full(*args, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+tempfile.mkdtemp = full
+print(in_ddp(2, sums))
+"""
+        assert kernel.ok(code).text == "2.0\n"
+        assert not os.listdir(kernel.cwd)
+    finally:
+        kernel.close()
+
+
 @pytest.mark.slow
 def test_shared_memory_full(tmp_path: Path) -> None:
     """Big values do not need /dev/shm; what the user's own code puts there fails with a reason."""

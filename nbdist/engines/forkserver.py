@@ -8,9 +8,11 @@ import importlib.machinery
 import itertools
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -61,18 +63,22 @@ class ForkServer:
         if sys.platform == "darwin":  # or what imports have used of Objective-C ends a fork that uses it, too
             env["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"
         kind = "notebook" if _works_for_notebook or kernel_shell() is not None else "script"
+        self._pid, self._scratch = os.getpid(), ""
         try:
+            with contextlib.suppress(OSError):  # a full disk is no reason to start no ranks
+                self._scratch = tempfile.mkdtemp(prefix="nbdist-")
             with theirs, own_pidfd() as kernel:
                 self.process = interpreter.start(
                     "nbdist.server.main",
                     str(theirs.fileno()),
                     kind,
                     str(kernel),
+                    self._scratch,
                     env=env,
                     pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 )
         except BaseException:
-            ours.close()
+            self.hang_up()
             raise
         forget_in_children(self)
 
@@ -102,6 +108,8 @@ class ForkServer:
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""
         self._control.close()
+        if self._pid == os.getpid():  # one that was killed has removed nothing
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def stop(self) -> None:
         """Hang up, and wait for the server's end."""

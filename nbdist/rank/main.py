@@ -36,7 +36,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     Args:
         server: The pid of the fork server.
         fds: What connects the rank with the kernel.
-        scratch: A folder in which this rank has one, as long as it lives.
+        scratch: A folder in which this rank has one, as long as it lives; "": it has none.
         of_server: Descriptors that are the server's alone.
     """
     status, pid = 1, os.getpid()
@@ -56,10 +56,8 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
         os.dup2(fds.stderr, 2)
         os.close(fds.stdout)
         os.close(fds.stderr)
-        folder = os.path.join(scratch, str(pid))
-        os.makedirs(folder, exist_ok=True)  # a system may empty /tmp now and then
-        # multiprocessing's sockets, such as loader workers have, would stay in /tmp where its processes are killed.
-        vars(multiprocessing.current_process())["_config"]["tempdir"] = folder
+        if scratch:
+            _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
         stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.hear, "preemption": preemption.tell})
@@ -72,3 +70,10 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     finally:
         streams.flush()
         os._exit(status)
+
+
+def _keep_sockets_in(folder: str) -> None:
+    """multiprocessing's, such as loader workers have: they would stay in /tmp where its processes are killed."""
+    with contextlib.suppress(OSError):  # a full disk
+        os.makedirs(folder)  # and what it lies in, for a system may empty /tmp now and then
+        vars(multiprocessing.current_process())["_config"]["tempdir"] = folder

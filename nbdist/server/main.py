@@ -16,11 +16,11 @@ from .server import Server
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(fd: str, kind: str, kernel: str, state: str = "") -> None:
+def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None:
     """Serve on the socket whose descriptor is `fd`, for a "notebook" or a "script".
 
-    `kernel` is a descriptor that tells the end of the process that all is for. `state`, if there, is that of a server
-    that this one takes the place of.
+    `kernel` is a descriptor that tells the end of the process that all is for. `scratch` is a folder for what ranks'
+    processes keep, "" where there is none. `state`, if there, is that of a server that this one takes the place of.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
@@ -32,7 +32,7 @@ def main(fd: str, kind: str, kernel: str, state: str = "") -> None:
         os.set_inheritable(int(kernel), False)
     if kind == "notebook":
         shell.make()
-    server = Server(control, kind, int(kernel))
+    server = Server(control, kind, int(kernel), scratch)
     try:
         if state:
             server.restore(state)

@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -49,12 +48,13 @@ class Launch:
 class Server:
     """The server's state: its children, and the modules that they find imported."""
 
-    def __init__(self, control: socket.socket, kind: str, kernel: int) -> None:
+    def __init__(self, control: socket.socket, kind: str, kernel: int, scratch: str) -> None:
         """
         Args:
             control: The server's end of its connection to the kernel.
             kind: Whom ranks work for: "notebook" or "script".
             kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
+            scratch: A folder in which each rank may have one, by its pid, for its processes' sockets; "": none.
         """
         self._control, self._kind, self._kernel = Channel(control), kind, kernel
         self._parent = os.getppid()
@@ -63,7 +63,7 @@ class Server:
         self._preloaded = Preloaded()
         self._idle = IDLE
         self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nobody else removes them
-        self._scratch = ""  # where each rank has a folder for its processes' sockets, by its pid
+        self._scratch = scratch
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
@@ -154,18 +154,10 @@ class Server:
 
     def remove_folders(self) -> None:
         """Remove the ranks' temporary files; and the notebook's, once it has ended."""
-        self._remove_scratch()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _remove_scratch(self, rank: str = "") -> None:
-        """Remove the folder of a rank that has ended; that of all, where there is no other."""
-        if self._ranks and rank:
-            shutil.rmtree(os.path.join(self._scratch, rank), ignore_errors=True)
-        elif self._scratch:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = ""
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
@@ -184,15 +176,14 @@ class Server:
         for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
             if fd >= 0:
                 os.set_inheritable(fd, True)
-        refused, folders, scratch = self._preloaded.refused, self._folders, self._scratch
-        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, folders, scratch])
-        arguments = str(self._control.fileno()), self._kind, str(self._kernel), state
+        refused = self._preloaded.refused
+        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, self._folders])
+        arguments = str(self._control.fileno()), self._kind, str(self._kernel), self._scratch, state
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
-        ranks, launches, modules, self._preloaded.refused, path, self._idle, *folders = json.loads(state)
-        self._folders, self._scratch = folders
+        ranks, launches, modules, self._preloaded.refused, path, self._idle, self._folders = json.loads(state)
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
         self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
         for launch in self._launches.values():
@@ -225,7 +216,6 @@ class Server:
         try:
             if number not in self._launches:  # there was no descriptor for it
                 return
-            self._scratch = self._scratch or tempfile.mkdtemp(prefix="nbdist-")
             pid = os.fork()
         except OSError as exc:
             self._refuse(number, rank, exc.errno or errno.EAGAIN)
@@ -269,7 +259,8 @@ class Server:
         except Exception:  # out of descriptors, or of memory
             traceback.print_exc()
         for pid, (rank, number, status) in ended.items():
-            self._remove_scratch(str(pid))
+            if self._scratch:
+                shutil.rmtree(os.path.join(self._scratch, str(pid)), ignore_errors=True)
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))
             self._end(number)
 
