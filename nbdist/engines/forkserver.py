@@ -8,6 +8,7 @@ import importlib.machinery
 import itertools
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -64,9 +65,9 @@ class ForkServer:
             env["OBJC_DISABLE_INITIALIZE_FORK_SAFETY"] = "YES"
         kind = "notebook" if _works_for_notebook or kernel_shell() is not None else "script"
         self._pid, self._scratch = os.getpid(), ""
+        with contextlib.suppress(OSError):  # a full disk, say: no reason to start no ranks
+            self._scratch = os.path.join(tempfile.gettempdir(), f"nbdist-{secrets.token_hex(8)}")
         try:
-            with contextlib.suppress(OSError):  # a full disk is no reason to start no ranks
-                self._scratch = tempfile.mkdtemp(prefix="nbdist-")
             with theirs, own_pidfd() as kernel:
                 self.process = interpreter.start(
                     "nbdist.server.main",

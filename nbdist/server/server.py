@@ -54,7 +54,7 @@ class Server:
             control: The server's end of its connection to the kernel.
             kind: Whom ranks work for: "notebook" or "script".
             kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
-            scratch: A folder in which each rank may have one, by its pid, for its processes' sockets; "": none.
+            scratch: A folder to make when there are ranks: each has one in it, by its pid, for its processes' sockets.
         """
         self._control, self._kind, self._kernel = Channel(control), kind, kernel
         self._parent = os.getppid()
@@ -63,7 +63,7 @@ class Server:
         self._preloaded = Preloaded()
         self._idle = IDLE
         self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nobody else removes them
-        self._scratch = scratch
+        self._scratch, self._scratch_made = scratch, False
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
@@ -154,10 +154,25 @@ class Server:
 
     def remove_folders(self) -> None:
         """Remove the ranks' temporary files; and the notebook's, once it has ended."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove_scratch()
         if self._folders and (readable(self._kernel, 5.0) if self._kernel >= 0 else os.getppid() != self._parent):
             for folder in self._folders:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _make_scratch(self) -> str:
+        """The folder for ranks' folders; "": there is none, which is no reason to start no ranks."""
+        if not self._scratch_made:
+            with contextlib.suppress(OSError):  # a full disk; or somebody else's has this name
+                os.mkdir(self._scratch, 0o700)
+                self._scratch_made = True
+        return self._scratch if self._scratch_made else ""
+
+    def _remove_scratch(self, rank: str = "") -> None:
+        """Remove the folder of a rank that has ended; that of all, where there is no other."""
+        if self._scratch_made:
+            self._scratch_made = bool(self._ranks and rank)
+            folder = os.path.join(self._scratch, rank) if self._scratch_made else self._scratch
+            shutil.rmtree(folder, ignore_errors=True)
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
@@ -177,13 +192,15 @@ class Server:
             if fd >= 0:
                 os.set_inheritable(fd, True)
         refused = self._preloaded.refused
-        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, self._folders])
+        own = self._folders, self._scratch_made
+        state = json.dumps([self._ranks, launches, modules, refused, sys.path, self._idle, *own])
         arguments = str(self._control.fileno()), self._kind, str(self._kernel), self._scratch, state
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
 
     def restore(self, state: str) -> None:
         """Take over from the server that this one was before `_restart`."""
-        ranks, launches, modules, self._preloaded.refused, path, self._idle, self._folders = json.loads(state)
+        ranks, launches, modules, self._preloaded.refused, path, self._idle, *own = json.loads(state)
+        self._folders, self._scratch_made = own
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
         self._launches = {int(number): Launch(*launch) for number, launch in launches.items()}
         for launch in self._launches.values():
@@ -216,24 +233,25 @@ class Server:
         try:
             if number not in self._launches:  # there was no descriptor for it
                 return
+            scratch = self._make_scratch()
             pid = os.fork()
         except OSError as exc:
             self._refuse(number, rank, exc.errno or errno.EAGAIN)
         else:
             if pid == 0 and environ is not None:
-                self._become_fresh(server, RankDescriptors(*fds), environ)
+                self._become_fresh(server, RankDescriptors(*fds), scratch, environ)
             if pid == 0:
                 reports = [launch.report for launch in self._launches.values()]
-                rank_main(server, RankDescriptors(*fds), self._scratch, [*self._private_fds, *reports])
+                rank_main(server, RankDescriptors(*fds), scratch, [*self._private_fds, *reports])
             self._ranks[pid] = rank, number
             self._report(number, rank, pid, STARTED)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _become_fresh(self, server: int, fds: RankDescriptors, environ: Mapping[str, str]) -> NoReturn:
+    def _become_fresh(self, server: int, fds: RankDescriptors, scratch: str, environ: Mapping[str, str]) -> NoReturn:
         try:
-            fresh.execute(server, self._kind, fds, self._scratch, environ)
+            fresh.execute(server, self._kind, fds, scratch, environ)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -259,8 +277,7 @@ class Server:
         except Exception:  # out of descriptors, or of memory
             traceback.print_exc()
         for pid, (rank, number, status) in ended.items():
-            if self._scratch:
-                shutil.rmtree(os.path.join(self._scratch, str(pid)), ignore_errors=True)
+            self._remove_scratch(str(pid))
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))
             self._end(number)
 
