@@ -57,8 +57,8 @@ class Listening(Protocol):
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
         """Do something whenever there is something to read at a descriptor."""
 
-    def select(self, seconds: float | None) -> None:
-        """Pass on what there is, or the first that comes within so many seconds; None waits for it."""
+    def select(self, seconds: float) -> None:
+        """Pass on what there is, or the first that comes within so many seconds."""
 
     def close(self) -> None:
         """Pass on no more."""

@@ -80,12 +80,10 @@ class Listener:
             moments.append(self._resume_at)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
-    def select(self, seconds: float | None) -> None:
-        """Pass on what there is, or the first that comes within so many seconds; None waits for it."""
+    def select(self, seconds: float) -> None:
+        """Pass on what there is, or the first that comes within so many seconds."""
         due = self.due()
-        if due is not None:
-            seconds = due if seconds is None else min(seconds, due)
-        for key, _ in self._selector.select(seconds):
+        for key, _ in self._selector.select(seconds if due is None else min(seconds, due)):
             with postponed_interrupts():  # what was read of a message would be lost
                 key.data()
         for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:

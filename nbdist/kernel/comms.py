@@ -273,11 +273,9 @@ class Page:
         self._comms, self._listens = comms, foreground and in_main_thread()
         self._requests: Requests | None = None
 
-    def soon(self, seconds: float | None) -> float | None:
+    def soon(self, seconds: float) -> float:
         """How long to wait for ranks at most."""
-        if not self._listens or not self._comms.live():
-            return seconds
-        return _LOOK if seconds is None else min(_LOOK, seconds)
+        return min(_LOOK, seconds) if self._listens and self._comms.live() else seconds
 
     def look(self) -> None:
         """Take what the page has to say to ranks, and what it asks to be loaded again; nothing else."""

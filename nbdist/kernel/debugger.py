@@ -54,9 +54,9 @@ class Keyboard:
         for rank in list(self._questions):
             self._answer(rank, None)
 
-    def soon(self, seconds: float | None) -> float | None:
+    def soon(self, seconds: float) -> float:
         """How long to wait for ranks at most, when one may be waiting for an answer."""
-        return seconds if not self._questions else min(0.1, 0.1 if seconds is None else seconds)
+        return min(0.1, seconds) if self._questions else seconds
 
     def ready(self) -> bool:
         """Whether somebody is to be asked now."""

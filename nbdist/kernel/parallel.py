@@ -33,7 +33,7 @@ from .cell import Cell
 from .outcomes import load, rebuild
 from .output import Relay
 from .session import draw_seeds
-from .waiting import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
+from .waiting import AT_A_TIME, GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -173,7 +173,7 @@ class _Map:
                 try:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
-                        listener.select(None)
+                        listener.select(AT_A_TIME)
                 except BaseException as exc:
                     self._let_finish(listener, GRACE_AFTER_INTERRUPT)
                     raise exc from None

@@ -42,6 +42,10 @@ GRACE_BEFORE_ABORT = 2.0
 #: seen at once.
 OUTPUT_INTERVAL = 0.3
 
+#: Seconds for which one waits at a time. Python hears of a signal between two steps of its own: of one that comes right
+#: before a wait, or in another thread, only at the end of that.
+AT_A_TIME = 1.0
+
 #: Seconds after which a call is told where ranks are that have got it and have not begun.
 LONG_START = 30.0
 
@@ -225,11 +229,9 @@ class Waiting:
         raise KeyboardInterrupt
 
     def _step(self, listener: Listening) -> None:
-        left = None if self._deadline is None else self._deadline - time.monotonic()
-        if left is None or left > 0:
+        left = AT_A_TIME if self._deadline is None else min(AT_A_TIME, self._deadline - time.monotonic())
+        if left > 0:
             self._tell_of_late_ones()
-            if self._tells_of_late_ones:
-                left = LONG_START if left is None else min(left, LONG_START)
             listener.select(self._page.soon(self._keyboard.soon(left)))
             self._page.look()
             self._ask_user()

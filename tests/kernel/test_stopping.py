@@ -62,6 +62,13 @@ def stubborn():
         except KeyboardInterrupt:
             pass
 """
+SLEEP = """
+import os, signal
+from nbdist import parallel_map
+def sleep(_):
+    open(f"begun{os.getpid()}", "w").close()
+    time.sleep(300)
+"""
 
 
 def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) -> None:
@@ -185,6 +192,16 @@ class Stopped:
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("call", ["in_ddp(2, sleep, 0)", "parallel_map(sleep, range(2))"])
+def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None:
+    """As one is that comes right before the kernel waits: Python does not hear of it before the end of that."""
+    notebook.ok(SLEEP + "_ = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])")
+    try:
+        assert stopped(notebook, call).error == "KeyboardInterrupt"
+    finally:
+        notebook.ok("_ = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])")
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])

@@ -159,7 +159,7 @@ class NewsListener:
     def watch(self, fd: Any, action: Callable[[], Any]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
-    def select(self, seconds: float | None) -> None:
+    def select(self, seconds: float) -> None:
         # There may be news of which the descriptor says nothing any more, after an interrupt.
         for key, _ in self._selector.select(0.0 if len(self._news) else seconds):
             key.data()

@@ -72,7 +72,7 @@ class DriverProcess:
             plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             self.send("connect", plain | {"address": address}, world_size, tasks, least)
             threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
-            while (news := self._news.get())[0] == "notice":
+            while (news := self._next())[0] == "notice":
                 notice(news[1])
             if news[0] != "ready":
                 raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
@@ -84,6 +84,11 @@ class DriverProcess:
         except BaseException:
             self.stop(at_once=True)
             raise
+
+    def _next(self) -> tuple[Any, ...]:
+        while True:  # a second at a time: Python hears of an interrupt that comes right before a wait at its end
+            with contextlib.suppress(queue.Empty):
+                return self._news.get(timeout=1.0)
 
     def after_fork(self) -> None:
         """In a child of this process: the room is not its own."""
