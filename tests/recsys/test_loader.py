@@ -336,6 +336,23 @@ def test_slices_and_empty_lists() -> None:
     assert batch["genres"].values.dtype == torch.int32 and batch["genres"].offsets.tolist() == [0, 0, 0, 0]
 
 
+def test_a_batch_that_is_written_to_is_of_no_concern_to_a_graph_of_another() -> None:
+    weight, losses = torch.ones(1, requires_grad=True), []
+    for (rows,) in MemoryLoader((torch.arange(4.0),), 2):
+        rows += 1
+        losses.append((rows * weight).sum())
+    torch.stack(losses).sum().backward()
+    assert weight.grad == 1 + 2 + 3 + 4
+
+
+def test_small_batches_are_made_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, taken = 2 * batching.BLOCK_BATCHES + 3, []
+    take = batching.take
+    monkeypatch.setattr(batching, "take", lambda column, index: [taken.append(len(index)), take(column, index)][1])
+    assert [batch.item() for (batch,) in MemoryLoader((torch.arange(rows),), 1)] == list(range(rows))
+    assert taken == [batching.BLOCK_BATCHES] * 2 + [3]
+
+
 def test_keyed_ahead_is_what_is_made_in_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchrec")
     monkeypatch.setattr(batching, "BLOCK_BYTES", 1000)  # several batches in some blocks, one in others

@@ -162,6 +162,7 @@ class Loader(Adapter):
 
     def _batches(self) -> Generator[Any]:
         partition, epoch, rest, rank = self.partition, self._epoch, self._rest, self.rank
+        steps = partition.steps
         start, self._start = self._start, 0
         self._step = step = start
         busy = self._waits or self.device.type == "cuda"
@@ -176,11 +177,11 @@ class Loader(Adapter):
         )
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
-                for i in range(len(block.boundaries) - 1):
-                    batch: Any = self._shape(block.batch(i))
+                for columns in block.batches():
+                    batch = self._shape(columns)
                     step += 1
                     self._epoch, self._step = epoch, step
-                    progress.end_of_dataloader = step == partition.steps
+                    progress.end_of_dataloader = step == steps
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
