@@ -33,7 +33,9 @@ def postponed_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if _count == 1:
+        if _count == 1 and callable(handler):
+            handler(signal.SIGINT, None)
+        elif _count == 1:
             signal.raise_signal(signal.SIGINT)
 
 

@@ -64,6 +64,15 @@ def test_an_interrupt_waits_for_the_end() -> None:
         pass
 
 
+def test_one_that_another_thread_took_is_heard_as_well() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        with pytest.raises(KeyboardInterrupt), postponed_interrupts():
+            press()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def test_a_second_interrupt_does_not_wait() -> None:
     with pytest.raises(KeyboardInterrupt), postponed_interrupts():
         press()

@@ -113,10 +113,12 @@ def make_pool(library: ModuleType, starter: Starter) -> Any:
             for other in _workers(self):
                 if other is not running:
                     other.kill()
-            # It may have died in the middle of a message: now whoever reads or writes there comes to the end.
-            self._inqueue._reader.close()
+            # It may have died in the middle of a message: now whoever reads or writes there comes to the end; and
+            # `_terminate_pool`, which may come at any moment, sees it.
             self._outqueue._writer.close()
-            self._fail()
+            self._fail()  # before a task that cannot be written does, with a broken pipe
+            self._inqueue._reader.close()
+            self._fail()  # what was submitted meanwhile
 
         @classmethod
         def _terminate_pool(

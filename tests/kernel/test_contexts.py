@@ -384,6 +384,20 @@ def test_worker_killed_in_each_phase(ctx: Any, phase: str, tmp_path: Path) -> No
         assert poll(lambda: not any(worker.is_alive() for worker in workers), 5)
 
 
+def test_a_task_that_a_dead_worker_does_not_read_is_lost_with_it(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ctx.Pool(1) as pool:
+        assert pool.map(abs, [-1]) == [1]
+        heard, on_exit, reader = threading.Event(), pool._on_exit, pool._inqueue._reader
+        close = reader.close
+        monkeypatch.setattr(pool, "_on_exit", lambda running: [heard.wait(), on_exit(running)])
+        monkeypatch.setattr(reader, "close", lambda: [close(), time.sleep(0.3)])  # its thread is not given a core
+        os.kill(pool._pool[0].pid, signal.SIGKILL)
+        result = pool.map_async(len, [b"x" * 1_000_000])  # more than the pipe takes
+        heard.set()
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            result.get(30)
+
+
 def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
     def begin() -> None:
         raise ValueError("no model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import Session
+from nbdist.recsys.parallel.row_steps import step_rows
 from nbdist.recsys.training import replicate
 
 ROWS = 3_000
@@ -123,6 +125,56 @@ def test_ranks_train_what_one_process_trains(
     for weights, seen in sessions[ranks].run_all(trained, optimizer, dense, range(6), clip):
         torch.testing.assert_close(weights, wanted, rtol=1e-4, atol=1e-5)
         assert seen == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_step_of_adagrad_is_torchs_own_with_any_options() -> None:
+    for options in ({}, {"lr_decay": 0.5, "eps": 1e-3}, {"maximize": True, "initial_accumulator_value": 2.0}):
+        tables = [nn.Parameter(torch.linspace(-1, 1, 5 * ROWS).view(ROWS, 5)) for _ in range(2)]
+        ours, torchs = (torch.optim.Adagrad([table], lr=torch.tensor(0.1), **options) for table in tables)
+        for step in range(4):
+            ids = torch.empty(0, dtype=torch.int64) if step == 2 else batch(step)
+            for table in tables:
+                draw = torch.Generator().manual_seed(step)
+                rows = torch.randn(len(ids), 5, generator=draw)
+                table.grad = torch.sparse_coo_tensor(ids[None], rows, table.shape)
+            torchs.step()
+            assert step_rows(ours, tables) == [tables[0]]
+        torch.testing.assert_close(tables[0], tables[1])
+        torch.testing.assert_close(ours.state[tables[0]], torchs.state[tables[1]])
+
+
+def test_weight_decay_is_refused_as_by_torch(sessions: dict[int, Session]) -> None:
+    def train() -> None:
+        replicated = replicate(Model(), lambda some: torch.optim.Adagrad(some, lr=0.1, weight_decay=0.1))
+        loss_of(replicated.model, batch(0)).backward()
+        replicated.optimizer.step()
+
+    with pytest.raises(RuntimeError, match="weight_decay option is not compatible with sparse gradients"):
+        sessions[2].run(train)
+
+
+@pytest.mark.parametrize("optimizer", [adagrad, sgd])
+def test_a_step_may_have_a_closure(sessions: dict[int, Session], optimizer: Any) -> None:
+    def train(named: bool) -> tuple[States, float, torch.Tensor]:
+        replicated = replicate(Model(), optimizer)
+
+        def closure(ids: torch.Tensor) -> torch.Tensor:
+            replicated.optimizer.zero_grad()
+            loss = loss_of(replicated.model, ids)
+            loss.backward()
+            return loss
+
+        for step in range(6):
+            of_step = functools.partial(closure, divided(batch(step), 2)[dist.get_rank()])
+            loss = replicated.optimizer.step(closure=of_step) if named else replicated.optimizer.step(of_step)
+        left = replicated.module.one.weight.grad
+        return {k: v.clone() for k, v in replicated.module.state_dict().items()}, float(loss), left
+
+    wanted, _ = alone(optimizer, True, 0.0, 2)
+    for named in (False, True):
+        weights, loss, left = sessions[2].run(train, named)
+        torch.testing.assert_close(weights, wanted, rtol=1e-4, atol=1e-5)
+        assert loss > 0 and left.is_sparse and left._nnz()
 
 
 @pytest.mark.parametrize(("optimizer", "dense"), [(adagrad, True), (sparse_adam, False)])

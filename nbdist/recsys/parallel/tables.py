@@ -17,6 +17,7 @@ from torch import nn
 
 from ...wire.shared_collectives import SharedCollectives
 from ...wire.shared_gather import SharedGather
+from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
@@ -56,7 +57,7 @@ class CommonTables:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """From now on a step of the optimizer, which has these tables, is one of all ranks."""
         self.adopt(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self.exchange())
+        optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
 
     def exchange(self) -> None:
@@ -87,7 +88,7 @@ class CommonTables:
             total += table.grad.coalesce().values().double().square().sum()  # type: ignore[union-attr]
         return torch.stack(self._collectives.gather(total)).sum()
 
-    def __contains__(self, parameter: torch.Tensor) -> bool:
+    def __contains__(self, parameter: object) -> bool:
         return parameter in self._names
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,8 +98,20 @@ class CommonTables:
             self._kept[table, key] = state[key]
         self._collectives.barrier()
 
+    def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", *args[1:])
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.exchange()
+        for table in step_rows(optimizer, self):
+            table.grad = None  # so that the optimizer passes over it
+        return None if closure is None else ((optimizer, lambda: loss), {})
+
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped = True
+        for table, mean in self._means.items():
+            table.grad = mean
         if next(self._rows_kept(optimizer), None):  # some make it in the first step
             self.adopt(optimizer)
         else:
