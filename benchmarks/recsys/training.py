@@ -1,5 +1,5 @@
-"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP with dense gradients; and
-how much memory a rank takes."""
+"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP; and how much memory
+a rank takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -120,13 +122,19 @@ def common(width: int, batch_size: int) -> Any:
     return replicate(Sparse(width), adagrad)
 
 
+def copied(width: int, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    model = Sparse(width)
+    return SimpleNamespace(model=DistributedDataParallel(model), optimizer=adagrad(model.parameters()))
+
+
 def predict_sparse(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model(batch), batch["liked"]
 
 
 def training(build: Callable[[int, int], Any], width: int, rows: int, steps: int) -> Iterator[torch.Tensor]:
     """In a rank: a plain loop; the loss of each step."""
-    keyed, predicted = ((), predict_sparse) if build is common else (tuple(TABLES), predict)
+    keyed, predicted = ((), predict_sparse) if build in (common, copied) else (tuple(TABLES), predict)
     batches = rows_for(steps, rows, keyed)
     model = build(width, batches.batch_size)
     for batch in batches:
@@ -267,6 +275,7 @@ CONTESTANTS = (
     Contestant(ONE, 1, 2, one_process),
     Contestant(RAW, 2, 1, torchrec_alone),
     Contestant(DDP, 2, 1, loop, (plain,), 0.2),
+    Contestant("DDP, sparse gradients", 2, 1, loop, (copied,)),
     Contestant("`shard`, one rank", 1, 2, loop, (sharded,)),
     Contestant(SHARDED, 2, 1, loop, (sharded,)),
     Contestant(OURS, 2, 1, loop, (common,)),
