@@ -72,6 +72,8 @@ def describe(frames: list[Frame] | None) -> str:
         return "waits for a call"
     if own.name in ("join", "_join"):
         return "is joining the process group"
+    if own.name == "leave":
+        return "is leaving the process group of the last call"
     if any(frame.file == _KEYBOARD for frame in inner):
         return "waits for what is typed"
     user = of_user(inner)

@@ -24,7 +24,7 @@ from .interrupts import Interrupts
 from .items import Mapper
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
-from .world import Membership, abort, enter_setting, process_groups, seed_everything
+from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
 
 
 class Rank:
@@ -152,7 +152,10 @@ class Rank:
         parcel: Parcel,
         _fds: list[int],
     ) -> Answer:
-        self._keep_frames, self._frames = keep_frames, None
+        self._keep_frames = keep_frames
+        if self._frames is not None:
+            frames, self._frames = [self._frames], None
+            let_go(frames)
         before = _waited()
         value = self._caller.run(header, seeds, place, restarts, parcel)
         waited = _waited() - before

@@ -28,6 +28,8 @@ LATE = "TORCH_GLOO_LAZY_INIT"
 MANY = 128
 #: Seconds that process groups may take to be left.
 PATIENCE_TO_LEAVE = 5.0
+#: Seconds that what is let go of may take to end, before that is left to itself.
+_PATIENCE_TO_END = 1.0
 _NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 
@@ -159,6 +161,23 @@ def _destroy_groups() -> None:
     dist.destroy_process_group()
 
 
+def let_go(held: list[Any]) -> None:
+    """Empty a list of what may be the last to refer to process groups of a call that has failed.
+
+    Such a group's end waits for what gloo's threads still do for it. Where the other side of a transfer leaves in the
+    wrong moment, gloo forgets to tell its own thread, which then waits for half an hour. So the main thread does not
+    wait for that end, but for a thread that does, and not for long.
+    """
+    thread = threading.Thread(target=_end, args=(held,), name="nbdist: let go", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_TO_END)
+
+
+def _end(held: list[Any]) -> None:
+    held.clear()
+    gc.collect()
+
+
 def tells(torch_version: str) -> bool:
     """Whether the gloo of this torch writes to standard output that a rank has found the others."""
     major, minor = torch_version.split(".")[:2]
@@ -237,13 +256,14 @@ class Membership:
         if not joined and self._kept is None:
             return
         _cut_off(peers)
+        held = [self._kept, process_groups()]
+        self._kept = None
         if joined:
             if self._leaving is None or not self._leaving.is_alive():
                 self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
                 self._leaving.start()
             self._leaving.join(PATIENCE_TO_LEAVE)
-        self._kept = None
-        gc.collect()
+        let_go(held)
 
 
 def seed_everything(seeds: Sequence[int]) -> None:

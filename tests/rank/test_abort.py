@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import os
 import time
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from calls import boom, on, sums
 
 from nbdist import NbdistError, Session, in_ddp
+from nbdist.rank.world import Membership
 from nbdist.wire import stacks
 
 
@@ -99,3 +102,28 @@ def test_a_group_that_cannot_be_left_costs_the_ranks_and_not_the_session() -> No
             session.run(sums)
         assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
     assert in_ddp(2, sums) == 2.0
+
+
+class NeverEnds:
+    """As gloo's process group, where gloo has missed that the other side of a transfer is gone."""
+
+    def __del__(self) -> None:
+        time.sleep(600)
+
+
+def group_that_never_ends(kept_by: str) -> None:
+    held = NeverEnds()
+    if kept_by == "the rank":
+        membership = next(found for found in gc.get_objects() if type(found) is Membership)
+        membership._kept = membership._kept, held
+        del held  # not by the frame
+    boom()
+
+
+@pytest.mark.parametrize("kept_by", ["the rank", "a frame"])
+def test_a_group_that_never_ends_is_left_to_itself(kept_by: str) -> None:
+    with Session(2, hold_on_error=kept_by == "a frame") as session:
+        pids = session.run_all(os.getpid)
+        with pytest.raises(ValueError, match="boom"):
+            session.run(on, 1, functools.partial(group_that_never_ends, kept_by))
+        assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "its state is kept"
