@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.learner import AvgSmoothLoss, Learner
 from fastai.optimizer import Optimizer, adam_step, average_grad, average_sqr_grad, step_stat, weight_decay
@@ -16,7 +15,6 @@ from fastai.tabular.core import ReadTabBatch, TabDataLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from ..wire.shared_group import shared_group
 from .loader import MemoryLoader
 from .parallel.buffers import average
 
@@ -84,10 +82,13 @@ class TabularLoader(MemoryLoader):
         original: That loader.
         data: Its rows, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
+        group: Through which ranks agree on the order then. None: the default process group.
     """
 
-    def __init__(self, original: TabDataLoader, data: tuple[torch.Tensor, ...], divided: bool = False) -> None:
-        self.original, self.sharded, self._data = original, divided, data
+    def __init__(
+        self, original: TabDataLoader, data: tuple[torch.Tensor, ...], divided: bool = False, group: Any = None
+    ) -> None:
+        self.original, self.sharded, self._data, self._group = original, divided, data, group
         super().__init__(
             data,
             original.bs,
@@ -110,9 +111,9 @@ class TabularLoader(MemoryLoader):
         """fastai's rows."""
         return self.original.dataset
 
-    def divide(self) -> TabularLoader:
-        """A loader of this rank's share."""
-        return TabularLoader(self.original, self._data, divided=True)
+    def divide(self, group: Any = None) -> TabularLoader:
+        """A loader of this rank's share; `group` has all ranks."""
+        return TabularLoader(self.original, self._data, divided=True, group=group)
 
     def new(self, dataset: Any = None, **options: Any) -> Any:
         """A loader of the same rows, or fastai's of another `dataset`."""
@@ -203,15 +204,12 @@ class LocalSGD(Callback):
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self._parallel: DistributedDataParallel | None = None
-        self._group: Any = None
 
     def before_train(self) -> None:
         """Take the model out of what averages gradients."""
         model = self.learn.model
         if isinstance(model, DistributedDataParallel):
             self._parallel, self.learn.model = model, model.module
-            on_cpu = model.device_type == "cpu"
-            self._group = (shared_group() if on_cpu else None) or dist.group.WORLD
             self.recorder.smooth_loss.__class__ = _OwnLoss
 
     def after_batch(self) -> None:
@@ -226,13 +224,13 @@ class LocalSGD(Callback):
     def after_fit(self) -> None:
         """Give the model back."""
         if self._parallel is not None:
-            self.learn.model, self._parallel, self._group = self._parallel, None, None
+            self.learn.model, self._parallel = self._parallel, None
             self.recorder.smooth_loss.__class__ = AvgSmoothLoss
 
     def _average(self) -> None:
         if self._parallel is not None:
             everything = chain(self.model.parameters(), self.model.buffers())
-            average([tensor for tensor in everything if tensor.is_floating_point()], self._group)
+            average([tensor for tensor in everything if tensor.is_floating_point()], self._parallel.process_group)
 
 
 class _OwnLoss(AvgSmoothLoss):

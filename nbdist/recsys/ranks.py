@@ -29,12 +29,12 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_gather(value: T) -> list[T]:
-    """The values of all ranks, in their order."""
+def all_gather(value: T, group: Any = None) -> list[T]:
+    """The values of all ranks, in their order; through a process group that has all of them."""
     everyone: list[Any] = [value]
     if _in_group():
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, value)
+        dist.all_gather_object(everyone, value, group)
     return everyone
 
 

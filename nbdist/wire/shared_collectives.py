@@ -91,21 +91,18 @@ class SharedCollectives:
         """How many times ranks have met here, the same on all; negative after a failure."""
         return self._count
 
-    def mean_(self, tensor: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-        """Put the mean over all ranks, the same bits on each, into a contiguous `tensor` of floats. Returns it.
-
-        `more` are small ones that go along with it.
-        """
-        room = _PIECE - sum(padded(one.nbytes) for one in more)
-        first, *others = tensor.view(-1).split(room // tensor.element_size())
+    def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Put the mean over all ranks, the same bits on each, into contiguous tensors of floats. Returns the first."""
         with _noted("nbdist:mean"):
-            for turn in ([first, *(one.view(-1) for one in more)], *([part] for part in others)):
+            for turn in _turns([tensor.view(-1) for tensor in tensors]):
                 with self._exchanged(*turn) as exchanged:
                     for part, parts in zip(turn, exchanged, strict=True):
-                        torch.sum(parts, 0, out=part)
-        for one in more:
-            one.div_(self.size)
-        return tensor.div_(self.size)
+                        if self.size == 2:  # half the time
+                            torch.add(*parts, out=part)
+                        else:
+                            torch.sum(parts, 0, out=part)
+                        part.div_(self.size)
+        return tensors[0]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The `tensor` of each rank, all of one shape."""
@@ -301,6 +298,22 @@ def open_shared_collectives() -> SharedCollectives | None:
             return None
         kept.pop_all()
         return SharedCollectives(parts, list(reads), outboxes)
+
+
+def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All of these flat tensors, in views: each time as much as is exchanged at once."""
+    turn: list[torch.Tensor] = []
+    room = _PIECE
+    for tensor in tensors:
+        rest = tensor
+        while len(rest) or not turn:
+            if not room:
+                yield turn
+                turn, room = [], _PIECE
+            part, rest = rest.tensor_split([room // rest.element_size()])
+            turn.append(part)
+            room -= padded(part.nbytes)
+    yield turn
 
 
 def padded(size: int) -> int:

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 from nbdist import Session, in_ddp, warm
 from nbdist.recsys.datasets import synthetic_ratings
+from nbdist.recsys.fastai import fast
 
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
 
@@ -108,24 +109,40 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
 
 
 @pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
-def test_steps_do_not_wait_for_gloo(shared: Session, ratings: pd.DataFrame) -> None:
-    """Ranks of one machine exchange gradients and the mean of the loss through memory; gloo serves once an epoch."""
+@pytest.mark.parametrize("quickly", [None, (), (8,)], ids=["distrib_ctx", "fast", "local SGD"])
+def test_a_training_waits_for_gloo_once(
+    shared: Session, ratings: pd.DataFrame, quickly: tuple[int, ...] | None
+) -> None:
+    """Ranks of one machine agree through gloo that they share memory; all else goes through that."""
 
-    def counted(frame: pd.DataFrame) -> int:
-        calls = 0
-        gather = dist.all_gather
+    def asked(frame: pd.DataFrame) -> list[str]:
+        import fastai.distributed  # noqa: F401
 
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return gather(*args, **kwargs)
+        learn = learner(frame, 32, n_factors=5)
+        if quickly is not None:
+            fast(learn, *quickly)
+        with torch.profiler.profile() as profile, learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
+            learn.fit_one_cycle(2, 5e-3)
+        return sorted(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_gather", count)
-            learn = train(frame, 1, n_factors=5)
-        return int(len(learn.recorder.losses) > 10 * calls)
+    shared.run_all(train, ratings[:4000], imports=IMPORTS)  # the first one sets that memory up
+    assert shared.run_all(asked, ratings[:4000], imports=IMPORTS) == [["gloo:all_reduce"]] * 2
 
-    assert shared.run_all(counted, ratings[:4000], imports=IMPORTS) == [1, 1]
+
+def test_options_for_ddp_are_the_users(shared: Session, ratings: pd.DataFrame) -> None:
+    def chosen(frame: pd.DataFrame) -> tuple[bool, bool, bool]:
+        import fastai.distributed  # noqa: F401
+        from accelerate import DistributedDataParallelKwargs
+
+        found: list[Any] = []
+        options = DistributedDataParallelKwargs(find_unused_parameters=True)
+        learn, keep = learner(frame, 32), Callback(before_train=lambda self: found.append(self.learn.model))
+        with learn.distrib_ctx(kwargs_handlers=[options]), learn.no_bar(), learn.no_logging(), learn.added_cbs(keep):
+            accelerator = learn.distributed_trainer.accelerator
+            learn.fit(1, 5e-3)
+        return found[0].find_unused_parameters, found[0].broadcast_buffers, accelerator.ddp_handler is options
+
+    assert shared.run_all(chosen, ratings[:4000], imports=IMPORTS) == [(True, True, True)] * 2
 
 
 def test_the_loss_shown_is_the_mean_of_all_ranks(shared: Session, ratings: pd.DataFrame) -> None:

@@ -77,6 +77,21 @@ def test_small_ones_go_along(session: Session) -> None:
     session.run_all(together)
 
 
+def test_several_large_ones_fill_turns(session: Session) -> None:
+    def together() -> None:
+        shared, rank = opened(), dist.get_rank()
+        piece = shared_collectives._PIECE // 4
+        for sizes in ([piece // 2] * 5, [piece + 16, 0, piece - 16], [0, 0], [3 * piece // 2, 1, piece, 7]):
+            exchanged = shared._count
+            several = [torch.arange(size, dtype=torch.float64).float() + rank for size in sizes]
+            assert shared.mean_(*several) is several[0]
+            for size, one in zip(sizes, several, strict=True):
+                assert torch.equal(one, torch.arange(size, dtype=torch.float64).float() + 1)
+            assert shared._count - exchanged == max(1, -(-sum(-(-size // 16) * 16 for size in sizes) // piece))
+
+    session.run_all(together)
+
+
 def test_shapes_and_other_types(session: Session) -> None:
     def gathers() -> None:
         shared = opened()

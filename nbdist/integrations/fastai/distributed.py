@@ -16,22 +16,22 @@ def mend_distributed(module: types.ModuleType) -> Originals:
     import torch.distributed as dist
 
     from ...devices import collective_device, rank_device
-    from ...wire.shared_collectives import SharedCollectives
-    from ...wire.shared_group import shared_group
+    from ...wire.shared_group import SharedGroup, shared_group
 
     core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
     prepare, detach, wrap, gather = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl, core.maybe_gather
     smooth = sys.modules["fastai.learner"].AvgSmoothLoss
     accumulate = smooth.accumulate
-    shared: SharedCollectives | None = None
+    #: Of the training that goes on, or the last one; None where ranks cannot share memory.
+    group: SharedGroup | None = None
     #: A batch's loss, and its mean over all ranks, which came with the gradients; until it is asked for.
     carried: tuple[Any, Any] | None = None
 
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
         indices = torch.from_numpy(np.array(t, np.int64)).to(collective_device())
-        dist.broadcast(indices, rank)
+        dist.broadcast(indices, rank, group=group if group is not None and group.usable else None)
         return list(indices.tolist())
 
     def before_fit(self: Any) -> None:
@@ -43,22 +43,27 @@ def mend_distributed(module: types.ModuleType) -> Originals:
         for parameter in self.model.parameters():
             if parameter.numel() == 0:
                 parameter.requires_grad_(False)
-        prepare(self)
-        nonlocal shared
+        nonlocal group
         group = shared_group() if rank_device().type == "cpu" else None
-        shared = None if group is None else group.collectives
-        if shared is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
+        given = self.accelerator.ddp_handler
+        if group is not None:
+            self.accelerator.ddp_handler = _Through(group, given)
+        try:
+            prepare(self)
+        finally:
+            self.accelerator.ddp_handler = given
+        if group is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
             self.learn.model.register_comm_hook(self.learn, mean_of_gradients)
 
     def mean_of_gradients(learn, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its own types
-        assert shared is not None
+        assert group is not None
         nonlocal carried
         more = []
         if bucket.is_last():
             more.append(learn.loss.detach().as_subclass(torch.Tensor).mean())
             carried = learn.loss, *more
         future: Any = torch.futures.Future()
-        future.set_result(shared.mean_(bucket.buffer(), *more))
+        future.set_result(group.collectives.mean_(bucket.buffer(), *more))
         return future
 
     def accumulate_smoothly(self: Any, learn: Any) -> None:
@@ -72,16 +77,17 @@ def mend_distributed(module: types.ModuleType) -> Originals:
 
     def maybe_gather(x: Any, axis: int = 0) -> Any:
         "Gather copies of `x` on `axis` (if training is distributed)"
-        if shared is None or not shared.usable or x.device.type != "cpu" or x.is_sparse:
+        if group is None or not group.usable or x.device.type != "cpu" or x.is_sparse:
             return gather(x, axis)
         plain = x.as_subclass(torch.Tensor)  # an operation of fastai's takes three times as long
+        shared = group.collectives
         whole = torch.cat(shared.gather(plain), dim=axis) if x.ndim else shared.mean_(plain.detach().clone())
         return whole.as_subclass(type(x))
 
     def _wrap_dl(self: Any, dl: Any) -> Any:
         if getattr(dl, "sharded", False) is True:
             return dl
-        return dl.divide() if hasattr(type(dl), "divide") else wrap(self, dl)
+        return dl.divide(group) if hasattr(type(dl), "divide") else wrap(self, dl)
 
     def call(self: Any, event_name: Any) -> None:
         for name in [event_name] if isinstance(event_name, str) else event_name:
@@ -114,3 +120,17 @@ def mend_distributed(module: types.ModuleType) -> Originals:
 
 
 _order = operator.attrgetter("order")
+
+
+class _Through:
+    """The user's options of accelerate for `DistributedDataParallel`, if any, and its process group."""
+
+    def __init__(self, group: Any, given: Any) -> None:
+        self._group, self._given = group, given
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return {"process_group": self._group, **(self._given.to_kwargs() if self._given else {})}
+
+    def register_comm_hook(self, model: Any) -> None:
+        if self._given:
+            self._given.register_comm_hook(model)

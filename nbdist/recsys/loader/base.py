@@ -53,6 +53,7 @@ class Loader(Adapter):
     """
 
     _waits = True  # whether making a block takes waiting
+    _group: Any = None  # through which ranks agree, if not the default process group
 
     def __init__(
         self,
@@ -248,7 +249,7 @@ class Loader(Adapter):
     def _agree(self, any_seed: bool) -> None:
         if self._shard is not None or ranks.world_size() == 1:
             return
-        everyone = ranks.all_gather(self._identity())
+        everyone = ranks.all_gather(self._identity(), self._group)
         if any_seed:
             self.seed = everyone[0]["seed"]
         for rank, theirs in enumerate(everyone):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...wire.shared_group import SharedGroup
+
 
 @torch.no_grad()
 def share(buffers: Sequence[torch.Tensor]) -> None:
@@ -18,7 +20,10 @@ def share(buffers: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Give all ranks of a group the mean of theirs, in one message for each dtype. All ranks have to call it."""
+    """Give all ranks of a group the mean of theirs, which are floats. All ranks have to call it."""
+    if isinstance(group, SharedGroup) and all(tensor.is_contiguous() for tensor in tensors):
+        group.collectives.mean_(*tensors)
+        return
     for flat in _flattened(tensors):
         dist.all_reduce(flat, group=group)
         flat /= dist.get_world_size(group)
