@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import plots
 from benchmarks.machine import conditions, save_section, title_of
 from benchmarks.recsys.quality import interactions
 from benchmarks.recsys.training import Model, Sparse, predict, predict_sparse
@@ -235,8 +236,11 @@ def main() -> None:
                     curves[contestant.name].append(curve)
                     print(contestant.name, [(round(spent, 2), round(auc, 4)) for spent, auc in curve], flush=True)
             packages = ("torch", "torchrec", "fbgemm-gpu-cpu", "implicit")
-            lines = table(curves) + conditions(packages)
-            save_section("click_quality", title_of(size, source), lines, keep=not options.print)
+            lines, title = table(curves) + conditions(packages), title_of(size, source)
+            if not options.print:
+                first = {name: turns[0] for name, turns in curves.items()}
+                lines += plots.curves(f"click_quality_{size}", title, "AUC", first, first[LOOP][-1][1])
+            save_section("click_quality", title, lines, keep=not options.print)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """How fast `nbdist.recsys.etl` makes training files of ratings, and in how much memory, beside pandas,
-polars and DuckDB.
+polars, DuckDB and Dask.
 
 The work: ratings are joined with the movies' genres; users, movies and the lists of genres become codes by descending
 frequency; a label says whether the rating is above 3; all is shuffled and written to Parquet, in 8 files.
@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
-from benchmarks import machine
+from benchmarks import machine, plots
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow
 
@@ -146,6 +147,45 @@ def with_duckdb(folder: Path, out: Path) -> None:
         connection.execute(query)
 
 
+def with_dask(folder: Path, out: Path) -> None:
+    """The same as one who knows Dask writes it: what is once a user or a movie by pandas, all else by partitions.
+
+    Each file has a part of every file's rows, in an order of its own: Dask has no shuffle of all rows.
+    """
+    import dask.dataframe as dd
+    import pandas as pd
+
+    def codes(counts: pd.Series) -> pd.Series:
+        values = counts.index.to_numpy()[np.lexsort((counts.index, -counts.to_numpy()))]
+        return pd.Series(np.arange(2, 2 + len(values), dtype=np.int32), index=values)
+
+    ratings = dd.read_parquet(folder / "ratings" / "*.parquet", columns=["user", "movie", "rating"], split_row_groups=8)
+    users, seen = dd.compute(ratings["user"].value_counts(), ratings["movie"].value_counts())
+    movies = pd.read_parquet(folder / "movies.parquet").set_index("movie")
+    each = movies.explode("genres").dropna()
+    genre = codes(each.index.to_series().map(seen).groupby(each["genres"]).sum()).to_dict()
+    user, movie = codes(users), codes(seen)
+    lists = pa.array(
+        [[genre[name] for name in movies["genres"].get(key, ())] for key in movie.index], pa.list_(pa.int32())
+    )
+
+    def coded(part: pd.DataFrame) -> pd.DataFrame:
+        file = np.random.default_rng(int(part["user"].sum())).integers(0, FILES, len(part))
+        made = {"user": part["user"].map(user), "movie": part["movie"].map(movie), "label": part["rating"] > 3}
+        return pd.DataFrame({**made, "file": file})
+
+    def mixed(part: pd.DataFrame) -> pd.DataFrame:
+        part = part.drop(columns="file").sample(frac=1, random_state=0)
+        found = pd.arrays.ArrowExtensionArray(lists.take(pa.array(part["movie"].to_numpy() - 2)))
+        return part.assign(genres=found)
+
+    types = {"user": "int32", "movie": "int32", "label": "bool"}
+    genres = {"genres": pd.ArrowDtype(lists.type)}
+    shuffled = ratings.map_partitions(coded, meta={**types, "file": "int64"}).shuffle("file", npartitions=FILES)
+    written = shuffled.map_partitions(mixed, meta={**types, **genres})
+    written.to_parquet(out, compression="zstd", write_index=False, row_group_size=1 << 17)
+
+
 class Run(NamedTuple):
     """What a task took, in a process of its own; or the slowest of the ranks, and the memory of all together."""
 
@@ -220,7 +260,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.task:
         name, folder, out = options.task
-        tasks = {"ours": ours, "pandas": with_pandas, "polars": with_polars, "duckdb": with_duckdb}
+        tasks = {"ours": ours, "pandas": with_pandas, "polars": with_polars, "duckdb": with_duckdb, "dask": with_dask}
         print(json.dumps(measured(tasks[name], Path(folder), Path(out))))
         return
 
@@ -231,14 +271,14 @@ def main() -> None:
             folder.mkdir()
             generate(folder, n)
         beside = rounds({name: lambda name=name: alone(name, few) for name in ("ours", "pandas")}, options.repeats)
-        names = ("ours", "polars", "duckdb")
+        names = ("ours", "polars", "duckdb", "dask")
         whole = rounds({name: lambda name=name: alone(name, many) for name in names}, options.repeats)
         ranked = rounds({str(n): lambda n=n: on_ranks(n, many) for n in (1, 2)}, options.repeats)
 
     faster, speedup = ratio(beside["pandas"], beside["ours"]), ratio(ranked["1"], ranked["2"])
     peaks = {name: max(run.peak for run in found) for name, found in whole.items()}
     peers = []
-    for name in ("polars", "duckdb"):
+    for name in names[1:]:
         speed, share = ratio(whole[name], whole["ours"]), peaks["ours"] / peaks[name]
         peers += [
             f"| faster than {name}, {large / 1e6:g} M ratings | {speed:.2f} × | {REQUIRED['peers']:g} ×: "
@@ -261,6 +301,7 @@ def main() -> None:
         row("nbdist", large, whole["ours"]),
         row("polars, a lazy query", large, whole["polars"]),
         row("DuckDB", large, whole["duckdb"]),
+        row("Dask, its threads", large, whole["dask"]),
         row("nbdist, 1 rank, polars held to one thread", large, ranked["1"]),
         row("nbdist, 2 ranks, polars held to one thread each", large, ranked["2"]),
         "",
@@ -274,8 +315,20 @@ def main() -> None:
         f"| 2 ranks over 1 rank, {large / 1e6:g} M ratings | {speedup:.2f} × | {REQUIRED['ranks']:g} ×: "
         f"{verdict(speedup >= REQUIRED['ranks'])} |",
         "",
-        *machine.conditions(["polars", "duckdb", "pyarrow", "pandas", "numpy", "torch"]),
+        *machine.conditions(["polars", "duckdb", "dask", "pyarrow", "pandas", "numpy", "torch"]),
     ]
+    if not options.print:
+        shown = {"nbdist": "ours", "polars": "polars", "DuckDB": "duckdb", "Dask": "dask"}
+        lines += plots.bars(
+            "etl",
+            {
+                f"seconds, {large / 1e6:g} M ratings": {
+                    name: [run.seconds for run in whole[key]] for name, key in shown.items()
+                },
+                "peak memory, GB": {name: [run.peak / 1e9 for run in whole[key]] for name, key in shown.items()},
+            },
+            ours=["nbdist"],
+        )
     machine.save("etl", lines, keep=not options.print)
 
 

@@ -24,6 +24,7 @@ from fastai.losses import MSELossFlat
 from fastai.tabular.core import TabDataLoader
 from fastai.torch_core import set_seed
 
+from benchmarks import plots
 from benchmarks.machine import conditions, save
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader
 
@@ -293,6 +294,10 @@ def main() -> None:
         "",
         *conditions(("torch", "fastai", "datasets", "mosaicml-streaming")),
     ]
+    if not options.print:
+        shown = {"in memory": memory_speeds, "from Parquet": file_speeds, "an epoch of training": trained}
+        panels = {f"rows/s, {what}": speeds for what, speeds in shown.items()}
+        lines += plots.bars("loader", panels, ours=["MemoryLoader", "ParquetLoader"], log=True)
     save("loader", lines, keep=not options.print)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+from benchmarks import plots
 from benchmarks.machine import conditions, save_section, title_of
 from benchmarks.recsys.turns import parsed, spread
 from nbdist import Session
@@ -124,20 +125,22 @@ def _ratio(one: list[float], other: list[float]) -> float:
     return statistics.median(one) / statistics.median(other)
 
 
-def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> list[str]:
-    """A table of the seconds until the loss at which the plain process ends."""
+def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> tuple[list[str], dict[str, plots.Curve]]:
+    """A table of the seconds until the loss at which the plain process ends; and the curves of the first turn."""
     times: dict[str, list[float]] = {}
     reached: dict[str, float] = {}
+    curves: dict[str, plots.Curve] = {}
     for _ in range(turns):
         target = 0.0
         for contestant in contestants:
             seen = run(contestant, contestant.epochs)
             target = target or seen[-1][1]
             reached[contestant.name] = min(loss for _, loss in seen)
+            curves.setdefault(contestant.name, seen)
             there = [seconds for seconds, loss in seen if loss <= target]
             times.setdefault(contestant.name, []).extend(there[:1])
             print(contestant.name, [(round(s, 2), round(x, 4)) for s, x in seen], flush=True)
-    return [
+    lines = [
         f"One thread a process where nothing is said. The loss to be reached: {reached[PLAIN.name]:.4f}, that of the "
         f"plain process after its {EPOCHS} epochs.",
         "",
@@ -155,6 +158,7 @@ def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> list[str
         "",
         *(line for c in contestants if c.local for line in _beside_one_rank(c, contestants, times)),
     ]
+    return lines, curves
 
 
 def _beside_one_rank(two: Contestant, contestants: list[Contestant], times: dict[str, list[float]]) -> list[str]:
@@ -209,15 +213,15 @@ def main() -> None:
             frame.sample(frac=0.1 if options.quick else 1.0, random_state=0).to_parquet(data)
             for contestant in (PLAIN, *EPOCH[1:5]):  # what is imported at first use
                 run(contestant._replace(batch=4096), 1)
-            lines = _to_quality(run, TO_QUALITY + BEST[size], options.turns if size == "100k" else 1)
+            title = title_of(size, ratings.source)
+            lines, curves = _to_quality(run, TO_QUALITY + BEST[size], options.turns if size == "100k" else 1)
             if size == "100k":
                 lines += _epochs(run, options.turns)
-            save_section(
-                "time_to_quality",
-                title_of(size, ratings.source),
-                lines + conditions(("torch", "fastai")),
-                keep=not options.print,
-            )
+            lines += conditions(("torch", "fastai"))
+            if not options.print:
+                target = curves[PLAIN.name][-1][1]
+                lines += plots.curves(f"time_to_quality_{size}", title, "validation loss", curves, target)
+            save_section("time_to_quality", title, lines, keep=not options.print)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from benchmarks import plots
 from benchmarks.machine import conditions, save
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
@@ -373,12 +374,14 @@ def main() -> None:
         "ratios within a round, and their spread. All begin with the same weights, and those with "
         "as many ranks end with the same loss.",
     ]
+    shown: dict[str, dict[str, list[float]]] = {}
     with sessions() as open_sessions:
         for width in WIDTHS:
             loss = same_loss(open_sessions, width, options.rows)
             turns = measure(open_sessions, width, options.rows, steps, repeats)
             lines += ["", f"Embeddings of {width} (after 15 steps the loss on two ranks is {loss:.4f}):", ""]
             lines += table(turns, width)
+            shown[f"rows/s, embeddings of {width}"] = turns
     width, rows = WIDTHS[-1], options.rows // 2
     lines += [
         "",
@@ -388,6 +391,9 @@ def main() -> None:
     ]
     lines += memory(width, rows)
     lines += ["", "Not run on a GPU: none was at hand.", "", *conditions(("torch", "torchrec", "fbgemm-gpu-cpu"))]
+    if not options.print:
+        ours = [one.name for one in CONTESTANTS if one.name.startswith(("`shard`", "`replicate`"))]
+        lines += plots.bars("training", shown, ours)
     save("training", lines, keep=not options.print)
 
 
