@@ -386,7 +386,7 @@ def main() -> None:
     lines += [
         "",
         f"Memory that training takes a rank, at embeddings of {width} and {rows:,} rows a rank: the mean, and the most "
-        "of all ranks. By TorchRec's planner `shard` has each of the two tables whole on one rank.",
+        "of all ranks. The planner has each table whole on one of two ranks, and its columns on all of four.",
         "",
     ]
     lines += memory(width, rows)

@@ -26,8 +26,10 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session, warm
 from nbdist.recsys.parallel.plan import Shard as PlanShard
-from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, shard
+from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, planning, shard
+from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
+from nbdist.wire.shared_group import shared_group
 
 pytestmark = pytest.mark.slow
 
@@ -660,6 +662,24 @@ def test_large_tables_are_not_copied_unasked(sessions: dict[int, Session]) -> No
     assert len(said) == 1 and "'large' is to be data_parallel: each step sends" in said[0] and "70,000 rows" in said[0]
     said, chosen = sessions[2].run(plan, {})
     assert not said and chosen["large"] != "data_parallel"
+
+
+def test_the_planner_knows_how_fast_this_machine_is(sessions: dict[int, Session]) -> None:
+    def measured() -> tuple[float, float]:
+        found = measure(torch.device("cpu"), shared_group())
+        return found.memory, found.ranks
+
+    first, second = sessions[2].run_all(measured)
+    assert first == second and all(1e8 < speed < 1e12 for speed in first)
+
+    def work(memory: float, ranks: float) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "measure", lambda *_: Bandwidth(memory, ranks))
+            made = shard(bags("meta", ("a", 400, 16)), {"*": "table_wise"}, batch_size=64)
+        return float(made.plan.frame["work"].sum())
+
+    fast, slow_memory, slow_ranks = (sessions[2].run(work, *one) for one in ((1e10, 1e10), (1e7, 1e10), (1e10, 1e7)))
+    assert slow_memory > 5 * fast and slow_ranks > 5 * fast
 
 
 def test_works_again_after_a_rank_has_failed() -> None:

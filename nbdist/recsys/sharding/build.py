@@ -151,13 +151,14 @@ def shard(
     template = without_memory(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
-        torchrec_plan, plan = Planner(model, tables, chosen, sharders, named, batch_size, memory, device).plan()
+        # gloo sends what ranks of one machine have for each other through its network's loopback.
+        group = shared_group() if device.type == "cpu" else None
+        planner = Planner(model, tables, chosen, sharders, named, batch_size, memory, device, group)
+        torchrec_plan, plan = planner.plan()
         seed = common_seed(device)
         materialise(model, device)
         let_go(model, tables)
         _forget_old_groups()
-        # gloo sends what ranks of one machine have for each other through its network's loopback.
-        group = shared_group() if device.type == "cpu" else None
         by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
         hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
         features = _features(model)

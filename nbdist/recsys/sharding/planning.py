@@ -26,6 +26,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from ..parallel.plan import Plan, Shard
+from .bandwidth import Bandwidth, measure
 from .strategies import STRATEGIES, Table, column_parts, refusal, too_large_to_copy
 
 #: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
@@ -56,15 +57,18 @@ class Planner:
     memory: int | None
     """Bytes per rank; None: what is free, but for a reserve."""
     device: torch.device
+    group: Any
+    """Through which rows are sent; None: the default process group."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
         """For TorchRec, and to look at: made on rank 0, the same, or the same exception, on all ranks."""
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
+        bandwidth = measure(self.device, self.group)
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                outcome = [self._plan_here(constraints, nranks, local)]
+                outcome = [self._plan_here(constraints, nranks, local, bandwidth)]
             except ValueError as error:
                 outcome = [error]
         dist.broadcast_object_list(outcome, src=0, device=self.device)
@@ -97,7 +101,7 @@ class Planner:
         )
 
     def _plan_here(
-        self, constraints: dict[str, ParameterConstraints], nranks: int, local: int
+        self, constraints: dict[str, ParameterConstraints], nranks: int, local: int, bandwidth: Bandwidth
     ) -> tuple[ShardingPlan, Plan]:
         on_gpu, memory, left = self.device.type == "cuda", self.memory, ""
         if memory is None:
@@ -114,8 +118,8 @@ class Planner:
         planner = EmbeddingShardingPlanner(
             topology=TopologyFactory.create_topology(
                 TrainerConfig(world_size=nranks, local_world_size=local, **caps),
-                HardwareConfig(),
-                KernelConfig(compute_device=self.device.type),
+                _hardware(bandwidth, on_gpu, nranks, local),
+                KernelConfig(compute_device=self.device.type, use_hardware_based_bandwidth=True),
             ),
             batch_size=self.batch_size,
             constraints=constraints,
@@ -167,6 +171,16 @@ class Planner:
         order = list(self.tables)
         shards.sort(key=lambda s: (order.index(s.table), s.rank, s.row, s.column))
         return Plan(tuple(shards), nranks)
+
+
+def _hardware(bandwidth: Bandwidth, on_gpu: bool, nranks: int, local: int) -> HardwareConfig:
+    """As TorchRec takes it, in bytes per millisecond."""
+    memory, ranks = bandwidth.memory / 1e3, bandwidth.ranks / 1e3
+    if nranks == local:  # it reckons that what all ranks add up goes over one network a rank
+        between = {"intra_host_bw": ranks, "inter_host_bw": ranks / local}
+    else:
+        between = {"inter_host_bw": ranks}
+    return HardwareConfig(**{"hbm_mem_bw" if on_gpu else "ddr_mem_bw": memory}, **between)
 
 
 def _bytes(storage: Any) -> int:
