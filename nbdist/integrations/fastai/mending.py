@@ -32,8 +32,9 @@ def mended() -> Iterator[None]:
     - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
     - A learner asks each callback for each event of a step, and those that have no such method look for it in the
       learner and in the model: half of a small model's step. Here they are passed over.
-    - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows: CPU ranks on one
-      machine exchange both at once, through shared memory.
+    - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows, and a training
+      some ten times before its first one: CPU ranks on one machine exchange all of that through shared memory, those
+      two at once.
     - A tabular loader selects a frame's rows for each batch, and makes a table of them: half of a small model's step.
       The same batches are gathered from the frame's columns.
     - `lr_find` has rank 0 alone write the weights to which all want to return, each in a folder of its own: rank 0 then

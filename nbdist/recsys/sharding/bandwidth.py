@@ -27,7 +27,7 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of a rank while all do the same; to the nearest power of two, so that plans stay the same."""
+    """Bytes per second of a rank while all do the same; to the nearest power of two: noise is to change no plan."""
 
     memory: float
     """Of rows that are read here and there, and written side by side; both count."""
@@ -36,7 +36,7 @@ class Bandwidth:
 
 
 def measure(device: torch.device, group: Any) -> Bandwidth:
-    """In some 20 ms. All ranks have to call it, and get the same.
+    """In some 50 ms. All ranks have to call it, and get the same.
 
     Args:
         device: Where tables are to be.
