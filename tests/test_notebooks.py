@@ -141,7 +141,7 @@ def test_fastai_collab(run: Run, tmp_path: Path) -> None:
     table = [line.rsplit(maxsplit=2) for line in done.result.splitlines()[1:]]
     losses = {name: float(valid) for name, _, valid in table}
     mean = losses.pop("the mean")
-    assert len(losses) == 8
+    assert len(losses) == 9
     assert all(loss < 0.9 * mean for loss in losses.values()), losses
     assert losses["with weight decay"] < 0.8 * mean
 
@@ -156,7 +156,7 @@ def test_fastai_collab(run: Run, tmp_path: Path) -> None:
     # Progress was shown as it went, the loss tables in it.
     shown = done.shown
     assert sum(line.startswith("[") for line in shown) == sum(cell.cell_type == "code" for cell in done.node.cells)
-    assert sum("epoch" in line and "valid_loss" in line for line in shown) == 8
+    assert sum("epoch" in line and "valid_loss" in line for line in shown) == 9
     assert "<img" in (tmp_path / "01_fastai_collab.html").read_text()
 
 
