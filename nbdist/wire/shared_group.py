@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from .shared_collectives import SharedCollectives, open_shared_collectives
+from .shared_collectives import SharedCollectives, add_up, open_shared_collectives
 
 _NAME = "nbdist"
 
 _REDUCE: dict[Any, Callable[..., object]] = {
-    ReduceOp.SUM: torch.sum,
+    ReduceOp.SUM: add_up,
     ReduceOp.AVG: torch.mean,
     ReduceOp.MAX: torch.amax,
     ReduceOp.MIN: torch.amin,

@@ -28,10 +28,13 @@ def mend_distributed(module: types.ModuleType) -> Originals:
     #: A batch's loss, and its mean over all ranks, which came with the gradients; until it is asked for.
     carried: tuple[Any, Any] | None = None
 
+    def usable() -> SharedGroup | None:
+        return group if group is not None and group.usable else None
+
     def _broadcast(self: Any, t: Any, rank: int) -> list[int]:
         "Broadcast `t` from `rank` to all other ranks; every rank returns the same list."
         indices = torch.from_numpy(np.array(t, np.int64)).to(collective_device())
-        dist.broadcast(indices, rank, group=group if group is not None and group.usable else None)
+        dist.broadcast(indices, rank, group=usable())
         return list(indices.tolist())
 
     def before_fit(self: Any) -> None:
@@ -77,10 +80,11 @@ def mend_distributed(module: types.ModuleType) -> Originals:
 
     def maybe_gather(x: Any, axis: int = 0) -> Any:
         "Gather copies of `x` on `axis` (if training is distributed)"
-        if group is None or not group.usable or x.device.type != "cpu" or x.is_sparse:
+        through = usable()
+        if through is None or x.device.type != "cpu" or x.is_sparse:
             return gather(x, axis)
         plain = x.as_subclass(torch.Tensor)  # an operation of fastai's takes three times as long
-        shared = group.collectives
+        shared = through.collectives
         whole = torch.cat(shared.gather(plain), dim=axis) if x.ndim else shared.mean_(plain.detach().clone())
         return whole.as_subclass(type(x))
 
