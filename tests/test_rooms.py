@@ -20,7 +20,7 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "postponing"}
+COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "annotations", "postponing"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),

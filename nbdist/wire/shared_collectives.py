@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..annotations import annotated
 from ..cores import usable_cores
 from .segments import Segment
 
@@ -93,7 +94,7 @@ class SharedCollectives:
 
     def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Put the mean over all ranks, the same bits on each, into contiguous tensors of floats. Returns the first."""
-        with _noted("nbdist:mean"):
+        with annotated("nbdist:mean"):
             for turn in _turns([tensor.view(-1) for tensor in tensors]):
                 with self._exchanged(*turn) as exchanged:
                     for part, parts in zip(turn, exchanged, strict=True):
@@ -105,7 +106,7 @@ class SharedCollectives:
         flat = tensor.reshape(-1)
         gathered = flat.new_empty(self.size, len(flat))
         width = _PIECE // tensor.element_size()
-        with _noted("nbdist:gather"):
+        with annotated("nbdist:gather"):
             for part, whole in zip(flat.split(width), gathered.split(width, 1), strict=True):
                 with self._exchanged(part) as (parts,):
                     whole.copy_(parts)
@@ -113,7 +114,7 @@ class SharedCollectives:
 
     def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., object]) -> torch.Tensor:
         """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
-        with _noted("nbdist:reduce"):
+        with annotated("nbdist:reduce"):
             for part in tensor.detach().view(-1).split(_PIECE // tensor.element_size()):
                 with self._exchanged(part) as (parts,):
                     reduce(parts, 0, out=part)
@@ -139,7 +140,7 @@ class SharedCollectives:
             received[me] = inputs[me]
         else:
             mine[:] = inputs[me]
-        with _noted("nbdist:all_to_all"):
+        with annotated("nbdist:all_to_all"):
             while start == 0 or start < most:
                 with self._turn(_UNEQUAL) as (parity, tell):
                     for rank in others:
@@ -162,7 +163,7 @@ class SharedCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        with _noted("nbdist:barrier"), self._turn(0) as (_, tell):
+        with annotated("nbdist:barrier"), self._turn(0) as (_, tell):
             tell()
 
     @contextlib.contextmanager
@@ -340,12 +341,6 @@ def _open_there(pid: int, file: _File, flags: int) -> int:
         os.close(fd)
         raise OSError("another file: the processes do not see each other")
     return fd
-
-
-def _noted(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Lets a profiler, where there is one, see what is done in the block."""
-    profiled = torch.autograd.profiler._is_profiler_enabled
-    return torch.profiler.record_function(name) if profiled else contextlib.nullcontext()
 
 
 def _close(fds: list[int]) -> None:

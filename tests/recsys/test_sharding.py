@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.profiler import record_function
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
@@ -662,6 +663,47 @@ def test_large_tables_are_not_copied_unasked(sessions: dict[int, Session]) -> No
     assert len(said) == 1 and "'large' is to be data_parallel: each step sends" in said[0] and "70,000 rows" in said[0]
     said, chosen = sessions[2].run(plan, {})
     assert not said and chosen["large"] != "data_parallel"
+
+
+def a_step(sharded: Sharded) -> None:
+    features = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 0]), lengths=torch.tensor([1, 1, 0, 1]))
+    sharded.model(features).values().sum().backward()
+
+
+def two_tables() -> Sharded:
+    return shard(bags("cpu", ("a", 40, 16), ("b", 30, 16)), {"a": "table_wise", "b": "row_wise"}, batch_size=2)
+
+
+def test_ids_and_how_many_there_are_go_at_once(sessions: dict[int, Session]) -> None:
+    def meetings() -> int:
+        group, sharded = shared_group(), two_tables()
+        a_step(sharded)
+        before = group.collectives.turns
+        a_step(sharded)
+        return group.collectives.turns - before
+
+    # For both strategies: once for the ids, once for the rows, once for their gradients.
+    assert sessions[2].run_all(meetings) == [6, 6]
+
+
+def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: dict[int, Session]) -> None:
+    def names(profiled: bool) -> list[str]:
+        given: list[str] = []
+        sharded, begin = two_tables(), record_function.__enter__
+
+        def entered(self: record_function) -> record_function:
+            given.append(self.name)
+            return begin(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(record_function, "__enter__", entered)
+            with torch.autograd.profiler.profile(enabled=profiled):
+                a_step(sharded)
+        return given
+
+    rarely, all_of_them = sessions[2].run(names, False), sessions[2].run(names, True)
+    assert len(rarely) < 5 < 20 < len(all_of_them), rarely
+    assert any("All2All_Pooled_fwd" in name for name in all_of_them)
 
 
 def test_the_planner_knows_how_fast_this_machine_is(sessions: dict[int, Session]) -> None:

@@ -64,11 +64,14 @@ class Partition:
 
     def batch_start(self, rank: int, step: int) -> int:
         """The position at which batch `step` of `rank` begins and the one before it ends; 0 <= step <= steps."""
+        return self.batch_starts(rank, range(step, step + 1))[0]
+
+    def batch_starts(self, rank: int, steps: range) -> list[int]:
+        """That of each of some steps."""
         start, stop = self.span(rank)
-        if step == self.steps:
-            return stop
+        end = self.steps
         # Shares differ by one row: a rank whose rows would end a step early leaves one for the last step.
-        return min(start + step * self.batch_size, stop - 1)
+        return [stop if step == end else min(start + step * self.batch_size, stop - 1) for step in steps]
 
     def size(self, rank: int, step: int) -> int:
         """How many rows batch `step` of `rank` has."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
 from ..io.rest import Rest
@@ -270,9 +271,7 @@ def _noted(batches: Generator[Any]) -> Iterator[Any]:
     """The same batches; a profiler, where there is one, sees what each takes, as it does of torch's loaders."""
     with contextlib.closing(batches):
         while True:
-            profiled = torch.autograd.profiler._is_profiler_enabled
-            name = "enumerate(DataLoader)#nbdist.__next__"
-            with torch.profiler.record_function(name) if profiled else contextlib.nullcontext():
+            with annotated("enumerate(DataLoader)#nbdist.__next__"):
                 try:
                     batch = next(batches)
                 except StopIteration:

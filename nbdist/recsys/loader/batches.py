@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -81,12 +82,9 @@ def blocks(windows: Iterable[Window], partition: Partition, rank: int, step: int
         rows = max(1, BLOCK_BYTES * rows_of(next(iter(table.values()))) // max(1, sum(map(bytes_of, table.values()))))
         at_once = min(max(1, rows // partition.batch_size), BLOCK_BATCHES)
         while True:
-            starts = [partition.batch_start(rank, step)]  # of the block's batches, and the end of the last one
-            for after in range(step + 1, min(step + at_once, partition.steps) + 1):
-                position = partition.batch_start(rank, after)
-                if position > end:
-                    break
-                starts.append(position)
+            # Of the block's batches, and the end of the last one; of those that end here.
+            starts = partition.batch_starts(rank, range(step, min(step + at_once, partition.steps) + 1))
+            starts = starts[: max(1, bisect.bisect_right(starts, end))]
             start = max(starts[0], window.start)
             stop = starts[-1] if len(starts) > 1 else end
             rest = order[start - window.start : max(start, stop) - window.start]

@@ -43,6 +43,8 @@ from ..parallel.ahead import InputsAhead
 from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
+from .annotations import annotate_for_profilers_alone
+from .exchange import exchange_at_once
 from .hooks import check_ids, divide_means, look_up_singly, pad_batches, restore_order, sum_instead
 from .initial import common_seed, fill, let_go, materialise, without_memory
 from .planning import Planner, make_sharders
@@ -174,12 +176,15 @@ def shard(
         for add in hooks:
             add(parallel.module)
         collections = {parallel.module.get_submodule(path): names for path, names in features.items()}
+        for collection in collections:
+            exchange_at_once(collection)
         fill(parallel.state_dict(), tables, seed)
     names = [name for name, _ in template.named_buffers()]
     if names:
         # As DistributedDataParallel does; TorchRec has it leave that out, because FBGEMM's modules have buffers, too.
         parallel.register_forward_pre_hook(lambda module, _: share_buffers(module, names))
     _ignore_warnings_in_training()
+    annotate_for_profilers_alone()
     optimizers = [parallel.fused_optimizer]
     copies = _unsharded(parallel)
     mine = {key: p for key, p in copies.items() if key in dense}
