@@ -318,6 +318,12 @@ def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield turn
 
 
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a contiguous tensor, shape (some,), where they lie."""
+    # A single number counts as contiguous whatever its stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
 def padded(size: int) -> int:
     """The bytes that so many take where the next ones begin at a line of the processor's cache."""
     return -(-size // _HEAD) * _HEAD

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from .shared_collectives import SharedCollectives, padded
+from .shared_collectives import SharedCollectives, as_bytes, padded
 
 
 class SharedGather:
@@ -63,6 +64,15 @@ class SharedGather:
             views.append(np.ndarray((length, *one.shape[1:]), one.dtype, self._memory, start))
             start += _size(one, length)
         return views
+
+
+def rows_as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of each row of a tensor, shape (rows, some), where they lie if it is contiguous.
+
+    NumPy knows no bfloat16, and takes a fraction of the time that torch takes for few rows.
+    """
+    width = tensor.element_size() * math.prod(tensor.shape[1:])
+    return as_bytes(tensor.contiguous()).reshape(len(tensor), width)
 
 
 def _size(like: np.ndarray, length: int) -> int:

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from .shared_collectives import SharedCollectives, add_up, open_shared_collectives
+from .shared_collectives import SharedCollectives, add_up, as_bytes, open_shared_collectives
 
 _NAME = "nbdist"
 
@@ -130,7 +129,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         into = [one if one.is_contiguous() else torch.empty_like(one).contiguous() for one in outputs]
-        self.collectives.all_to_all(list(map(_bytes, into)), [_bytes(one.contiguous()) for one in inputs])
+        self.collectives.all_to_all(list(map(as_bytes, into)), [as_bytes(one.contiguous()) for one in inputs])
         for output, one in zip(outputs, into, strict=True):
             if one is not output:
                 output.copy_(one)
@@ -175,10 +174,6 @@ def _reduction(opts: Any) -> Callable[..., object]:
         if op == known:
             return reduce
     raise RuntimeError(f"{op} is not among what ranks reduce by in shared memory")
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def _done(result: Any) -> Any:

@@ -686,6 +686,20 @@ def test_ids_and_how_many_there_are_go_at_once(sessions: dict[int, Session]) -> 
     assert sessions[2].run_all(meetings) == [6, 6]
 
 
+def test_ids_that_lie_apart_in_memory(sessions: dict[int, Session]) -> None:
+    def outputs() -> bool:
+        sharded, lengths = two_tables(), torch.tensor([1, 1, 0, 1])
+        apart = torch.tensor([[1, 9], [2, 9], [0, 9]])[:, 0]
+        assert not apart.is_contiguous()
+        found = [
+            sharded.model(KeyedJaggedTensor(["a", "b"], ids, lengths=lengths)).values()
+            for ids in (apart, apart.contiguous())
+        ]
+        return torch.equal(*found)
+
+    assert sessions[2].run_all(outputs) == [True, True]
+
+
 def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: dict[int, Session]) -> None:
     def names(profiled: bool) -> list[str]:
         given: list[str] = []

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...wire.shared_collectives import SharedCollectives
-from ...wire.shared_gather import SharedGather
+from ...wire.shared_gather import SharedGather, rows_as_bytes
 from .row_steps import step_rows
 
 
@@ -72,7 +72,7 @@ class CommonTables:
             own = [np.flatnonzero(self._owned(some, table)) for some in ids]
             own_ids = np.concatenate([some.take(chosen) for some, chosen in zip(ids, own, strict=True)])
             grad = table.new_empty(len(own_ids), table.shape[1])
-            places = np.split(_bytes(grad), np.cumsum([len(chosen) for chosen in own[:-1]]))
+            places = np.split(rows_as_bytes(grad), np.cumsum([len(chosen) for chosen in own[:-1]]))
             for some, chosen, place in zip(rows, own, places, strict=True):
                 some.take(chosen, 0, place, mode="clip")  # another mode copies once more
             grad /= self._collectives.size
@@ -143,13 +143,13 @@ class CommonTables:
     def _gradient(self, table: nn.Parameter) -> tuple[np.ndarray, np.ndarray]:
         """Rows of a table that this rank's batch has touched, shape (some,), and their gradients, the bytes of each."""
         if table.grad is None:
-            return np.empty(0, np.int64), _bytes(table.new_empty(0, table.shape[1]))
+            return np.empty(0, np.int64), rows_as_bytes(table.new_empty(0, table.shape[1]))
         if not table.grad.is_sparse:
             raise RuntimeError(
                 f"{self._names[table]} has a dense gradient, though its table says sparse=True: something else than "
                 "looking rows up uses it. Say sparse=False there"
             )
-        return table.grad._indices()[0].numpy(), _bytes(table.grad._values())
+        return table.grad._indices()[0].numpy(), rows_as_bytes(table.grad._values())
 
     def _owned(self, ids: np.ndarray, table: nn.Parameter) -> np.ndarray:
         """Whether these rows are this rank's own, shape of `ids`: about a page of memory each in turns, for often ids
@@ -164,8 +164,3 @@ class CommonTables:
         common = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         common[written] = tensor[written]
         return common
-
-
-def _bytes(rows: torch.Tensor) -> np.ndarray:
-    """Those of each row: NumPy knows no bfloat16, and takes a fraction of the time that torch takes for few rows."""
-    return rows.contiguous().view(torch.uint8).numpy()

@@ -6,7 +6,6 @@ TorchRec has ranks meet three times for that: for how much comes, for the length
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
 from torchrec.distributed.types import NoWait, ShardedModule
 
-from ...wire.shared_gather import SharedGather
+from ...wire.shared_gather import SharedGather, rows_as_bytes
 from ...wire.shared_group import SharedGroup
 
 
@@ -40,19 +39,19 @@ class _AtOnce(KJTAllToAll):
 
     def __init__(self, group: SharedGroup, splits: list[int], stagger: int) -> None:
         super().__init__(group, splits, stagger)
-        self._group = group
         self._gathers: dict[int, SharedGather] = {}  # by the number of arrays
 
     def forward(self, input: KeyedJaggedTensor) -> Any:
         """As TorchRec's; there is nothing left to wait for."""
         if input.variable_stride_per_key():  # on all ranks, if on one: it follows from how the model is called
             return super().forward(input)
-        me, size = self._group.rank(), self._group.size()
+        group: Any = self._pg
+        me, size = group.rank(), group.size()
         with torch.no_grad():
             tensors, counts = input.dist_tensors(), input.dist_splits(self._splits)
-            mine = [np.array([[input.stride()] * size, *counts]), *map(_bytes, tensors)]
+            mine = [np.array([[input.stride()] * size, *counts]), *map(rows_as_bytes, tensors)]
             if len(mine) not in self._gathers:
-                self._gathers[len(mine)] = SharedGather(self._group.collectives, len(mine))
+                self._gathers[len(mine)] = SharedGather(group.collectives, len(mine))
             heads, *everyone = zip(*self._gathers[len(mine)](mine), strict=True)
             sizes = np.stack(heads)  # of samples and each tensor, shape (from, 1 + tensors, to)
             stops = sizes[:, 1:].cumsum(2)[..., me].T.tolist()
@@ -61,16 +60,16 @@ class _AtOnce(KJTAllToAll):
                 [one[stop - count : stop] for one, stop, count in zip(*each, strict=True)]
                 for each in zip(everyone, stops, came, strict=True)
             ]
-            first = sum(self._splits[:me])
+            first, end = self._splits_cumsum[me : me + 2]
             there = KJTAllToAllTensorsAwaitable(
-                self._group,
+                group,
                 input,
                 self._splits,
                 counts,
                 came,
                 [],  # nothing more to send
                 input.dist_labels(),
-                input.keys()[first : first + self._splits[me]],
+                input.keys()[first:end],
                 input.device(),
                 self._stagger,
                 strides,
@@ -80,8 +79,3 @@ class _AtOnce(KJTAllToAll):
                 for some, tensor in zip(parts, tensors, strict=True)
             ]
             return NoWait(there)
-
-
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Those of each row; NumPy has not all dtypes."""
-    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8).numpy()
