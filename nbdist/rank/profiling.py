@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,7 +68,6 @@ class _Window:
         if self._open is not None:
             self._open.close()
             self._open, self._done = None, True
-            _wait_for_gloo()
             with _quiet():
                 self._profiler.__exit__(None, None, None)
 
@@ -91,28 +89,6 @@ class _Window:
         """Give what follows the name that the profiler's users know a step by."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(torch.profiler.record_function(f"ProfilerStep#{self._count}"))
-
-
-def _wait_for_gloo() -> None:
-    """Wait until gloo's threads have nothing to do, for a second at most.
-
-    They note in the profiler's memory when a collective has ended, for which they need the GIL, and which may be after
-    its result is there. The memory is freed when the profiler stops, and a rank that did not wait crashed now and then.
-    """
-    until = time.monotonic() + 1
-    while any(map(_has_work, Path("/proc/self/task").glob("*/syscall"))) and time.monotonic() < until:
-        time.sleep(0.001)
-
-
-def _has_work(syscall: Path) -> bool:
-    """Whether a thread is one of gloo's and does not wait for work: that wait alone has no time limit."""
-    try:
-        if (syscall.parent / "comm").read_text() != "pt_gloo_runloop\n":
-            return False
-        call, *arguments = syscall.read_text().split()
-    except OSError:  # the thread has ended, or the system does not tell
-        return False
-    return call == "running" or arguments[3] != "0x0"  # a futex's time limit
 
 
 @contextlib.contextmanager

@@ -164,26 +164,6 @@ def test_a_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
                 session.profile(train, 1, **wrong)  # type: ignore[arg-type]
 
 
-def late(seconds: float) -> float:
-    """A step in which rank 1 comes late to a collective that rank 0 does not wait for."""
-    if dist.get_rank() == 1:
-        time.sleep(seconds)
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
-    work.wait()
-    return seconds
-
-
-def test_a_collective_that_outlasts_the_steps(tmp_path: Path) -> None:
-    with Session(2, devices="cpu") as session:
-        session.profile(late, 0, skip=0, steps=1)  # the first takes longer
-        profile = session.profile(late, 0.4, skip=0, steps=1)
-        profile.save(tmp_path / "trace.json")
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        took = [event["dur"] for event in events if event["name"] == "gloo:all_reduce"]
-        assert profile.value == 0.4 and max(took) > 350_000, "the profiler waited for its end"
-
-
 def test_in_a_cell(notebook: Kernel) -> None:
     notebook.ok("%load_ext nbdist\n%ddp start 2 --devices cpu")
     result = notebook.ok("%%ddp --profile --skip 0\nimport torch\nx = torch.ones(300, 300) @ torch.ones(300, 300)")
