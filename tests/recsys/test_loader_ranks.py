@@ -152,7 +152,7 @@ def test_a_learner_trains_and_returns(shared: Session, ratings: pd.DataFrame) ->
     def train(batch_size: int) -> Learner:
         learn = learner(ratings, batch_size)
         with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
-            learn.fit(3, 0.01)
+            learn.fit(1, 0.01)  # with more it learns the rows by heart, and the seed decides more than the ranks do
         return learn
 
     learn = shared.run(train, 20, imports=IMPORTS)
@@ -163,7 +163,7 @@ def test_a_learner_trains_and_returns(shared: Session, ratings: pd.DataFrame) ->
     loss = float(((predictions - targets.flatten()) ** 2).mean())
     assert loss == pytest.approx(at_the_end, rel=0.01)
     alone = in_ddp(0, train, 60, imports=IMPORTS)
-    assert loss == pytest.approx(alone.recorder.values[-1][1], rel=0.03)  # another order; seeds differ by as much
+    assert loss == pytest.approx(alone.recorder.values[-1][1], rel=0.03)  # in another order
     assert loss < 0.85 * float(targets.var())
 
 
