@@ -288,46 +288,47 @@ CONTESTANTS = (
 )
 
 
-@contextlib.contextmanager
-def sessions() -> Iterator[dict[int, Session]]:
-    with Session(1, devices="cpu", threads=2) as one, Session(2, devices="cpu", threads=1) as two:
-        yield {1: one, 2: two}
+class Ranks:
+    """The sessions on which contestants take their turns, and how often a turn was taken again because ranks died."""
 
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        def opened(ranks: int, threads: int) -> Session:
+            return stack.enter_context(Session(ranks, devices="cpu", threads=threads))
 
-def take_turn(session: Session, one: Contestant, width: int, rows: int, steps: int, deaths: Counter[str]) -> list[Turn]:
-    """What its ranks tell of a turn, again where they died; that is counted by the contestant's name."""
-    for _ in range(one.tries - 1):
-        try:
-            return session.run_all(one.function, *one.arguments, width, rows, steps)
-        except RankDied:
-            deaths[one.name] += 1
+        self.one, self.two = opened(1, 2), opened(2, 1)
+        self.apart = opened(2, 1)  # what torch did to their memory ends nobody else's turn
+        self.deaths: Counter[str] = Counter()
+
+    def turn(self, one: Contestant, width: int, rows: int, steps: int) -> list[Turn]:
+        """What its ranks tell."""
+        session = self.apart if one.tries > 1 else self.one if one.ranks == 1 else self.two
+        for _ in range(one.tries - 1):
+            with contextlib.suppress(RankDied):
+                return session.run_all(one.function, *one.arguments, width, rows, steps)
+            self.deaths[one.name] += 1
             session.restart()
-    return session.run_all(one.function, *one.arguments, width, rows, steps)
+        return session.run_all(one.function, *one.arguments, width, rows, steps)
 
 
-def measure(
-    open_sessions: dict[int, Session], width: int, rows: int, steps: int, repeats: int, deaths: Counter[str]
-) -> dict[str, list[float]]:
+def measure(ranks: Ranks, width: int, rows: int, steps: int, repeats: int) -> dict[str, list[float]]:
     """Of each contestant the turns, each of all its ranks. They take turns, so that what disturbs one disturbs all; the
     first round is for warming up."""
     turns: dict[str, list[float]] = {one.name: [] for one in CONTESTANTS}
     for number in range(repeats + 1):
         for one in CONTESTANTS:
             some = max(5, int(steps * one.part))
-            answers = take_turn(open_sessions[one.ranks], one, width, rows, some, deaths)
-            speed = some * rows / max(turn.seconds for turn in answers)
+            speed = some * rows / max(turn.seconds for turn in ranks.turn(one, width, rows, some))
             if number:
                 turns[one.name].append(speed)
     return turns
 
 
-def same_loss(open_sessions: dict[int, Session], width: int, rows: int, deaths: Counter[str]) -> float:
+def same_loss(ranks: Ranks, width: int, rows: int) -> float:
     """The mean over two ranks of the last loss after the same steps; ends the program where contestants with as many
     ranks, whose batches are the same, differ."""
     losses: dict[int, dict[str, float]] = {1: {}, 2: {}}
     for one in CONTESTANTS[:-1]:  # `fit` tells a mean over all steps
-        answers = take_turn(open_sessions[one.ranks], one, width, rows, 10, deaths)
-        losses[one.ranks][one.name] = sum(turn.loss for turn in answers) / len(answers)
+        losses[one.ranks][one.name] = statistics.mean(turn.loss for turn in ranks.turn(one, width, rows, 10))
     if any(max(some.values()) - min(some.values()) > 1e-4 for some in losses.values()):
         sys.exit(f"not the same training: {losses}")
     return losses[2][OURS]
@@ -390,15 +391,15 @@ def main() -> None:
         "as many ranks end with the same loss.",
     ]
     shown: dict[str, dict[str, list[float]]] = {}
-    deaths: Counter[str] = Counter()
-    with sessions() as open_sessions:
+    with contextlib.ExitStack() as stack:
+        ranks = Ranks(stack)
         for width in WIDTHS:
-            loss = same_loss(open_sessions, width, options.rows, deaths)
-            turns = measure(open_sessions, width, options.rows, steps, repeats, deaths)
+            loss = same_loss(ranks, width, options.rows)
+            turns = measure(ranks, width, options.rows, steps, repeats)
             lines += ["", f"Embeddings of {width} (after 15 steps the loss on two ranks is {loss:.4f}):", ""]
             lines += table(turns, width)
             shown[f"rows/s, embeddings of {width}"] = turns
-    for name, count in deaths.items():
+    for name, count in ranks.deaths.items():
         lines += ["", f"Turns of {name} that a crash in torch ended, and that were taken again: {count}."]
     width, rows = WIDTHS[-1], options.rows // 2
     lines += [
