@@ -31,21 +31,6 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist, which not every environment of the matrix has
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, the tests of Ray are one file: on two cores, one cluster that starts while another does
-    may take longer than the 30 s that Ray gives a node."""
-    if config.option.dist != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class RayOnce(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "ray" if re.search(r"(?<![a-z])ray(?![a-z])|cluster", nodeid) else super()._split_scope(nodeid)
-
-    return RayOnce(config, log)
-
-
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
 LINUX = rank_memory.POSSIBLE
 #: Whether this IPython's tracebacks say `Cell In[3], line 2`. Before 8.0 they name the file that it makes up for it.
