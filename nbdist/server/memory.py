@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 
-_HUGE, _MADV_COLLAPSE = 2 << 20, 25
+HUGE = 2 << 20
+"""Bytes of a huge page."""
 
 
 def huge_pages() -> list[int]:
-    """The addresses at which this process's memory could lie in huge pages."""
+    """The addresses at which this process's memory could lie in huge pages.
+
+    A fork copies the page table, and a rank's exit takes it down: with huge pages both take half the time. What a rank
+    writes to is still copied by small pages.
+    """
     if sys.platform != "linux":
         return []
     with open("/proc/self/maps") as file:
@@ -20,18 +24,7 @@ def huge_pages() -> list[int]:
         for addresses, access, _, _, inode, *_ in maps
         if access == "rw-p" and inode == "0"
     ]
-    return [page for start, end in spans for page in range(-(-start // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE)]
-
-
-def gather(page: int) -> None:
-    """Gather a piece of this process's memory in a huge page.
-
-    A fork copies the page table, and a rank's exit takes it down: with huge pages both take half the time. What a rank
-    writes to is still copied by small pages.
-    """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(page, _HUGE, _MADV_COLLAPSE)  # before Linux 6.1 this is an error, and nothing is lost
+    return [page for start, end in spans for page in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE)]
 
 
 def pretend_objects(count: int) -> None:

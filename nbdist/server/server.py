@@ -30,7 +30,8 @@ from ..rank.settings import note_inherited
 from ..rank.threads import find_pools
 from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
-from .memory import gather, huge_pages
+from ..wire.huge_pages import gather
+from .memory import HUGE, huge_pages
 from .orphans import end_leftovers
 from .preload import Preloaded
 
@@ -90,7 +91,7 @@ class Server:
                 if ready is None:
                     return
                 if not ready and self._scattered:
-                    gather(self._scattered.pop())
+                    gather(self._scattered.pop(), HUGE)
                 elif not ready and self._retire():
                     self._folders = []  # the notebook lives, and uses them
                     return

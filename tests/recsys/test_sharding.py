@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import mmap
 import re
 import subprocess
 import sys
@@ -27,9 +28,11 @@ from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session, warm
 from nbdist.recsys.parallel.plan import Shard as PlanShard
+from nbdist.recsys.parallel.sharded import kernels
 from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, planning, shard
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
+from nbdist.wire.huge_pages import gather
 from nbdist.wire.shared_group import shared_group
 
 pytestmark = pytest.mark.slow
@@ -698,6 +701,35 @@ def test_ids_that_lie_apart_in_memory(sessions: dict[int, Session]) -> None:
         return torch.equal(*found)
 
     assert sessions[2].run_all(outputs) == [True, True]
+
+
+def test_tables_are_in_huge_pages(sessions: dict[int, Session]) -> None:
+    def huge(start: int, size: int) -> int:
+        """How many bytes of the mappings that have these bytes are in huge pages."""
+        inside, found = False, 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if heads := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+                begin, end = (int(one, 16) for one in heads.groups())
+                inside = begin < start + size and start < end
+            elif inside and line.startswith("AnonHugePages:"):
+                found += int(line.split()[1]) * 1024
+        return found
+
+    def tables() -> tuple[int, int, list[int]]:
+        config = EmbeddingBagConfig(name="a", num_embeddings=2**17, embedding_dim=32, feature_names=["a"])
+        model = nn.ModuleDict({"bags": EmbeddingBagCollection(tables=[config])})
+        sharded = shard(model, {"a": "row_wise"}, batch_size=8, optimizer="adagrad")
+        (kernel,) = kernels(sharded.optimizer)
+        (weights,), ((state,),) = kernel.split_embedding_weights(), kernel.split_optimizer_states()
+        with mmap.mmap(-1, 2**23, flags=mmap.MAP_PRIVATE) as probe:
+            memory = torch.frombuffer(probe, dtype=torch.uint8).fill_(1)
+            gather(memory.data_ptr(), memory.nbytes)
+            possible = huge(memory.data_ptr(), memory.nbytes)
+            del memory
+        return possible, weights.nbytes, [huge(one.data_ptr(), one.nbytes) for one in (weights, state)]
+
+    for possible, size, found in sessions[2].run_all(tables):
+        assert min(found) >= (size - 2**22 if possible else 0), (possible, size, found)
 
 
 def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: dict[int, Session]) -> None:

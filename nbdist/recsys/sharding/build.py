@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
+from ...wire.huge_pages import gather
 from ...wire.shared_group import shared_group
 from ..parallel.ahead import InputsAhead
 from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
@@ -179,6 +181,8 @@ def shard(
         for collection in collections:
             exchange_at_once(collection)
         fill(parallel.state_dict(), tables, seed)
+        for kernel in kernels(parallel.fused_optimizer):
+            _gather(kernel)
     names = [name for name, _ in template.named_buffers()]
     if names:
         # As DistributedDataParallel does; TorchRec has it leave that out, because FBGEMM's modules have buffers, too.
@@ -202,6 +206,16 @@ def shard(
     )
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
     return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+
+
+def _gather(kernel: Any) -> None:
+    """Put FBGEMM's tables of a CPU rank, and what is kept of their rows, in huge pages.
+
+    A step's rows are all over a table: in small pages each is in another one, and it takes time to find that.
+    """
+    for tensor in (*kernel.split_embedding_weights(), *itertools.chain(*kernel.split_optimizer_states())):
+        if tensor.device.type == "cpu":
+            gather(tensor.data_ptr(), tensor.nbytes)
 
 
 def _hooks(

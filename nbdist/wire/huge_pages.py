@@ -1,0 +1,27 @@
+"""A process's memory in Linux's huge pages, of 2 MiB where others have 4 KiB."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+_COLLAPSE = 25
+"""MADV_COLLAPSE, which Python has no name for."""
+
+
+def gather(start: int, size: int) -> None:
+    """Move memory of this process to huge pages, as much of it as fills such: values and addresses stay.
+
+    Before Linux 6.1 it stays where it is.
+
+    Args:
+        start: The address of the first byte.
+        size: In bytes.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    within = start % mmap.PAGESIZE
+    madvise(start - within, size + within, _COLLAPSE)
