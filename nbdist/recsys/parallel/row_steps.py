@@ -35,6 +35,6 @@ def _step(table: nn.Parameter, grad: torch.Tensor, state: dict[str, torch.Tensor
     ids = grad.indices()[0]
     rows, sums = table.index_select(0, ids), state["sum"].index_select(0, ids)
     options = {name: group[name] for name in ("lr", "lr_decay", "eps", "maximize")}
-    adagrad([rows], [grad.values()], [sums], [state["step"]], foreach=False, fused=False, weight_decay=0.0, **options)
-    table.index_put_((ids,), rows)
-    state["sum"].index_put_((ids,), sums)
+    adagrad([rows], [grad.values()], [sums], [state["step"]], foreach=False, fused=True, weight_decay=0.0, **options)
+    table.index_copy_(0, ids, rows)
+    state["sum"].index_copy_(0, ids, sums)
