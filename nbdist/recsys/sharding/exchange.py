@@ -1,6 +1,8 @@
-"""How a step's ids go to the ranks that hold their rows, where ranks share memory: all at once.
+"""What ranks that share memory send each other in a step of a sharded collection: the ids, all at once, and of tables
+that are whole or split by columns the pooled rows and their gradients, laid out once and read where they lie.
 
-TorchRec has ranks meet three times for that: for how much comes, for the lengths of the lists, and for the ids.
+TorchRec has ranks meet three times for the ids (for how much comes, for the lengths of the lists, for the ids
+themselves), and copies rows and gradients four times on their way.
 """
 
 from __future__ import annotations
@@ -11,16 +13,24 @@ from typing import Any
 import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.dist_data import (
+    KJTAllToAll,
+    KJTAllToAllTensorsAwaitable,
+    PooledEmbeddingsAllToAll,
+    PooledEmbeddingsAwaitable,
+)
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import NoWait, ShardedModule
 
+from ...wire.shared_collectives import as_bytes
 from ...wire.shared_gather import SharedGather, rows_as_bytes
 from ...wire.shared_group import SharedGroup
 
 
 def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:
-    """Have a sharded collection send its ids in one exchange, where its ranks share memory."""
-    # TorchRec makes what sends them in the first step, when it knows in which order the features come.
+    """Have a sharded collection send so what it sends, where its ranks share memory."""
+    # TorchRec makes what sends in the first step, when it knows in which order the features come.
     sharded: Any = collection
     make = sharded._create_input_dist
 
@@ -32,6 +42,21 @@ def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:
                     setattr(module, name, _AtOnce(part._pg, part._splits, part._stagger))
 
     sharded._create_input_dist = make_and_replace
+    for one in sharded._output_dists:
+        if isinstance(one, TwPooledEmbeddingDist) and isinstance(one._pg, SharedGroup):
+            _replace_output(one)
+
+
+def _replace_output(output: TwPooledEmbeddingDist) -> None:
+    make = output._create_output_dist_module
+
+    def make_and_replace(*args: Any) -> None:
+        make(*args)
+        made: Any = output._dist
+        if made._codecs is None:
+            output._dist = _PooledAtOnce(made._pg, made._dim_sum_per_rank, callbacks=made.callbacks)
+
+    output._create_output_dist_module = make_and_replace
 
 
 class _AtOnce(KJTAllToAll):
@@ -79,3 +104,54 @@ class _AtOnce(KJTAllToAll):
                 for some, tensor in zip(parts, tensors, strict=True)
             ]
             return NoWait(there)
+
+
+class _PooledAtOnce(PooledEmbeddingsAllToAll):
+    """TorchRec's `PooledEmbeddingsAllToAll`, its tensors laid out for all ranks at once."""
+
+    def __init__(self, group: SharedGroup, widths: list[int], callbacks: Any) -> None:
+        super().__init__(group, widths, callbacks=callbacks)
+        self._gather = SharedGather(group.collectives, 1)
+
+    def forward(self, local_embs: torch.Tensor, batch_size_per_rank: list[int] | None = None) -> Any:
+        """As TorchRec's; there is nothing left to wait for."""
+        size = self._pg.size()
+        samples = batch_size_per_rank or [len(local_embs) // size] * size
+        pooled = _Pooled.apply(  # type: ignore[no-untyped-call]
+            local_embs, self._gather, self._pg.rank(), samples, self._dim_sum_per_rank
+        )
+        there = PooledEmbeddingsAwaitable(NoWait(pooled))
+        there.callbacks.extend(self.callbacks)
+        return there
+
+
+class _Pooled(torch.autograd.Function):
+    """From what a rank has for all samples, shape (samples of all ranks, its columns), to what all have for those of a
+    rank, shape (its samples, columns of all ranks)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pooled: torch.Tensor, gather: SharedGather, me: int, samples: list[int], widths: list[int]
+    ) -> torch.Tensor:
+        ctx.sent = gather, me, samples, widths
+        mine = slice(sum(samples[:me]), sum(samples[: me + 1]))
+        there = _laid_out(gather, pooled, [width for width in widths if width])
+        return torch.cat([one[mine] for one in there], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        gather, me, samples, widths = ctx.sent
+        mine = slice(sum(widths[:me]), sum(widths[: me + 1]))
+        found = gradient.new_empty(sum(samples), widths[me])
+        divisor = len(samples) if get_gradient_division() else 1
+        for one, part in zip(
+            _laid_out(gather, gradient, [sum(widths)] * len(samples)), found.split(samples), strict=True
+        ):
+            torch.div(one[:, mine], divisor, out=part)
+        return found, None, None, None, None
+
+
+def _laid_out(gather: SharedGather, tensor: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    """Each rank's `tensor`, if it has columns: as many as `widths` says, where they lie until the next collective."""
+    each = [torch.from_numpy(one) for (one,) in gather([as_bytes(tensor.contiguous())]) if len(one)]
+    return [one.view(tensor.dtype).view(-1, width) for one, width in zip(each, widths, strict=True)]
