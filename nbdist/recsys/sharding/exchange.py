@@ -23,13 +23,14 @@ from torchrec.distributed.dist_data import (
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import NoWait, ShardedModule
 
+from ...annotations import annotated
 from ...wire.shared_collectives import as_bytes
 from ...wire.shared_gather import SharedGather, rows_as_bytes
 from ...wire.shared_group import SharedGroup
 
 
 def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:
-    """Have a sharded collection send so what it sends, where its ranks share memory."""
+    """Have a sharded collection send its ids, and pooled rows, at once where its ranks share memory."""
     # TorchRec makes what sends in the first step, when it knows in which order the features come.
     sharded: Any = collection
     make = sharded._create_input_dist
@@ -135,8 +136,9 @@ class _Pooled(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.sent = gather, me, samples, widths
         mine = slice(sum(samples[:me]), sum(samples[: me + 1]))
-        there = _laid_out(gather, pooled, [width for width in widths if width])
-        return torch.cat([one[mine] for one in there], dim=1)
+        with annotated("## All2All_Pooled_fwd ##"):  # as TorchRec names it
+            there = _laid_out(gather, pooled, [width for width in widths if width])
+            return torch.cat([one[mine] for one in there], dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -144,10 +146,10 @@ class _Pooled(torch.autograd.Function):
         mine = slice(sum(widths[:me]), sum(widths[: me + 1]))
         found = gradient.new_empty(sum(samples), widths[me])
         divisor = len(samples) if get_gradient_division() else 1
-        for one, part in zip(
-            _laid_out(gather, gradient, [sum(widths)] * len(samples)), found.split(samples), strict=True
-        ):
-            torch.div(one[:, mine], divisor, out=part)
+        with annotated("## All2All_Pooled_bwd ##"):
+            there = _laid_out(gather, gradient, [sum(widths)] * len(samples))
+            for one, part in zip(there, found.split(samples), strict=True):
+                torch.div(one[:, mine], divisor, out=part)
         return found, None, None, None, None
 
 
