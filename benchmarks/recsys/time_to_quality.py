@@ -146,7 +146,7 @@ def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> tuple[li
             times.setdefault(name, []).extend(there[:1])
             print(name, [(round(s, 2), round(x, 4)) for s, x in seen], flush=True)
     lines = [
-        f"One thread a process where nothing is said. The loss to be reached: {reached[PLAIN.name]:.4f}, that of the "
+        f"One thread a process where nothing is said. The loss to be reached: {target:.4f}, that of the "
         f"plain process after its {EPOCHS} epochs.",
         "",
         "| | epochs | loss reached | seconds to the plain loss | of plain |",
