@@ -8,6 +8,7 @@ the results say. `--dry-run` runs on CPUs what can be: it tells whether this com
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import statistics
@@ -135,20 +136,23 @@ def launch(device: str) -> list[str]:
 ROWS, BATCH = 4_000_000, 65_536
 
 
-def copies() -> tuple[float, float]:
+def copies() -> dict[str, float]:
     """In a rank: bytes per second of the loader, and of one pinned copy of as many bytes."""
-    from nbdist.recsys.loader import MemoryLoader
+    from nbdist.recsys.loader import MemoryLoader, Ragged
 
     device = rank_device()
     columns = {f"id{number}": torch.randint(1 << 40, (ROWS,)) for number in range(8)}
     size = sum(column.nbytes for column in columns.values())
-    loader = MemoryLoader(columns, BATCH, device=device, rank=0, world_size=1)
+    resident, shuffled = MemoryLoader(columns, BATCH), MemoryLoader(columns, BATCH, shuffle=True)
+    # With a column of lists, none of them large, batches are gathered on the CPU.
+    lists = Ragged(torch.zeros(ROWS, dtype=torch.uint8), torch.arange(ROWS + 1))
+    through = MemoryLoader({**columns, "lists": lists}, BATCH, shuffle=True)
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    def epoch() -> None:
+    def epoch(loader: MemoryLoader) -> None:
         for _ in loader:
             pass
         wait()
@@ -161,15 +165,30 @@ def copies() -> tuple[float, float]:
             there.copy_(block, non_blocking=True)
         wait()
 
-    return size / median(lambda: seconds(epoch), 3), size / median(lambda: seconds(copy), 3)
+    begin = seconds(lambda: epoch(resident))
+    return {
+        "first": size / begin,
+        "resident": size / median(lambda: seconds(lambda: epoch(resident)), 3),
+        "shuffled": size / median(lambda: seconds(lambda: epoch(shuffled)), 3),
+        "through": size / median(lambda: seconds(lambda: epoch(through)), 3),
+        "bus": size / median(lambda: seconds(copy), 3),
+    }
 
 
 def loader(device: str) -> list[str]:
     """Batches on the GPU, beside the bus."""
-    ours, bus = in_ddp.options(devices=device)(1, copies)
+    found = in_ddp.options(devices=device)(1, copies)
+    bus = found["bus"]
+
+    def line(what: str, key: str, more: str = "") -> str:
+        return f"| {what} | {found[key] / 1e9:.1f} GB/s | {found[key] / bus:.0%} of it{more} |"
+
     return [
         f"| a pinned copy to the GPU | {bus / 1e9:.1f} GB/s | |",
-        f"| the loader, {BATCH:,} rows a batch | {ours / 1e9:.1f} GB/s | {ours / bus:.0%} of it (at least 80 %) |",
+        line(f"the loader, {BATCH:,} rows of 8 columns a batch", "resident", " (at least 80 %)"),
+        line("its first epoch, in which the columns are copied", "first"),
+        line("shuffled", "shuffled"),
+        line("shuffled, and a column has lists, so that batches are gathered on the CPU", "through"),
     ]
 
 
@@ -177,44 +196,62 @@ RATINGS = 100_000
 FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 
 
-def collab_epoch(batch: int) -> float:
-    """In a rank, or in the notebook: seconds of an epoch of notebook 01's model, the second of two."""
+def collab_epoch(batch: int, quickly: bool) -> float:
+    """In a rank, or in a process of its own: seconds of an epoch of notebook 01's model, the median of some."""
     from fastai.collab import CollabDataLoaders, collab_learner
 
     from nbdist.recsys.datasets import synthetic_ratings
+    from nbdist.recsys.fastai import fast
 
     ratings = synthetic_ratings(943, 1682, RATINGS).with_titles().to_pandas()
     learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=batch), n_factors=50, y_range=(0, 5.5))
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx() if dist.is_initialized() else learn.no_bar():
-        learn.fit_one_cycle(1, 5e-3, wd=0.1)
-        return seconds(lambda: learn.fit_one_cycle(1, 5e-3, wd=0.1))
+    if quickly:
+        fast(learn)
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx() if dist.is_initialized() else contextlib.nullcontext():
+        return median(lambda: seconds(lambda: learn.fit_one_cycle(1, 5e-3, wd=0.1)), 3)
 
 
 def notebook(device: str) -> list[str]:
-    """Epochs of notebook 01's dot product, on GPU and CPU ranks."""
+    """Epochs of notebook 01's dot product, in a process without ranks, on a GPU rank, and on a CPU rank."""
     lines = []
     for batch in (64, 4096):
+        alone = {quickly: in_ddp(0, collab_epoch, batch, quickly, imports=FASTAI) for quickly in (False, True)}
+        lines.append(f"| an epoch of notebook 01's model, batch {batch:,}, plain fastai | {alone[False]:.3f} s | |")
+        lines.append(f"| the same by `fast`, in this process | {alone[True]:.3f} s | |")
         for where in dict.fromkeys((device, "cpu")):
-            took = in_ddp.options(devices=where, imports=FASTAI)(1, collab_epoch, batch)
-            lines.append(f"| an epoch of notebook 01's model, batch {batch:,}, on {where} | {took:.2f} s | |")
+            for quickly, how in ((False, "`distrib_ctx`"), (True, "`fast`")):
+                took = in_ddp.options(devices=where, imports=FASTAI)(1, collab_epoch, batch, quickly)
+                beside = f"{took / alone[quickly]:.2f} × the same without ranks" if where == device else ""
+                lines.append(f"| {how} on a rank, {where} | {took:.3f} s | {beside} |")
     return lines
 
 
 STEPS, CLICKS = 60, 65_536
 
 
-def click_model() -> float:
-    """In a rank: rows per second of the click model of `recsys/training.py`, with sharded tables."""
-    from benchmarks.recsys.training import loop, sharded
+def click_models() -> dict[str, float]:
+    """In a rank: seconds of the click model of `recsys/training.py`, trained in several ways."""
+    from benchmarks.recsys import training
 
-    took, _ = loop(sharded, 64, CLICKS, STEPS)
-    return STEPS * CLICKS * dist.get_world_size() / took
+    ways = {
+        "sharded tables, a plain loop": lambda: training.loop(training.sharded, 64, CLICKS, STEPS),
+        "sharded tables, `fit`": lambda: training.helped(64, CLICKS, STEPS),
+        "`replicate`, `nn.Embedding(sparse=True)`": lambda: training.loop(training.common, 64, CLICKS, STEPS),
+        "DDP, dense gradients": lambda: training.loop(training.plain, 64, CLICKS, STEPS),
+    }
+    for way in ways.values():
+        way()
+    return {name: statistics.median(way().seconds for _ in range(3)) for name, way in ways.items()}
 
 
 def clicks(device: str) -> list[str]:
     """The click model."""
-    found = in_ddp.options(devices=device)(1, click_model)
-    return [f"| the click model, embeddings of 64, batch {CLICKS:,} | {found / 1e6:.2f} M rows/s | (10 on an H200) |"]
+    found = {way: STEPS * CLICKS / took for way, took in in_ddp.options(devices=device)(1, click_models).items()}
+    lines = []
+    for i, (way, speed) in enumerate(found.items()):
+        what = f"the click model, embeddings of 64, batch {CLICKS:,}: {way}"
+        lines.append(f"| {what} | {speed / 1e6:.2f} M rows/s | {'at least 10 M on an H200' if i == 0 else ''} |")
+    return lines
 
 
 #: Title → what has to be installed, and what measures it.
@@ -275,7 +312,7 @@ def main() -> int:
         return NO_GPU
     begin, device = time.monotonic(), "cpu" if arguments.dry_run else "cuda"
     if arguments.dry_run:
-        globals().update(ROWS=200_000, RATINGS=2_000, STEPS=3, CLICKS=2048)
+        globals().update(ROWS=200_000, RATINGS=6_000, STEPS=3, CLICKS=2048)
     tests = run_tests() if "tests" in arguments.only else Tests()
     found = figures(arguments.only, device, begin)
     failed = tests.failed + sum("| failed |" in line for line in found)

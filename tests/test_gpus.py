@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,40 +341,138 @@ def test_ddp_trains(pair: Session, bf16: bool) -> None:
     assert last < first / 4
 
 
-def batches() -> tuple[str, list[int]]:
-    from nbdist.recsys.loader import MemoryLoader
-
-    device = rank_device()
-    loader = MemoryLoader({"row": torch.arange(10_000)}, 256, shuffle=True, device=device, rank=0, world_size=1)
-    rows = [batch["row"] for batch in loader]
-    return rows[0].device.type, torch.cat(rows).sort().values.cpu().tolist()
+Rows = list[list[int]]
 
 
-def test_batches_of_the_loader() -> None:
+def batches(column: Any, **options: Any) -> tuple[set[str], list[Rows]]:
+    """Where they are, and those of three epochs; before the last one a row is written to."""
+    from nbdist.recsys.loader import MemoryLoader, Ragged
+
+    loader = MemoryLoader({"row": column}, 256, shuffle=True, seed=3, **options)
+    where: set[str] = set()
+    epochs = []
+    for epoch in range(3):
+        if epoch == 2:
+            (column.values if isinstance(column, Ragged) else column)[0] = -1
+        epochs.append([])
+        for batch in loader:
+            rows = batch["row"].values if isinstance(column, Ragged) else batch["row"]
+            where.add(rows.device.type)
+            epochs[-1].append(rows.tolist())
+    return where, epochs
+
+
+@pytest.mark.parametrize("kind", ["resident", "ragged", "too large"])
+def test_batches_of_the_loader(kind: str) -> None:
+    """Gathered on the GPU, or on the CPU and copied: in the order that they have on the CPU."""
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    device, rows = in_ddp.options(devices=ONE)(1, batches)
-    assert device == ONE and rows == list(range(10_000))
+
+    def look() -> Any:
+        from nbdist.recsys.loader import Ragged, resident
+
+        if kind == "too large":
+            resident._PART = 1 << 60
+
+        def column() -> Any:
+            ids = torch.arange(10_000)
+            return Ragged(ids, torch.arange(0, 10_001, 2)) if kind == "ragged" else ids
+
+        return batches(column(), device="cpu"), batches(column())
+
+    (_, wanted), (where, found) = in_ddp.options(devices=ONE)(1, look)
+    assert where == {ONE} and found == wanted
+
+
+def test_a_streamed_file(tmp_path: Any) -> None:
+    """A window after the other goes to the GPU."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow as pa
+
+    file = str(tmp_path / "rows.parquet")
+    parquet.write_table(pa.table({"row": range(1_000_000)}), file, row_group_size=20_000)
+
+    def look(device: Any) -> tuple[str, int, list[list[int]]]:
+        from nbdist.recsys.loader import ParquetLoader
+
+        loader = ParquetLoader(file, 1000, shuffle=True, seed=1, memory=16 << 20, device=device, prefetch=0)
+        rows = [batch["row"] for batch in loader]
+        return rows[0].device.type, int(loader._whole), [batch.tolist() for batch in rows]
+
+    def both() -> Any:
+        return look("cpu"), look(None)
+
+    (_, _, wanted), (device, whole, found) = in_ddp.options(devices=ONE)(1, both)
+    assert device == ONE and not whole and found == wanted
+    assert sorted(row for batch in found for row in batch) == list(range(1_000_000))
+
+
+def train_sparse() -> tuple[float, float, bool]:
+    """The losses before and after some steps of tables with sparse gradients."""
+    pytest.importorskip("torchmetrics")
+    from nbdist.recsys.training import replicate
+
+    torch.manual_seed(0)
+    model = replicate(torch.nn.Embedding(100, 4, sparse=True), lambda some: torch.optim.Adagrad(some, lr=0.5))
+    losses = []
+    for _ in range(20):
+        model.optimizer.zero_grad()
+        ids = torch.arange(dist.get_rank(), 100, 3, device=model.module.weight.device)
+        loss = (model.model(ids).sum(1) - 1.0).square().mean()
+        loss.backward()
+        model.optimizer.step()
+        losses.append(float(loss))
+    return losses[0], losses[-1], model.module.weight.grad.is_sparse
+
+
+def test_tables_with_sparse_gradients() -> None:
+    for package in ("pyarrow", "polars", "torchmetrics"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    with Session(max(1, GPUS), devices=ONE) as session:
+        for first, last, sparse in session.run_all(train_sparse):
+            assert last < first / 10 and sparse
 
 
 FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 
 
-def test_fastai_collab() -> None:
-    pytest.importorskip("fastai", reason="fastai is not installed")
+@pytest.mark.parametrize("quickly", [False, True], ids=["distrib_ctx", "fast"])
+@pytest.mark.parametrize("devices", [[ONE], TWO], ids=["one rank", "two ranks"])
+def test_fastai_collab(devices: Any, quickly: bool) -> None:
+    for package in ("fastai", "polars"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     from nbdist.recsys.datasets import synthetic_ratings
 
     ratings = synthetic_ratings(200, 100, 5_000).with_titles().to_pandas()
 
-    def train() -> float:
+    def train() -> Any:
         from fastai.collab import CollabDataLoaders, collab_learner
 
         torch.manual_seed(0)
         learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=256), n_factors=8, y_range=(0, 5.5))
+        if quickly:
+            from nbdist.recsys.fastai import fast
+
+            fast(learn)
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():
             learn.fit_one_cycle(2, 5e-3)
-        return float(learn.validate()[0])
+        return learn, next(learn.model.parameters()).device.type
 
-    assert in_ddp.options(devices=TWO, imports=FASTAI)(2, train) < 4.0
+    nranks = len(devices) if isinstance(devices, list) else 2
+    learn, where = in_ddp.options(devices=ONE if nranks == 1 else devices, imports=FASTAI)(nranks, train)
+    assert where == ONE and {weight.device.type for weight in learn.model.parameters()} == {"cpu"}
+    with learn.no_bar():
+        assert learn.recorder.values[-1][-1] == pytest.approx(float(learn.validate()[0]), rel=0.02)
+
+
+def test_notebook_01(tmp_path: Any) -> None:
+    for package in ("fastai", "polars", "nbclient", "nbconvert", "ipykernel"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "notebooks/execute.py", "notebooks/01_fastai_collab.ipynb", "--output", str(tmp_path)]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    setting = {**os.environ, "NBDIST_SMALL": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, env=setting, cwd=root, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def train_sharded() -> bool:
@@ -383,9 +482,7 @@ def train_sharded() -> bool:
 
     users = EmbeddingBagConfig(name="users", num_embeddings=1000, embedding_dim=16, feature_names=["user"])
     sharded = shard(EmbeddingBagCollection(tables=[users]), {"users": "row_wise"}, batch_size=8)
-    features = KeyedJaggedTensor(["user"], torch.tensor([1, 2, 999]), lengths=torch.tensor([2, 1])).to(
-        next(iter(sharded.model.parameters()), torch.zeros(1)).device
-    )
+    features = KeyedJaggedTensor(["user"], torch.tensor([1, 2, 999]), lengths=torch.tensor([2, 1]))  # on the CPU
     before = sharded.gather()
     sharded.model(features).values().square().sum().backward()
     after = sharded.gather()
@@ -395,10 +492,48 @@ def train_sharded() -> bool:
     return bool(changed.flatten().tolist() == [1, 2, 999])
 
 
-def test_sharded_tables() -> None:
+def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
+    """Losses of a run, and that of the model which came together on the CPU."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    from nbdist.recsys.loader import MemoryLoader, keyed_jagged
+    from nbdist.recsys.sharding import shard
+    from nbdist.recsys.training import fit
+    from nbdist.recsys.training.loop import log_loss
+
+    ids = torch.arange(40_000) * 7919 % 1000
+    rows = {"user": ids, "liked": ids % 3 == 0}
+    users = EmbeddingBagConfig(name="users", num_embeddings=1000, embedding_dim=16, feature_names=["user"])
+    torch.manual_seed(0)
+    sharded = shard(EmbeddingBagCollection(tables=[users]), batch_size=1000, optimizer="adagrad", lr=0.3)
+
+    def predict(model: Any, batch: Any) -> Any:
+        return model(keyed_jagged(batch, ["user"])).values().sum(1), batch["liked"]
+
+    train = MemoryLoader(rows, 1000 // dist.get_world_size(), shuffle=True, keyed=["user"])
+    history = fit(sharded, predict, train, MemoryLoader(rows, 4000), epochs=2, pipelined=pipelined, show=False)
+    plain = sharded.gather()
+    with torch.no_grad():
+        loss = 0.0 if plain is None else float(log_loss(*predict(plain, {k: v.cpu() for k, v in rows.items()})))
+    return history.values("valid loss"), loss
+
+
+@pytest.fixture
+def one_each() -> Iterator[Session]:
+    """A session with all GPUs that there are."""
     pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed: TorchRec's part is left out")
-    nranks = max(1, GPUS)
-    assert all(Session(nranks, devices=ONE).run_all(train_sharded))
+    with Session(max(1, GPUS), devices=ONE) as session:
+        yield session
+
+
+def test_sharded_tables(one_each: Session) -> None:
+    assert all(one_each.run_all(train_sharded))
+
+
+def test_sharded_tables_train(one_each: Session) -> None:
+    for pipelined in (False, True):
+        losses, gathered = one_each.run(fit_sharded, pipelined)
+        assert losses[-1] < losses[0] < 0.1 and gathered == pytest.approx(losses[-1], rel=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------- the server

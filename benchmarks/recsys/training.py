@@ -107,8 +107,8 @@ class Clock:
         self.began = time.perf_counter()
 
     def stop(self, loss: torch.Tensor | float) -> Turn:
-        seconds = time.perf_counter() - self.began
-        return Turn(seconds, float(loss))
+        last = float(loss)  # for which one waits, on a GPU
+        return Turn(time.perf_counter() - self.began, last)
 
 
 @dataclass(frozen=True)

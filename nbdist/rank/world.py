@@ -76,6 +76,9 @@ def environ(world: World) -> dict[str, str]:
     if world.device == "cpu":
         # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
         variables["ACCELERATE_USE_CPU"] = "true"
+    elif world.device.startswith("cuda:") and world.device != f"cuda:{slot.local_rank}":
+        # Of ranks that share a GPU each sees nothing but that one. Accelerate would have DDP take cuda:{LOCAL_RANK}.
+        variables["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     return variables
 
 

@@ -1,4 +1,4 @@
-"""Tables with sparse gradients that ranks have in common: trained as in one process, saved, loaded, clipped."""
+"""Tables with sparse gradients, in common or copied: trained as in one process, saved, loaded, clipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from nbdist import Session
+from nbdist.recsys.parallel.copied_tables import CopiedTables
+from nbdist.recsys.parallel.replicated import Replicated
 from nbdist.recsys.parallel.row_steps import step_rows
+from nbdist.recsys.parallel.tables import CommonTables
 from nbdist.recsys.training import replicate
 
 ROWS = 3_000
@@ -65,11 +68,22 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (model(ids) - ids % 7).square().mean()
 
 
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def on_every_rank(model: nn.Module, optimizer: Make, copied: bool) -> Replicated:
+    """In a rank: with tables in common; or with copies, as on GPUs and on several machines."""
+    options = {"process_group": dist.new_group()} if copied else {}
+    replicated = replicate(model, optimizer, **options)
+    assert type(replicated.tables) is (CopiedTables if copied else CommonTables)
+    return replicated
+
+
 def trained(
-    optimizer: Callable[[Any], torch.optim.Optimizer], dense: bool, steps: range, clip: float, folder: Any = None
+    optimizer: Make, copied: bool, dense: bool, steps: range, clip: float, folder: Any = None
 ) -> tuple[States, list[float]]:
     """In a rank: weights after some steps, from a checkpoint where there is one, which is written at the end."""
-    replicated = replicate(Model(dense), optimizer)
+    replicated = on_every_rank(Model(dense), optimizer, copied)
     if folder and steps.start:
         replicated.load(folder)
     norms = []
@@ -84,7 +98,7 @@ def trained(
     return {name: value.clone() for name, value in replicated.module.state_dict().items()}, norms
 
 
-def alone(optimizer: Callable[[Any], torch.optim.Optimizer], dense: bool, clip: float, ranks: int) -> Any:
+def alone(optimizer: Make, dense: bool, clip: float, ranks: int) -> Any:
     """The same in this process."""
     model = Model(dense)
     stepped = optimizer(model.parameters())
@@ -108,21 +122,25 @@ def sessions() -> Iterator[dict[int, Session]]:
         yield {2: two, 3: three}
 
 
+COPIED = pytest.mark.parametrize("copied", [False, True], ids=["common", "copied"])
+
+
 @pytest.fixture(autouse=True)
 def nothing_survives() -> None:
     """The shared sessions' ranks may stay."""
 
 
+@COPIED
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
     ("optimizer", "dense", "clip"),
     [(adagrad, True, 0.0), (adagrad, True, 0.5), (sgd, True, 0.0), (sparse_adam, False, 0.0), (sgd, False, 0.5)],
 )
 def test_ranks_train_what_one_process_trains(
-    sessions: dict[int, Session], ranks: int, optimizer: Any, dense: bool, clip: float
+    sessions: dict[int, Session], ranks: int, copied: bool, optimizer: Any, dense: bool, clip: float
 ) -> None:
     wanted, norms = alone(optimizer, dense, clip, ranks)
-    for weights, seen in sessions[ranks].run_all(trained, optimizer, dense, range(6), clip):
+    for weights, seen in sessions[ranks].run_all(trained, optimizer, copied, dense, range(6), clip):
         torch.testing.assert_close(weights, wanted, rtol=1e-4, atol=1e-5)
         assert seen == pytest.approx(norms, rel=1e-4)
 
@@ -153,10 +171,11 @@ def test_weight_decay_is_refused_as_by_torch(sessions: dict[int, Session]) -> No
         sessions[2].run(train)
 
 
+@COPIED
 @pytest.mark.parametrize("optimizer", [adagrad, sgd])
-def test_a_step_may_have_a_closure(sessions: dict[int, Session], optimizer: Any) -> None:
+def test_a_step_may_have_a_closure(sessions: dict[int, Session], copied: bool, optimizer: Any) -> None:
     def train(named: bool) -> tuple[States, float, torch.Tensor]:
-        replicated = replicate(Model(), optimizer)
+        replicated = on_every_rank(Model(), optimizer, copied)
 
         def closure(ids: torch.Tensor) -> torch.Tensor:
             replicated.optimizer.zero_grad()
@@ -177,15 +196,16 @@ def test_a_step_may_have_a_closure(sessions: dict[int, Session], optimizer: Any)
         assert loss > 0 and left.is_sparse and left._nnz()
 
 
+@COPIED
 @pytest.mark.parametrize(("optimizer", "dense"), [(adagrad, True), (sparse_adam, False)])
 def test_a_checkpoint_goes_on_with_what_the_optimizer_keeps(
-    sessions: dict[int, Session], tmp_path: Path, optimizer: Any, dense: bool
+    sessions: dict[int, Session], tmp_path: Path, copied: bool, optimizer: Any, dense: bool
 ) -> None:
-    wanted, _ = sessions[2].run(trained, optimizer, dense, range(6), 0.0)
-    sessions[2].run(trained, optimizer, dense, range(3), 0.0, tmp_path)
-    found, _ = sessions[2].run(trained, optimizer, dense, range(3, 6), 0.0, tmp_path)
+    wanted, _ = sessions[2].run(trained, optimizer, copied, dense, range(6), 0.0)
+    sessions[2].run(trained, optimizer, copied, dense, range(3), 0.0, tmp_path)
+    found, _ = sessions[2].run(trained, optimizer, copied, dense, range(3, 6), 0.0, tmp_path)
     torch.testing.assert_close(found, wanted)
-    sessions[3].run(trained, optimizer, dense, range(6, 7), 0.0, tmp_path)  # on as many ranks as one likes
+    sessions[3].run(trained, optimizer, copied, dense, range(6, 7), 0.0, tmp_path)  # on as many ranks as one likes
 
 
 def test_tables_are_in_memory_once(sessions: dict[int, Session]) -> None:
@@ -201,9 +221,10 @@ def test_tables_are_in_memory_once(sessions: dict[int, Session]) -> None:
     assert sessions[2].run_all(look) == [11.0, 11.0]
 
 
-def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Session]) -> None:
+@COPIED
+def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Session], copied: bool) -> None:
     def train(leaves_out: bool) -> States:
-        replicated = replicate(Model(), adagrad)
+        replicated = on_every_rank(Model(), adagrad, copied)
         for step in range(4):
             if leaves_out and step == 2:
                 loss_of(replicated.model, batch(9)).backward()
@@ -217,12 +238,13 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Sessi
     torch.testing.assert_close(sessions[2].run(train, True), sessions[2].run(train, False))
 
 
-def test_gradients_that_nobody_sets_to_zero_add_up(sessions: dict[int, Session]) -> None:
+@COPIED
+def test_gradients_that_nobody_sets_to_zero_add_up(sessions: dict[int, Session], copied: bool) -> None:
     def train(common: bool) -> States:
         model = Model()
         parts = [divided(batch(step), 2) for step in range(4)]
         if common:
-            replicated = replicate(model, sgd)
+            replicated = on_every_rank(model, sgd, copied)
             optimizer = replicated.optimizer
         else:
             optimizer = sgd(model.parameters())
@@ -263,14 +285,16 @@ class Tied(nn.Module):
         return (self.rows(ids) @ self.rows.weight.T).mean(1)
 
 
-def test_what_tables_in_common_cannot_do_is_said(sessions: dict[int, Session]) -> None:
-    def step(model: nn.Module, optimizer: Any) -> None:
-        replicated = replicate(model, optimizer)
+def test_what_such_tables_cannot_do_is_said(sessions: dict[int, Session]) -> None:
+    def step(model: nn.Module, optimizer: Any, copied: bool = False) -> None:
+        replicated = on_every_rank(model, optimizer, copied)
         loss_of(replicated.model, batch(0)).backward()
         replicated.optimizer.step()
 
     with pytest.raises(RuntimeError, match=r"rows\.weight has a dense gradient.*sparse=False"):
         sessions[2].run(step, Tied(), sgd)
+    with pytest.raises(RuntimeError, match=r"rows\.weight has a dense gradient.*sparse=False"):
+        sessions[2].run(step, Tied(), sgd, True)
     with pytest.raises(RuntimeError, match=r"SGD keeps momentum_buffer of one\.weight as a sparse tensor"):
         sessions[2].run(step, Model(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
 
@@ -280,6 +304,6 @@ def test_tables_with_a_largest_norm_are_copied(sessions: dict[int, Session]) -> 
         replicated = replicate(nn.Embedding(10, 2, sparse=True, max_norm=1.0), sgd)
         replicated.model(torch.tensor([dist.get_rank()])).sum().backward()
         replicated.optimizer.step()
-        return replicated.tables is None
+        return type(replicated.tables) is CopiedTables
 
     assert sessions[2].run_all(train) == [True, True]

@@ -20,7 +20,7 @@ def mend_distributed(module: types.ModuleType) -> Originals:
 
     core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner
-    prepare, detach, wrap, gather = trainer.before_fit, learner.detach_distributed, trainer._wrap_dl, core.maybe_gather
+    prepare, detach, gather = trainer.before_fit, learner.detach_distributed, core.maybe_gather
     smooth = sys.modules["fastai.learner"].AvgSmoothLoss
     accumulate = smooth.accumulate
     #: Of the training that goes on, or the last one; None where ranks cannot share memory.
@@ -80,6 +80,8 @@ def mend_distributed(module: types.ModuleType) -> Originals:
 
     def maybe_gather(x: Any, axis: int = 0) -> Any:
         "Gather copies of `x` on `axis` (if training is distributed)"
+        if x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu":
+            return gather(x.cpu(), axis).to(x.device)  # of ranks that share a GPU, and so talk through gloo
         through = usable()
         if through is None or x.device.type != "cpu" or x.is_sparse:
             return gather(x, axis)
@@ -89,9 +91,15 @@ def mend_distributed(module: types.ModuleType) -> Originals:
         return whole.as_subclass(type(x))
 
     def _wrap_dl(self: Any, dl: Any) -> Any:
-        if getattr(dl, "sharded", False) is True:
+        if getattr(dl, "sharded", False) is True or isinstance(dl, loader):
             return dl
-        return dl.divide(group) if hasattr(type(dl), "divide") else wrap(self, dl)
+        return dl.divide(group) if hasattr(type(dl), "divide") else loader(dl, device=rank_device())
+
+    def after_fit(self: Any) -> None:
+        model = self.learn.model
+        # Accelerate leaves the model of a single rank with a GPU as it is.
+        self.learn.model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        self.learn.dls.loaders = self.old_dls
 
     def call(self: Any, event_name: Any) -> None:
         for name in [event_name] if isinstance(event_name, str) else event_name:
@@ -114,6 +122,7 @@ def mend_distributed(module: types.ModuleType) -> Originals:
         (loader, "_broadcast", _broadcast),
         (trainer, "before_fit", before_fit),
         (trainer, "_wrap_dl", _wrap_dl),
+        (trainer, "after_fit", after_fit),
         (learner, "detach_distributed", detach_distributed),
         (learner, "__call__", call),
         (learner, "_call_one", _call_one),

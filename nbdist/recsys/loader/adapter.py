@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Self
 
+from ...devices import collective_device
 from ..io.partition import Partition
 from ..io.rest import Rest
 
@@ -26,6 +27,7 @@ class Adapter:
     batch_size: int
     shuffle: bool
     remainder: str
+    _device: torch.device | None
     _epoch: int
     _step: int
     _start: int
@@ -69,11 +71,13 @@ class Adapter:
     @property
     def device(self) -> torch.device:
         """Where batches are to be."""
-        return self._device
+        if self._device is not None:
+            return self._device
+        return collective_device() if dist.is_available() and dist.is_initialized() else torch.device("cpu")
 
     def to(self, device: torch.device | str | int | None) -> Self:
-        """Give batches out on `device`; None: on the CPU."""
-        chosen = torch.device("cpu" if device is None else device)
+        """Give batches out on `device`; None: where the ranks compute, or on the CPU without ranks."""
+        chosen = None if device is None else torch.device(device)
         if chosen == torch.device("cuda"):  # without a number
             chosen = torch.device("cuda", torch.cuda.current_device())
         self._device = chosen

@@ -18,6 +18,7 @@ from .adapter import Adapter, known_to_accelerate
 from .batches import Block, Window, blocks
 from .columns import Columns
 from .prefetch import on_device
+from .resident import Resident
 
 
 class Loader(Adapter):
@@ -41,7 +42,10 @@ class Loader(Adapter):
             lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
             ranks that hold the rows. A column that `transform` changes is taken as it is then.
         transform: Called with each batch; what it returns is given out instead.
-        device: Where batches are to be. A GPU gets them asynchronously, through pinned memory.
+        device: Where batches are to be. None: where the ranks compute, so on a rank's GPU; without ranks, on the CPU.
+            Batches for a GPU are gathered there, where the columns are no lists and take no more than a quarter of its
+            free memory: they are copied there once, and what is written to them later otherwise than by torch is not
+            seen. Others are gathered on the CPU, and copied asynchronously through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
             else 0, which uses no thread.
         pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
@@ -55,6 +59,7 @@ class Loader(Adapter):
 
     _waits = True  # whether making a block takes waiting
     _group: Any = None  # through which ranks agree, if not the default process group
+    _table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class Loader(Adapter):
             if name not in self._names():
                 raise ValueError(f"keyed={name!r}: there is no such column, but {', '.join(self._names())}")
         self.to(device)
+        self._resident = Resident()
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self._epoch = self._step = self._start = 0
         self._rest = None  # of an epoch that other ranks have begun, as long as it lasts
@@ -167,16 +173,17 @@ class Loader(Adapter):
         steps = partition.steps
         start, self._start = self._start, 0
         self._step = step = start
-        busy = self._waits or self.device.type == "cuda"
+        device = self.device
+        busy = self._waits or device.type == "cuda"
         depth = self.prefetch if self.prefetch is not None else 2 if busy else 0
         position, stop = partition.batch_start(rank, start), partition.span(rank)[1]
         if rest is None:
             rows = self._windows(partition, rank, epoch, position)
         else:
             rows = self._windows_of_rest(rest, epoch, position, stop)
-        placed = on_device(
-            self._keyed_blocks(blocks(rows, partition, rank, start)), self.device, depth, self.pin_memory
-        )
+        if device.type == "cuda":
+            rows = self._resident.windows(rows, device, self._table)
+        placed = on_device(self._keyed_blocks(blocks(rows, partition, rank, start)), device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for columns in block.batches():

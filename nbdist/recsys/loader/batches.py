@@ -15,6 +15,7 @@ from .keyed import Keyed
 
 BLOCK_BATCHES = 1024  # that are made at once, at most
 BLOCK_BYTES = 1 << 22  # bytes that are gathered, pinned and copied in one go; a batch that is larger goes alone
+GPU_BLOCK_BYTES = 1 << 26  # that are gathered on a GPU in one go
 
 
 class Block(NamedTuple):
@@ -79,7 +80,8 @@ def blocks(windows: Iterable[Window], partition: Partition, rank: int, step: int
     for window in windows:
         table, order = window.table, window.order
         end = window.start + len(order)
-        rows = max(1, BLOCK_BYTES * rows_of(next(iter(table.values()))) // max(1, sum(map(bytes_of, table.values()))))
+        most = GPU_BLOCK_BYTES if order.device.type == "cuda" else BLOCK_BYTES
+        rows = max(1, most * rows_of(next(iter(table.values()))) // max(1, sum(map(bytes_of, table.values()))))
         at_once = min(max(1, rows // partition.batch_size), BLOCK_BATCHES)
         while True:
             # Of the block's batches, and the end of the last one; of those that end here.

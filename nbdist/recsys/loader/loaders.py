@@ -53,6 +53,7 @@ class MemoryLoader(Loader):
     """
 
     _waits = False
+    _table: Columns
 
     def __init__(self, data: Any, batch_size: int, **options: Any) -> None:
         self._tuples = isinstance(data, (tuple, list))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...devices import collective_device
 from ...wire.shared_group import shared_group
 from . import buffers, checkpoint, growth, optimizers
+from .copied_tables import CopiedTables
 from .growth import Growth
 from .tables import CommonTables, sparse_tables
 
@@ -44,8 +45,8 @@ class Replicated:
     optimizer: torch.optim.Optimizer
     module: nn.Module
     """The model that was given."""
-    tables: CommonTables | None = None
-    """What ranks have in common instead of a copy each."""
+    tables: CommonTables | CopiedTables | None = None
+    """Those with sparse gradients, which DistributedDataParallel leaves alone."""
 
     @property
     def fused(self) -> bool:
@@ -128,7 +129,8 @@ def replicate(
     CPU ranks of one machine need no copies of tables that say `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without
     `max_norm`): these, and what the optimizer keeps of their rows, are in memory once, each rank updates a part of the
     rows, and a step's time does not depend on how many rows they have. Optimizers for that are torch's Adagrad,
-    SparseAdam, and SGD without momentum. On GPUs, several machines, or with a `process_group` they are copied, too.
+    SparseAdam, and SGD without momentum. On GPUs, several machines, or with a `process_group` they are copied, too, and
+    ranks send one another the rows of their gradients.
 
     Args:
         model: Any module, with values. It is moved to the rank's device.
@@ -162,11 +164,15 @@ def replicate(
     device = collective_device()
     model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    sparse, copied = sparse_tables(model)
+    sparse, possible = sparse_tables(model)
     group = None
-    if device.type == "cpu" and not copied and "process_group" not in options:
+    if device.type == "cpu" and possible and "process_group" not in options:
         group = options["process_group"] = shared_group()
-    tables = CommonTables(sparse, group.collectives) if sparse and group is not None else None
+    tables: CommonTables | CopiedTables | None = None
+    if sparse and group is not None:
+        tables = CommonTables(sparse, group.collectives)
+    elif sparse:
+        tables = CopiedTables(sparse, options.get("process_group"))
     parallel = model
     if tables is None or any(parameter not in tables for parameter in trained):
         if tables is not None:

@@ -48,7 +48,8 @@ class Sharded:
     """
 
     model: DistributedModelParallel
-    """Call it like the model that was sharded. Its other parameters are data parallel."""
+    """Call it like the model that was sharded; on GPUs with what is on the CPU, too. Its other parameters are data
+    parallel."""
     optimizer: TablesOptimizer
     """`step` it as usual. Fused tables are updated in the backward pass already; it does the others, the copies of
     data_parallel tables and the model's other parameters, and passes changed learning rates on."""

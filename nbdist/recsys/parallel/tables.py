@@ -21,15 +21,33 @@ from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
-    """The tables that ranks can have in common, by the names of their weights; and whether there are others."""
+    """The tables with sparse gradients, by the names of their weights; and whether ranks can have all in common."""
     sparse: dict[str, Any] = {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     }
     # With max_norm, tables are written to by those who look rows up.
-    common = {name: module.weight for name, module in sparse.items() if module.max_norm is None}
-    return common, len(common) < len(sparse)
+    possible = all(module.max_norm is None for module in sparse.values())
+    return {name: module.weight for name, module in sparse.items()}, possible
+
+
+def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Before a step: call its closure, if it has one, for the gradients that it makes; returns what the hook is to."""
+    closure = kwargs.get("closure", *args[1:])
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return (optimizer, lambda: loss), {}
+
+
+def dense_gradient(name: str) -> RuntimeError:
+    """The error for a table that has one."""
+    return RuntimeError(
+        f"{name} has a dense gradient, though its table says sparse=True: something else than looking rows up uses it. "
+        "Say sparse=False there"
+    )
 
 
 class CommonTables:
@@ -99,14 +117,11 @@ class CommonTables:
         self._collectives.barrier()
 
     def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = kwargs.get("closure", *args[1:])
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        changed = run_closure(optimizer, args, kwargs)
         self.exchange()
         for table in step_rows(optimizer, self):
             table.grad = None  # so that the optimizer passes over it
-        return None if closure is None else ((optimizer, lambda: loss), {})
+        return changed
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped = True
@@ -145,10 +160,7 @@ class CommonTables:
         if table.grad is None:
             return np.empty(0, np.int64), rows_as_bytes(table.new_empty(0, table.shape[1]))
         if not table.grad.is_sparse:
-            raise RuntimeError(
-                f"{self._names[table]} has a dense gradient, though its table says sparse=True: something else than "
-                "looking rows up uses it. Say sparse=False there"
-            )
+            raise dense_gradient(self._names[table])
         return table.grad._indices()[0].numpy(), rows_as_bytes(table.grad._values())
 
     def _owned(self, ids: np.ndarray, table: nn.Parameter) -> np.ndarray:

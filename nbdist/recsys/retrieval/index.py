@@ -78,7 +78,9 @@ class ItemIndex:
             >>> ItemIndex.of(model.item, workflow.lazy(movies, ["movie"]).collect(), movies["movie"]).vectors.shape
             torch.Size([2, 64])
         """
-        batches = MemoryLoader(items, batch_size, rank=0, world_size=1)
+        weight = next(tower.parameters(), None) if isinstance(tower, torch.nn.Module) else None
+        device = "cpu" if weight is None else weight.device
+        batches = MemoryLoader(items, batch_size, device=device, rank=0, world_size=1)
         return cls(ids, torch.cat([tower(batch).float().cpu() for batch in batches]))
 
     def search(

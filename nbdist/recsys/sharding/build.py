@@ -47,7 +47,7 @@ from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
 from .annotations import annotate_for_profilers_alone
 from .exchange import exchange_at_once
-from .hooks import check_ids, divide_means, look_up_singly, pad_batches, restore_order, sum_instead
+from .hooks import check_ids, divide_means, look_up_singly, move_inputs, pad_batches, restore_order, sum_instead
 from .initial import common_seed, fill, let_go, materialise, without_memory
 from .planning import Planner, make_sharders
 from .strategies import (
@@ -183,6 +183,8 @@ def shard(
         fill(parallel.state_dict(), tables, seed)
         for kernel in kernels(parallel.fused_optimizer):
             _gather(kernel)
+    if device.type != "cpu":
+        move_inputs(parallel, device)
     names = [name for name, _ in template.named_buffers()]
     if names:
         # As DistributedDataParallel does; TorchRec has it leave that out, because FBGEMM's modules have buffers, too.

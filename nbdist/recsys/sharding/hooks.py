@@ -18,6 +18,24 @@ from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.modules.embedding_configs import PoolingType
 
 
+def move_inputs(module: nn.Module, device: torch.device) -> None:
+    """Have a module take its arguments from any device, as under DistributedDataParallel."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, KeyedJaggedTensor):  # another one would not be that which a loader has looked at
+            return value if value.device() == device else value.to(device, non_blocking=True)
+        if type(value) in (list, tuple):
+            return type(value)(map(moved, value))
+        return {key: moved(one) for key, one in value.items()} if type(value) is dict else value
+
+    def move(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return moved(args), moved(kwargs)
+
+    module.register_forward_pre_hook(move, with_kwargs=True)
+
+
 def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
     """Make the mean tables of a collection that is to be sharded sum. Returns table → whether it is a mean."""
     means = {}

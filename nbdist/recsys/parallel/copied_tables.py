@@ -1,0 +1,92 @@
+"""Embedding tables with sparse gradients that each rank has a copy of: on GPUs, and on several machines.
+
+Neither does NCCL add up sparse tensors, nor does gloo reliably: as of torch 2.13 its sums corrupt a rank's memory once
+in thousands of steps. So DistributedDataParallel leaves such tables alone, and ranks gather one another's rows here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .tables import dense_gradient, run_closure
+
+
+class CopiedTables:
+    """The tables of a model. All ranks have to call its methods alike.
+
+    Args:
+        tables: Their weights, by name; they become those of the group's first rank on all ranks.
+        group: Of the ranks with copies. None: the default process group.
+    """
+
+    def __init__(self, tables: dict[str, nn.Parameter], group: Any = None) -> None:
+        self._names = {table: name for name, table in tables.items()}
+        self._group: Any = group if group is not None else dist.group.WORLD
+        first = dist.get_process_group_ranks(self._group)[0]
+        for table in self._names:
+            dist.broadcast(table.data, first, group=self._group)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on a step of the optimizer, which has these tables, takes the mean of the ranks' gradients."""
+        optimizer.register_step_pre_hook(self._begin)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the optimizer keeps of the tables' rows is a copy, too."""
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Make of each table's gradient the mean over the ranks; of a mean, it makes the same."""
+        mine = [self._gradient(table) for table in self._names]
+        size = dist.get_world_size(self._group)
+        if size == 1:
+            return
+        sizes = torch.tensor([len(ids) for ids, _ in mine], device=mine[0][0].device)
+        counts = torch.stack(self._gather(sizes)).T.tolist()  # of each table, of each rank
+        for (table, (ids, rows)), some in zip(zip(self._names, mine, strict=True), counts, strict=True):
+            if not max(some):
+                continue
+            all_ids, all_rows = (
+                torch.cat(
+                    [part[:count] for part, count in zip(self._gather(_padded(own, max(some))), some, strict=True)]
+                )
+                for own in (ids, rows)
+            )
+            table.grad = torch.sparse_coo_tensor(all_ids[None], all_rows / size, table.shape, check_invariants=False)
+
+    def squared_norm(self) -> torch.Tensor:
+        """That of all tables' gradients, after `exchange`; the same on all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=next(iter(self._names)).device)
+        for table in self._names:
+            if table.grad is not None:
+                total += table.grad.coalesce().values().double().square().sum()
+        return total
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._names
+
+    def _begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = run_closure(optimizer, args, kwargs)
+        self.exchange()
+        return changed
+
+    def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows that this rank's batch has touched, shape (some,), each once, and their gradients."""
+        if table.grad is None:
+            return torch.empty(0, dtype=torch.int64, device=table.device), table.new_empty(0, *table.shape[1:])
+        if not table.grad.is_sparse:
+            raise dense_gradient(self._names[table])
+        grad = table.grad.coalesce()
+        return grad.indices()[0], grad.values()
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, tensor, group=self._group)
+        return everyone
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
