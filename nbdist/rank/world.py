@@ -95,10 +95,9 @@ def join(world: World, store: Any) -> Any:
     if "timeout" in options:
         options["timeout"] = timedelta(seconds=options["timeout"])
     if world.device.startswith("cuda"):
-        device = torch.device(f"cuda:{world.slot.local_rank}" if world.device == "cuda" else world.device)
-        torch.cuda.set_device(device)
-        if "nccl" in world.backend:
-            options.setdefault("device_id", device)
+        # Not told to the group as well (device_id=): NCCL would connect the ranks now, for a third of a second, instead
+        # of when they first speak to each other.
+        torch.cuda.set_device(f"cuda:{world.slot.local_rank}" if world.device == "cuda" else world.device)
     group_store = dist.PrefixStore("nbdist", store)
     with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
         dist.init_process_group(
