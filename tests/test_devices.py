@@ -15,7 +15,8 @@ from nbdist.capture.data import Storage
 from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
 from nbdist.kernel.cell import Cell
 from nbdist.kernel.group import Group
-from nbdist.rank.world import environ
+from nbdist.rank.world import environ, join
+from nbdist.wire.messages import World
 
 UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 
@@ -106,24 +107,55 @@ def test_the_backend_follows_from_the_devices() -> None:
     assert repr(Session(2)) == f"<nbdist.Session: 2 ranks on cuda:0, cuda:1, {NCCL}, not started>"
 
 
-def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
-    worlds: list[Any] = []
+def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    """What the ranks of a session would be told."""
+    worlds: list[World] = []
 
     def send(self: Group, rank: int, *message: Any, **parts: Any) -> None:
         worlds.append(message[1])
 
+    with Session(len(devices), devices=devices) as session, monkeypatch.context() as patch:
+        patch.setattr(Group, "send", send)
+        session._executor._ready(Cell()).join()
+    return worlds
+
+
+def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
-    with Session(2, devices=["cuda:0", "cuda:2"]) as session:
-        with monkeypatch.context() as patch:
-            patch.setattr(Group, "send", send)
-            session._executor._ready(Cell()).join()
-        found = [environ(world) for world in worlds]
+    worlds = worlds_of(["cuda:0", "cuda:2"], monkeypatch)
+    found = [environ(world) for world in worlds]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["1,6"] * 2
     assert [(world.device, one["LOCAL_RANK"]) for world, one in zip(worlds, found, strict=True)] == [
         ("cuda:0", "0"),
         ("cuda:1", "1"),
     ]
+
+
+def test_accelerate_takes_the_gpu_that_a_rank_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not cuda:{LOCAL_RANK}, which a rank that sees one GPU alone does not have."""
+    bypass = "ACCELERATE_BYPASS_DEVICE_MAP"
+    worlds = worlds_of(["cuda:1", "cuda:1"], monkeypatch)
+    assert [world.device for world in worlds] == ["cuda:0", "cuda:0"]
+    assert environ(worlds[1])[bypass] == "true"
+    assert not any(bypass in environ(world) for world in worlds_of(["cuda:0", "cuda:1"], monkeypatch))
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:2"]])
+def test_several_ranks_alone_wait_for_nccl_at_their_start(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has nobody to be connected with, and would wait a third of a second; several can be let go once they are."""
+    entered: dict[str, Any] = {}
+    worlds = worlds_of(devices, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: entered.update(current=device))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **options: entered.update(options))
+    monkeypatch.setattr(dist, "PrefixStore", lambda *_: None)
+    threads = torch.get_num_threads()
+    try:
+        join(worlds[-1], None)
+    finally:
+        torch.set_num_threads(threads)
+    own = torch.device("cuda", len(devices) - 1)
+    assert entered["current"] == own and entered.get("device_id") == (own if len(devices) > 1 else None)
 
 
 def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

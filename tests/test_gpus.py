@@ -383,6 +383,19 @@ def test_batches_of_the_loader(kind: str) -> None:
     assert where == {ONE} and found == wanted
 
 
+@needs(1)
+def test_batches_that_stay_on_the_cpu_are_pinned() -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+    def look() -> list[tuple[str, bool]]:
+        from nbdist.recsys.loader import MemoryLoader
+
+        batches = MemoryLoader({"row": torch.arange(100)}, 10, device="cpu", pin_memory=True)
+        return [(batch["row"].device.type, batch["row"].is_pinned()) for batch in batches]
+
+    assert in_ddp.options(devices=ONE)(1, look) == [("cpu", True)] * 10
+
+
 def test_a_streamed_file(tmp_path: Any) -> None:
     """A window after the other goes to the GPU."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")

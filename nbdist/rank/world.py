@@ -95,9 +95,12 @@ def join(world: World, store: Any) -> Any:
     if "timeout" in options:
         options["timeout"] = timedelta(seconds=options["timeout"])
     if world.device.startswith("cuda"):
-        # Not told to the group as well (device_id=): NCCL would connect the ranks now, for a third of a second, instead
-        # of when they first speak to each other.
-        torch.cuda.set_device(f"cuda:{world.slot.local_rank}" if world.device == "cuda" else world.device)
+        device = torch.device(f"cuda:{world.slot.local_rank}" if world.device == "cuda" else world.device)
+        torch.cuda.set_device(device)
+        if "nccl" in world.backend and world.world_size > 1:
+            # Connects the ranks now, which takes a third of a second: a rank that waits for the others in its first
+            # collective, until NCCL has connected them, could not be let go.
+            options.setdefault("device_id", device)
     group_store = dist.PrefixStore("nbdist", store)
     with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
         dist.init_process_group(

@@ -91,6 +91,19 @@ def test_a_learner_returns_ready_for_use(shared: Session, ratings: pd.DataFrame)
     assert again == learn.recorder.values
 
 
+def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) -> None:
+    """As it does on a machine with one GPU."""
+
+    def left() -> Learner:
+        from accelerate import Accelerator
+
+        Accelerator.prepare_model = lambda self, model, *_, **__: model  # type: ignore[method-assign]
+        return train(ratings[:2000])
+
+    learn = in_ddp(1, left, imports=IMPORTS)
+    assert type(learn.model).__name__ == "EmbeddingDotBias" and len(learn.recorder.values) == 1
+
+
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.DataFrame) -> None:
     set_seed(42, reproducible=True)

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from nbdist import Session
 from nbdist.recsys.parallel import sharded as sharded_module
 from nbdist.recsys.sharding import shard
+from nbdist.recsys.sharding.hooks import move_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,21 @@ def gather_by_blocks() -> Any:
     if whole is None:
         return None
     return received, bool(torch.equal(whole.embedding_bags["users"].weight, weights))
+
+
+def test_a_sharded_model_takes_inputs_from_the_cpu() -> None:
+    class Look(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return args, kwargs
+
+    module = Look()
+    move_inputs(module, torch.device("meta"))
+    ids = KeyedJaggedTensor.from_lengths_sync(["user"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    (first, pair, number), kwargs = module(torch.ones(2), (torch.ones(1), ids), 3, batch={"user": torch.ones(1)})
+    assert number == 3 and isinstance(pair, tuple) and isinstance(pair[1], KeyedJaggedTensor)
+    assert {one.device.type for one in (first, pair[0], pair[1].values(), kwargs["batch"]["user"])} == {"meta"}
+    there = ids.to(torch.device("meta"))
+    assert module(there)[0][0] is there, "what a loader has looked at stays the same object"
 
 
 class Waits(TorchDispatchMode):

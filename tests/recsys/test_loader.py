@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.recsys.io.partition import REMAINDERS
-from nbdist.recsys.loader import MemoryLoader, ParquetLoader, prefetch
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, adapter, prefetch
 from nbdist.recsys.loader import batches as batching
 from nbdist.recsys.loader.base import Loader
 from nbdist.recsys.loader.columns import Ragged, keyed_jagged
@@ -552,14 +552,9 @@ def test_arguments_that_make_no_sense() -> None:
             MemoryLoader(data, 2, pin_memory=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_batches_for_a_gpu_come_pinned_and_in_a_stream_of_their_own() -> None:
-    one = MemoryLoader(table(10_000), 100, shuffle=True, seed=0, device="cuda")
-    rows = []
-    for batch in one:
-        assert {column.device.type for column in batch.values() if isinstance(column, torch.Tensor)} == {"cuda"}
-        assert batch["genres"].values.device.type == "cuda"
-        rows.append((batch["row"] * 1).cpu())
-    assert torch.cat(rows).sort().values.equal(torch.arange(10_000))
-    assert next(iter(MemoryLoader(table(100), 10, pin_memory=True)))["row"].is_pinned()
+def test_batches_are_where_the_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, fixed = (MemoryLoader(table(10), 5, **options) for options in ({}, {"device": "cpu"}))
+    assert {loader.device, fixed.device} == {torch.device("cpu")}
+    monkeypatch.setattr(adapter.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(adapter, "collective_device", lambda: torch.device("cuda", 1))
+    assert (loader.device, fixed.device) == (torch.device("cuda", 1), torch.device("cpu"))

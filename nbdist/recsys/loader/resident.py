@@ -1,4 +1,4 @@
-"""Rows in a GPU's memory, for batches to be gathered there: a hundred times as fast as in the CPU's."""
+"""Rows in a GPU's memory, for batches to be gathered there and not in the CPU's."""
 
 from __future__ import annotations
 
