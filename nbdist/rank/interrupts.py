@@ -16,18 +16,21 @@ from ..postponing import postpone
 
 #: Seconds from one interrupt to the next, until one is heard.
 _PAUSE = 0.05
-#: Seconds that one waits for the end of an import, at most: a module that is imported by half stays so.
-_IMPORT = 30.0
+#: Seconds that one waits for the end of what it would leave by half, at most.
+_MOST = 30.0
 #: Seconds from one word about that to the next: the kernel has a little patience after each.
 _WORD = 1.0
+#: What `torch.save` to an open file begins and ends with. torch's own destructor ends a file that was torn away between
+#: these, and the process with it where the file has been closed meanwhile.
+_BEGIN_AND_END = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
 
 
 class Interrupts:
     """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
 
     Args:
-        tell: Called, in the main thread, now and then while an interrupt waits for the end of an import: for how many
-            seconds it does.
+        tell: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
+            half: for how many seconds it does.
     """
 
     def __init__(self, tell: Callable[[float], None] = lambda _: None) -> None:
@@ -36,7 +39,7 @@ class Interrupts:
         self.block = 0
         """The number of that in which an interrupt may come."""
         self._turning = threading.Lock()  # from one block to the next
-        self._waits: float | None = None  # since when one does, for the end of an import
+        self._waits: float | None = None  # since when one does
         self._told = 0.0
         self._unraisable = sys.unraisablehook
 
@@ -74,12 +77,12 @@ class Interrupts:
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if not self._possible:
             return
-        if _importing(frame):
+        if _left_by_half(frame):
             now = time.monotonic()
             if self._waits is None:
                 self._waits = now
                 self.insist(self.block)
-            if now < self._waits + _IMPORT:
+            if now < self._waits + _MOST:
                 if now > self._told + _WORD:
                     self._told = now
                     self._tell(now - self._waits)
@@ -105,10 +108,13 @@ class Interrupts:
         self._possible = self._interrupted = False
 
 
-def _importing(frame: types.FrameType | None) -> bool:
-    """Whether what a frame does is part of an import."""
+def _left_by_half(frame: types.FrameType | None) -> bool:
+    """Whether an interrupt would leave by half what a frame is part of: an import, or a file of `torch.save`."""
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        code = frame.f_code
+        if code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        if code.co_name in _BEGIN_AND_END and frame.f_globals.get("__name__") == "torch.serialization":
             return True
         frame = frame.f_back
     return False

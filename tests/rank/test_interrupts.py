@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from nbdist import Session
 
 #: A signal of which Python hears between two of its steps, with a system call in between that does not end for it.
 UNHEARD = """
@@ -33,3 +44,34 @@ except KeyboardInterrupt:
 def test_one_that_came_right_before_a_system_call() -> None:
     done = subprocess.run([sys.executable, "-c", UNHEARD], capture_output=True, text=True, timeout=90)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+def save(path: str, name: str, event: str) -> None:
+    """Interrupted where `torch.save` calls this, or returns from it."""
+
+    def profile(frame: FrameType, happens: str, _: Any) -> None:
+        if (happens, frame.f_code.co_name, frame.f_globals.get("__name__")) == (event, name, "torch.serialization"):
+            sys.setprofile(None)
+            os.kill(os.getpid(), signal.SIGINT)
+            begin = time.monotonic()
+            while time.monotonic() < begin + 0.05:  # until Python has heard of it
+                pass
+
+    sys.setprofile(profile)
+    with open(path, "wb") as file:
+        torch.save(torch.ones(3), file)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("event", ["call", "return"])
+@pytest.mark.parametrize("name", ["__init__", "__enter__", "__exit__", "_save"])
+def test_one_that_comes_while_a_file_is_saved_costs_no_rank(name: str, event: str, tmp_path: Path) -> None:
+    """torch ends the process where a file is closed that it has not ended."""
+    path = tmp_path / "saved.pt"
+    with Session(1, devices="cpu") as session:
+        pid = session.run(os.getpid)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(save, str(path), name, event)
+        assert session.run(os.getpid) == pid
+    if name == "__exit__":
+        assert torch.load(path).equal(torch.ones(3))
