@@ -62,7 +62,11 @@ def free_cpus(cluster: Any) -> float:
 def test_a_busy_cluster_is_asked_again(monkeypatch: pytest.MonkeyPatch, wait: float) -> None:
     answers = [
         ConnectionAbortedError(f"Initialization failure from server:\n{reason}")
-        for reason in ("RuntimeError: Starting Ray client server failed. See logs", "ray client connection timeout")
+        for reason in (
+            "RuntimeError: Starting Ray client server failed. See logs",
+            "ray client connection timeout",
+            "psutil.ZombieProcess: PID still exists but it's a zombie (pid=31494)",
+        )
     ]
 
     def init(**options: Any) -> None:
@@ -74,7 +78,7 @@ def test_a_busy_cluster_is_asked_again(monkeypatch: pytest.MonkeyPatch, wait: fl
     said: list[str] = []
     if wait:
         connecting.connect(RayOptions(address="auto", wait=wait), said.append)
-        assert len(said) == 2 and "busy (Starting Ray client server failed); trying again" in said[0]
+        assert len(said) == 3 and "busy (Starting Ray client server failed); trying again" in said[0]
     else:
         with pytest.raises(connecting.Refused, match=r"(?s)no connection to Ray at 'auto': .*Starting Ray client"):
             connecting.connect(RayOptions(address="auto", wait=wait), said.append)
