@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,11 +30,17 @@ def another_thread() -> Iterator[None]:
 
 
 def press() -> None:
-    """The stop button; returns after Python could hear of it, also where another thread takes the signal."""
-    os.kill(os.getpid(), signal.SIGINT)
-    begin = time.monotonic()
-    while time.monotonic() < begin + 0.05:
-        pass
+    """The stop button; returns when Python has heard of it, also where another thread takes the signal."""
+    hearing, telling = socket.socketpair()
+    with hearing, telling:
+        telling.setblocking(False)
+        hearing.settimeout(60)
+        before = signal.set_wakeup_fd(telling.fileno())
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            hearing.recv(1)
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 @pytest.fixture
