@@ -1,8 +1,10 @@
-"""What ranks do in the tests of calls and sessions."""
+"""What ranks do in the tests of calls, sessions and interrupts."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,20 @@ def remember(value: int) -> list[int]:
 
 def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums) -> Any:
     return action() if dist.get_rank() == rank else otherwise()
+
+
+def press() -> None:
+    """The stop button; returns when Python has heard of it, also where another thread takes the signal."""
+    hearing, telling = socket.socketpair()
+    with hearing, telling:
+        telling.setblocking(False)
+        hearing.settimeout(60)
+        before = signal.set_wakeup_fd(telling.fileno())
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            hearing.recv(1)
+        finally:
+            signal.set_wakeup_fd(before)
 
 
 def boom() -> None:

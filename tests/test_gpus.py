@@ -383,6 +383,22 @@ def test_batches_of_the_loader(kind: str) -> None:
     assert where == {ONE} and found == wanted
 
 
+def test_batches_with_and_without_lists() -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+    def look() -> tuple[set[str], list[int]]:
+        from nbdist.recsys.loader import MemoryLoader, Ragged
+
+        columns = {"row": torch.arange(10_000), "genres": Ragged(torch.arange(20_000), torch.arange(0, 20_001, 2))}
+        where, rows = set(), []
+        for batch in MemoryLoader(columns, 100, shuffle=True, seed=0, device=ONE):
+            where |= {batch["row"].device.type, batch["genres"].values.device.type}
+            rows.append((batch["row"] * 1).cpu())
+        return where, torch.cat(rows).sort().values.tolist()
+
+    assert in_ddp.options(devices=ONE)(1, look) == ({ONE}, list(range(10_000)))
+
+
 @needs(1)
 def test_batches_that_stay_on_the_cpu_are_pinned() -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")

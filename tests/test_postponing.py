@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from calls import press
 
 from nbdist import Session
 from nbdist.postponing import postponed_interrupts
@@ -27,20 +28,6 @@ def another_thread() -> Iterator[None]:
     yield
     over.set()
     thread.join()
-
-
-def press() -> None:
-    """The stop button; returns when Python has heard of it, also where another thread takes the signal."""
-    hearing, telling = socket.socketpair()
-    with hearing, telling:
-        telling.setblocking(False)
-        hearing.settimeout(60)
-        before = signal.set_wakeup_fd(telling.fileno())
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            hearing.recv(1)
-        finally:
-            signal.set_wakeup_fd(before)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ GRACE_AFTER_FAILURE = 0.8
 #: Seconds that one of them gets to begin the call, which it does to leave: on a busy machine it may still be joining.
 GRACE_TO_BEGIN = 5.0
 #: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render. As many
-#: gets one each time that it says that it is still importing a module, which is to be imported whole.
+#: gets one each time that it says that it still does what is not to be left by half, such as an import.
 GRACE_TO_TELL = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
@@ -109,7 +109,7 @@ class Waiting:
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
         self._begun: set[int] = set()
-        self._explained = False  # that a stop waits for the end of an import
+        self._explained = False  # that a stop waits for the end of what it would leave by half
         self._begin = time.monotonic()
         self._tells_of_late_ones = True
         self._deadline = None if timeout is None else self._begin + timeout
@@ -331,15 +331,15 @@ class Waiting:
                 if self._deadline is not None:
                     self._deadline = max(self._deadline, time.monotonic() + self._grace)
             return
-        if message[0] in ("raised", "importing"):
+        if message[0] in ("raised", "finishing"):
             if self._leaving and self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
-            if message[0] == "importing" and self._once:
+            if message[0] == "finishing" and self._once:
                 self.pending.discard(rank)
                 self._unfit.add(rank)
-            elif message[0] == "importing" and message[1] > 0.5 and self._interrupted and not self._explained:
+            elif message[0] == "finishing" and message[2] > 0.5 and self._interrupted and not self._explained:
                 self._explained = True
-                self._relay.cell.notice(f"rank {rank} imports a module first; stop once more to kill the ranks at once")
+                self._relay.cell.notice(f"rank {rank} {message[1]} first; stop once more to kill the ranks at once")
             return
         if message[0] == "prompt":
             self._keyboard.ask(rank, *message[1:])

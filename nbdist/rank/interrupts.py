@@ -30,10 +30,10 @@ class Interrupts:
 
     Args:
         tell: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
-            half: for how many seconds it does.
+            half: what the rank does, and for how many seconds that was waited for.
     """
 
-    def __init__(self, tell: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(self, tell: Callable[[str, float], None] = lambda *_: None) -> None:
         self._tell = tell
         self._possible = self._interrupted = False
         self.block = 0
@@ -77,7 +77,7 @@ class Interrupts:
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
         if not self._possible:
             return
-        if _left_by_half(frame):
+        if what := _left_by_half(frame):
             now = time.monotonic()
             if self._waits is None:
                 self._waits = now
@@ -85,7 +85,7 @@ class Interrupts:
             if now < self._waits + _MOST:
                 if now > self._told + _WORD:
                     self._told = now
-                    self._tell(now - self._waits)
+                    self._tell(what, now - self._waits)
                 return
         # Once: what cleans up after it must not be torn away from its work.
         self._possible, self._interrupted = False, True
@@ -108,13 +108,13 @@ class Interrupts:
         self._possible = self._interrupted = False
 
 
-def _left_by_half(frame: types.FrameType | None) -> bool:
-    """Whether an interrupt would leave by half what a frame is part of: an import, or a file of `torch.save`."""
+def _left_by_half(frame: types.FrameType | None) -> str:
+    """What a frame is part of, if an interrupt would leave that by half, in words; empty if it would not."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>":
-            return True
+            return "imports a module"
         if code.co_name in _BEGIN_AND_END and frame.f_globals.get("__name__") == "torch.serialization":
-            return True
+            return "saves a file"
         frame = frame.f_back
-    return False
+    return ""

@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._interrupts = Interrupts(lambda seconds: channel.send(("importing", seconds)))
+        self._interrupts = Interrupts(lambda what, seconds: channel.send(("finishing", what, seconds)))
         self._membership = Membership()
         self._keyboard = Keyboard(channel, self._membership)
         self._debugger = Debugger(self._keyboard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from calls import press
 
 from nbdist import Session
 
@@ -52,10 +52,7 @@ def save(path: str, name: str, event: str) -> None:
     def profile(frame: FrameType, happens: str, _: Any) -> None:
         if (happens, frame.f_code.co_name, frame.f_globals.get("__name__")) == (event, name, "torch.serialization"):
             sys.setprofile(None)
-            os.kill(os.getpid(), signal.SIGINT)
-            begin = time.monotonic()
-            while time.monotonic() < begin + 0.05:  # until Python has heard of it
-                pass
+            press()
 
     sys.setprofile(profile)
     with open(path, "wb") as file:
