@@ -877,7 +877,7 @@ def test_the_pair_as_pip_takes_it() -> None:
 
 def test_requirements_and_documentation_have_the_same_pairs() -> None:
     """Those for the torch of constraints.txt in requirements/, all of them in the documentation."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     found = re.search(r"^torch==(\S+)", (root / "constraints.txt").read_text(), re.M)
     assert found is not None
     versions = matching(found[1])

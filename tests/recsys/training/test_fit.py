@@ -730,7 +730,7 @@ def test_shown_as_lines_where_there_is_no_notebook(sessions: dict[int, Session],
 
 CELL = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from clicks import build, loaders, predict
 from nbdist import in_ddp
 from nbdist.recsys.training import fit
