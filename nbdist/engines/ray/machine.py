@@ -53,13 +53,16 @@ def main(config: dict[str, Any]) -> None:
         if not joined:
             return
         first = ["--address=" + json.loads(joined)["address"]]
-    options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *config["arguments"]]
-    if ip:
-        options.append(f"--node-ip-address={ip}")
+    from nbdist.engines.ray.starting import agent_ports, announced, as_options, environment
+
+    ports = agent_ports()
+    options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *as_options(ports)]
+    options += [f"--node-ip-address={ip}"] * bool(ip)
+    options += config["arguments"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *first, *options]
     ray = subprocess.Popen(
         [*command, "--disable-usage-stats", "--block"],
-        env={**os.environ, **config["env"], "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **config["env"], **environment(os.environ), "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -69,10 +72,12 @@ def main(config: dict[str, Any]) -> None:
     # Ray's own answer is to drain the node, which its ranks are told of, and to end it half a minute later.
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
     about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
-    threading.Thread(target=_watch, args=(ray, number, about, lines), daemon=True).start()
+    session = os.path.join(config["folder"], "session_latest")
+    threading.Thread(target=_watch, args=(ray, session, number, about, lines), daemon=True).start()
     try:
-        while lines.get():  # a head is told of itself, too
-            pass
+        with announced(ports):
+            while lines.get():  # a head is told of itself, too
+                pass
     finally:
         _end(ray, config["folder"])
 
@@ -95,16 +100,23 @@ def _own_ip() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _watch(ray: subprocess.Popen[str], number: int, about: Mapping[str, Any], lines: queue.Queue[str]) -> None:
-    """Tell that Ray has started, and how it ends."""
+def _watch(
+    ray: subprocess.Popen[str], session: str, number: int, about: Mapping[str, Any], lines: queue.Queue[str]
+) -> None:
+    """Tell that Ray has started, and how it ends; its logs are in the folder `session`."""
+    from nbdist.engines.ray.starting import why
+
     last: collections.deque[str] = collections.deque(maxlen=15)
+    started = False
     assert ray.stdout is not None
     for line in ray.stdout:
         last.append(line)
         if "Ray runtime started." in line:
+            started = True
             _say(number, "ready", **about)
     ray.wait()
-    _say(number, "ended", text="".join(last).strip())
+    text = "".join(last).strip()
+    _say(number, "ended", text=text if started else why(session, text))
     lines.put("")
 
 

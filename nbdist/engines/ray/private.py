@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+import glob
+import json
 import logging
 import os
 import select
 import signal
-from typing import Any
+import sys
+
+from .starting import agent_ports, announced, why
 
 
 def main(kernel: str) -> None:
-    """Be a Ray of this machine alone, until standard input ends. Prints its address.
+    """Be a Ray of this machine alone, until standard input ends.
+
+    Print a line of JSON, `{"address": ...}`, or `{"refused": ...}` where Ray does not start.
 
     `kernel` is a descriptor that tells the end of the process that it is for, whose children may hold the input.
     """
-    import ray
+    import ray._private.node
+    import ray._private.parameter
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    context: Any = ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    print(context.address_info["gcs_address"], flush=True)
+    logging.disable(logging.WARNING)  # Ray's notices about its start
+    ports = agent_ports()
+    try:
+        with announced(ports):
+            # As `ray.init(address="local")` does, which takes no ports.
+            parameters = ray._private.parameter.RayParams(include_dashboard=False, **ports)
+            node = ray._private.node.Node(parameters, head=True, spawn_reaper=True, ray_init_cluster=True)
+    except Exception as exc:
+        print(json.dumps({"refused": why(_session(), str(exc))}), flush=True)
+        sys.exit(1)
+    print(json.dumps({"address": node.gcs_address}), flush=True)
     ends = select.poll()
     for fd in (0, int(kernel)):
         if fd >= 0:
             ends.register(fd, select.POLLIN)
     ends.poll()
-    ray.shutdown()
+    node.kill_all_processes(check_alive=False)
+
+
+def _session() -> str:
+    """The folder of the Ray that this process has started; empty where it came to none.
+
+    Ray chooses the place, and ends the name with the process id.
+    """
+    place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    folders = glob.glob(os.path.join(place, "ray", f"session_*_{os.getpid()}"))
+    return max(folders, key=os.path.getmtime, default="")

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import itertools
+import json
 import os
 import queue
 import secrets
@@ -25,6 +26,7 @@ from ...wire.channel import Channel
 from ...wire.parcel import Parcel
 from ...wire.processes import blind, forget_in_children, own_pidfd
 from .options import RayOptions
+from .starting import environment
 
 #: Seconds that a node may take to answer a question.
 ANSWER = 3.0
@@ -63,7 +65,7 @@ class DriverProcess:
                 "nbdist.engines.ray.driver",
                 str(theirs.fileno()),
                 str(kernel),
-                env={**variables, **opened_by.get(address, {})},
+                env={**variables, **opened_by.get(address, {}), **environment(interpreter.module_path())},
                 pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 stderr=self._log,
             )
@@ -250,13 +252,16 @@ def _private_ray() -> tuple[str, Mapping[str, str]]:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             with own_pidfd() as kernel:
                 fds = [kernel] if kernel >= 0 else []
+                environ = {**variables, **environment(interpreter.module_path())}
                 process = interpreter.start(
-                    "nbdist.engines.ray.private", str(kernel), env=variables, pass_fds=fds, **pipes
+                    "nbdist.engines.ray.private", str(kernel), env=environ, pass_fds=fds, **pipes
                 )
             assert process.stdout is not None
-            address = str(process.stdout.readline().decode()).strip()
-            if not address:
-                raise NbdistError("Ray does not start on this machine: `ray start --head` says why")
+            said = json.loads(process.stdout.readline() or b"{}")
+            if "address" not in said:
+                ended = f"its process ended with exit code {process.wait()}"
+                raise NbdistError(f"Ray does not start on this machine: {said.get('refused', ended)}")
+            address = said["address"]
             _private[os.getpid()] = process, address, token
         return address, variables
 

@@ -1,0 +1,112 @@
+"""Starting a node of Ray on a machine that may be busy: light imports, no waiting for Ray's agents, and why it failed.
+
+A raylet asks its agents, two Python processes, for their ports, waits 15 seconds for each answer, and then ends; an
+agent that shares two cores with other programs may need longer for its imports. Nothing sets that time (Ray 2.52 to
+2.60; ray-project/ray#65983). So nbdist chooses the ports. Ray passes three of them on to the raylet. nbdist writes the
+fourth to the file to which the agent would write it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+
+#: On the path of Ray's processes: modules that stand in for others whose import takes seconds.
+LIGHT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "light")
+#: Ports of a node's agents, as parameters of Ray's node, and as options of `ray start`.
+_PORTS = {
+    "metrics_agent_port": "--dashboard-agent-grpc-port",
+    "metrics_export_port": "--metrics-export-port",
+    "runtime_env_agent_port": "--runtime-env-agent-port",
+    "dashboard_agent_listen_port": "--dashboard-agent-listen-port",
+}
+_ANSWERED_BY_FILE = "dashboard_agent_listen_port"
+#: How long a raylet waits otherwise, for an agent's answers and for a worker: by default half a minute and a minute.
+_PATIENCE = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
+#: What the raylet writes before it ends because an agent was slow.
+_SLOW = re.compile(r"Timed out waiting for file \S*/(\w+?)_port_\w+")
+#: Where Ray's processes say why they end.
+_FATAL = re.compile(r"^\[.*? [CF] .*?\] *(?:\(\w+\) )?(?:\S+:\d+: +)?(.+)|^(\w+(?:Error|Exception): .+)")
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for processes of Ray, on top of `environ`: they import in a third of the time, and are waited for."""
+    path = os.pathsep.join(filter(None, [LIGHT, environ.get("PYTHONPATH", "")]))
+    return {**{name: value for name, value in _PATIENCE.items() if name not in environ}, "PYTHONPATH": path}
+
+
+def agent_ports() -> dict[str, int]:
+    """Free ports for the agents of a node, by the names of the parameters of Ray's node."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in _PORTS]
+        return {name: sock.getsockname()[1] for name, sock in zip(_PORTS, sockets, strict=True)}
+
+
+def as_options(ports: Mapping[str, int]) -> list[str]:
+    """Ports of agents, as options of `ray start`."""
+    return [f"{_PORTS[name]}={port}" for name, port in ports.items()]
+
+
+@contextlib.contextmanager
+def announced(ports: Mapping[str, int]) -> Iterator[None]:
+    """Tell raylets that are started meanwhile below this process the port of which Ray tells them nothing."""
+    over = threading.Event()
+    thread = threading.Thread(target=_announce, args=(ports[_ANSWERED_BY_FILE], over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _announce(port: int, over: threading.Event) -> None:
+    import psutil
+
+    known: set[int] = set()
+    while not over.wait(0.1):
+        with contextlib.suppress(psutil.Error):  # a process that has ended while it was looked at
+            for process in psutil.Process().children(recursive=True):
+                if process.pid not in known and process.name() == "raylet":
+                    known.add(process.pid)
+                    _write_port(port, dict(word[2:].split("=", 1) for word in process.cmdline() if "=" in word))
+
+
+def _write_port(port: int, options: Mapping[str, str]) -> None:
+    if {"session_dir", "node_id"} <= options.keys() and options.get(_ANSWERED_BY_FILE, "0") == "0":
+        path = os.path.join(options["session_dir"], f"{_ANSWERED_BY_FILE}_{options['node_id']}")
+        with open(f"{path}.nbdist", "w") as file:
+            file.write(str(port))
+        os.rename(file.name, path)
+
+
+def why(session: str, said: str) -> str:
+    """Why a node does not start, and what to do.
+
+    Args:
+        session: The folder of this start, such as /tmp/ray/session_2026-…; it may be missing.
+        said: What Ray itself said of it.
+    """
+    if any(_SLOW.search(line) for line in _lines(session, "raylet*")):
+        cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+        return (
+            f"an agent of Ray was not ready after the 15 seconds that Ray waits for it: this machine is busy (load "
+            f"average {load:.1f} on {cores} core{'s' * (cores > 1)}). Try again when other programs have ended, or use "
+            f"a Ray that runs already: RayOptions(address=...)"
+        )
+    fatal = [next(filter(None, found.groups())) for line in _lines(session, "*") if (found := _FATAL.search(line))]
+    logs = f" (Ray's logs: {session}/logs)" if os.path.isdir(session) else ""
+    return f"{(fatal or [said.strip() or 'Ray says nothing'])[-1].strip()[:500]}{logs}"
+
+
+def _lines(session: str, name: str) -> list[str]:
+    lines: list[str] = []
+    for path in sorted(glob.glob(os.path.join(session, "logs", f"{name}.[eo][ru][rt]"))):
+        with open(path, errors="replace") as file:
+            lines += file.readlines()
+    return lines

@@ -1,0 +1,86 @@
+"""A node of Ray starts on a busy machine; where it does not, the error names the cause from Ray's own log."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import poll
+
+from nbdist import NbdistError, RayOptions, in_ddp
+from nbdist.engines.ray import process
+from nbdist.engines.ray.starting import LIGHT, agent_ports, announced, as_options, environment, why
+
+pytest.importorskip("ray", reason="needs Ray")
+
+#: What a process does whose command line is that of a raylet.
+RAYLET = f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n"
+GAVE_UP = (
+    "[2026-11-26 20:25:17,026 C 9747 9747] (raylet) node_manager.cc:3576:  An unexpected system state has occurred. "
+    "Check failed: port.has_value() Timed out waiting for file /tmp/ray/session_1/dashboard_agent_listen_port_c0ffee\n"
+)
+
+
+def test_raylets_are_told_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> None:
+    ports = agent_ports()
+    assert len(set(ports.values())) == 4 and all(option.startswith("--") for option in as_options(ports))
+    program = tmp_path / "raylet"
+    program.write_text(RAYLET)
+    program.chmod(0o755)
+    port = ports["dashboard_agent_listen_port"]
+    files = {name: tmp_path / f"dashboard_agent_listen_port_{name}" for name in ("knows", "last")}
+    with announced(ports), contextlib.ExitStack() as stack:
+        for own in (
+            ["--other"],
+            [f"--session_dir={tmp_path}", "--node_id=knows", f"--dashboard_agent_listen_port={port}"],
+            [f"--session_dir={tmp_path}", "--node_id=last"],
+        ):
+            raylet = stack.enter_context(subprocess.Popen([program, *own]))
+            stack.callback(raylet.kill)
+        assert poll(files["last"].exists) and files["last"].read_text() == str(port)
+        assert not files["knows"].exists()
+
+
+def test_why_a_node_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    assert why(str(tmp_path / "missing"), " Ray's own words \n") == "Ray's own words"
+    assert why(str(tmp_path / "missing"), "") == "Ray says nothing"
+    errors = tmp_path / "logs" / "gcs_server.err"
+    errors.write_text(
+        "[2026-11-26 20:25:17,026 I 1 1] (gcs_server) fine\nValueError: no such port\n*** StackTrace ***\n"
+    )
+    assert why(str(tmp_path), "timed out") == f"ValueError: no such port (Ray's logs: {tmp_path}/logs)"
+    (tmp_path / "logs" / "raylet.1.out").write_text(GAVE_UP)
+    found = why(str(tmp_path), "timed out")
+    assert "15 seconds" in found and "load average" in found and "RayOptions(address=...)" in found
+
+
+def test_processes_of_ray_do_not_build_a_parser_that_they_do_not_use() -> None:
+    path = environment({"PYTHONPATH": "elsewhere", "RAY_agent_register_timeout_ms": "5"})
+    assert path["PYTHONPATH"] == f"{LIGHT}:elsewhere" and "RAY_agent_register_timeout_ms" not in path
+    code = (
+        f"import sys; sys.path.insert(0, {LIGHT!r})\n"
+        "import jsonschema, rfc3987_syntax\n"
+        "assert 'lark' not in sys.modules, 'the parser was built'\n"
+        "iri = jsonschema.Draft202012Validator({'format': 'iri'}, format_checker=jsonschema.FormatChecker())\n"
+        "assert iri.is_valid('http://ä.de/x') and not iri.is_valid('::') and 'lark' in sys.modules\n"
+        "assert rfc3987_syntax.is_valid_syntax('iri', 'http://ä.de/x') and rfc3987_syntax.parse\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    missing = (
+        f"import sys; sys.path[:0] = [{LIGHT!r}]\ntry:\n    import rfc3987_syntax\nexcept ImportError: print('none')"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", missing], check=True, capture_output=True, text=True)
+    assert done.stdout == "none\n"
+
+
+def test_a_ray_of_this_machine_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "no-folder"
+    file.touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(file))
+    process.release()
+    with pytest.raises(NbdistError, match=r"Ray does not start on this machine: .*no-folder"):
+        in_ddp.options(engine=RayOptions())(1, int)
