@@ -1,6 +1,10 @@
 # make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/ (an environment of its own)
-# make test    format, lint, type checks, then every test
-# make quick   what to run between edits: the same without the slow tests
+# make quick   what to run between edits: format, lint, type checks, and the tests that take no more than seconds
+# make test    the same with the slow tests: all that proves nbdist on CPUs
+# make test-all  that, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
+#              plans, other projects' suites, Colab's kernel, the site. CI runs it
+# make mutations  put 30 faults into a copy of the code, one at a time, and see that the tests catch them
+# make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")
 # make cloudpickle  cloudpickle's own test suite, of its source distribution, over nbdist's pickler
@@ -39,7 +43,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test quick cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
+.PHONY: demo test test-all quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -54,16 +58,31 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Three files of tests at a time, for many wait. What fails beside others, on a busy machine, has to pass alone.
-side_by_side = $(PY) -m pytest -n 3 --dist loadfile $(1) $(PYTEST_ARGS) || { \
-    echo "Again, one after the other: what has failed side by side"; \
-    $(PY) -m pytest --last-failed --last-failed-no-failures none $(1) $(PYTEST_ARGS); }
+# Three files of tests at a time, for many wait.
+PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
 
 test: checks
-	@$(call side_by_side,)
+	@$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
 quick: checks
-	@$(call side_by_side,-m "not slow")
+	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
+
+# Other projects' suites run beside the rest, and are shown at the end.
+test-all: test
+	@mkdir -p build; { $(MAKE) --no-print-directory cloudpickle && \
+	    $(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'"; } >build/suites.log 2>&1 </dev/null & \
+	failed=0; \
+	$(PYTEST) -n 2 -m long $(PYTEST_ARGS) || failed=1; \
+	$(MAKE) --no-print-directory docs || failed=1; \
+	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
+	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|Error" build/suites.log; exit $$failed
+
+mutations: setup
+	@$(PY) tests/mutate.py
+
+RUN ?= test
+suite: setup
+	@$(PY) -m benchmarks.suite $(RUN) -- $(MAKE) --no-print-directory $(RUN) PYTEST_ARGS="-p benchmarks.suite $(PYTEST_ARGS)"
 
 matrix: setup
 	@$(PY) -m nox $(if $(ENVIRONMENTS),-s $(ENVIRONMENTS) table) $(if $(MATRIX_ARGS),-- $(MATRIX_ARGS))

@@ -1,4 +1,4 @@
-"""Measure where the CPU seconds of a test run go: `python -m benchmarks.suite NAME -- make test`.
+"""Measure where the CPU seconds of a test run go: `python -m benchmarks.suite NAME -- make test`, or `make suite`.
 
 The command runs under this process, which becomes the reaper of all its orphans, so the total is exact: it comes from
 the kernel's accounts of ended children. Several times a second the CPU seconds of each living process below are read,
@@ -22,6 +22,9 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT, machine
 
 #: Folder in which each pytest worker keeps the name of its running test, in a file named after its process id.
 NOTES = "NBDIST_SUITE_NOTES"
@@ -153,7 +156,7 @@ def kind_of(command: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, command))
 
 
-def measure(command: list[str], folder: Path, interval: float) -> dict[str, object]:
+def measure(command: list[str], folder: Path, interval: float) -> dict[str, Any]:
     """Run a command under the meter.
 
     Returns its exit status, wall seconds, CPU seconds by kind and by file.
@@ -189,17 +192,51 @@ def measure(command: list[str], folder: Path, interval: float) -> dict[str, obje
     }
 
 
+def row(name: object, values: list[float]) -> str:
+    return f"| {name} | {' | '.join(f'{value:,.0f}' for value in values)} |"
+
+
+def report(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """Lay out runs side by side: CPU seconds by kind of process and by file."""
+    head = ["", f"| CPU seconds | {' | '.join(runs)} |", f"|---|{'---:|' * len(runs)}"]
+    found = list(runs.values())
+    lines = [
+        "# Where the CPU seconds of the tests go",
+        *head,
+        row("all", [run["total"] for run in found]),
+        row("wall time, seconds", [run["wall"] for run in found]),
+        "",
+        "By kind of process; in brackets the number of processes of the kind, and of those that imported torch:",
+        *head,
+    ]
+    for kind in KINDS:
+        cells = [
+            f"{run['kinds'].get(kind, 0):,.0f} ({run['processes'].get(kind, 0):,}, {run['torch'].get(kind, 0):,})"
+            for run in found
+        ]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    lines.append(row("not seen", [run["total"] - sum(run["kinds"].values()) for run in found]))
+    lines += ["", "By file of tests, those of 10 CPU seconds or more:", *head]
+    sums = [{file: sum(kinds.values()) for file, kinds in run["files"].items()} for run in found]
+    for file in sorted(set().union(*sums), key=lambda file: -max(one.get(file, 0.0) for one in sums)):
+        if max(one.get(file, 0.0) for one in sums) >= 10:
+            lines.append(row(f"`{file}`", [one.get(file, 0.0) for one in sums]))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help="name of the run; its figures are kept in build/suite/NAME.json")
+    parser.add_argument("name", help="name of the run, a column of results/suite.md")
     parser.add_argument("--interval", type=float, default=0.4, help="seconds between two looks")
     parser.add_argument("command", nargs="+", help="the command that runs the tests")
     asked = parser.parse_args()
-    build = Path("build/suite").resolve()
-    found = measure(asked.command, build / "notes", asked.interval)
-    (build / f"{asked.name}.json").write_text(json.dumps(found, indent=1))
+    found = measure(asked.command, Path("build/suite").resolve(), asked.interval)
+    kept = ROOT / "benchmarks" / "results" / "suite.json"
+    runs = json.loads(kept.read_text()) if kept.exists() else {}
+    kept.write_text(json.dumps({**runs, asked.name: found}, indent=1) + "\n")
+    machine.save("suite", [*report({**runs, asked.name: found}), "", *machine.conditions(("torch", "pytest", "ray"))])
     print(f"{found['wall']:.0f} s, {found['total']:.0f} s of CPU, exit status {found['status']}")
-    sys.exit(int(str(found["status"])))
+    sys.exit(found["status"])
 
 
 if __name__ == "__main__":

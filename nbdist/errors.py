@@ -100,7 +100,7 @@ class RankTimeout(NbdistError, TimeoutError):
         >>> with Session(2, timeout=0.5) as session:
         ...     session.run(time.sleep, 60)
         Traceback (most recent call last):
-        nbdist.errors.RankTimeout: not done after 0.5 s: rank 0 is in ...
+        nbdist.errors.RankTimeout: not done after 0.5 s: rank 0 ...
     """
 
 

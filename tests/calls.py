@@ -36,7 +36,6 @@ def press() -> None:
     hearing, telling = socket.socketpair()
     with hearing, telling:
         telling.setblocking(False)
-        hearing.settimeout(60)
         before = signal.set_wakeup_fd(telling.fileno())
         try:
             os.kill(os.getpid(), signal.SIGINT)

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
+import warm_kernels
+from hypothesis import HealthCheck, settings
 from jupyter_client.manager import KernelManager
 
+from nbdist import Session, warm
+from nbdist.engines.ray.starting import agent_ports, announced, environment
 from nbdist.wire import rank_memory
+
+pytest_plugins = ["progress"]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of garbage collections: many tests ask for one, of a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:
@@ -37,8 +51,13 @@ LINUX = rank_memory.POSSIBLE
 NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
 
-def poll(condition: Callable[[], Any], seconds: float = 10.0) -> bool:
-    """Wait until `condition()` holds; whether it did in time."""
+# How fast the machine is decides no test: Hypothesis would say that an example takes too long.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+def poll(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
+    """Wait until `condition()` holds; whether it did in a time that only a hang takes."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -58,20 +77,18 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 class Deadly:
-    """Kills the process in which it is "read", or that which has it "written" there; see `die`."""
+    """Kills the process in which it is "read", or that which has it "written" there."""
 
-    def __init__(self, when: str, moment: Path) -> None:
-        self.when, self.moment = when, moment
+    def __init__(self, when: str) -> None:
+        self.when = when
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.when == "written":
-            die(self.moment)
-        return die, (self.moment,)
+            die()
+        return die, ()
 
 
-def die(moment: Path) -> None:
-    """Note the time, and be killed."""
-    moment.write_text(str(time.monotonic()))
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -85,7 +102,9 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
                 family += child.children(recursive=True)
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if any("nbdist.server.main" in part for part in child.cmdline()):
+            command = child.cmdline()
+            forked = warm_kernels.MARK in command and pid not in (None, os.getpid())
+            if forked or any("nbdist.server.main" in part for part in command):
                 found.update(living(child.children(recursive=True)))
     return list(found)
 
@@ -110,12 +129,58 @@ def left_in_shared_memory(before: set[str]) -> set[str]:
     return new & shared_memory_names()
 
 
+class Sessions:
+    """Sessions that all tests of a file share: `sessions[3]`, of three ranks, is made when it is first asked for.
+
+    Args:
+        imports: What `nbdist.warm` is told before the first is made.
+    """
+
+    def __init__(self, imports: str = "") -> None:
+        self._imports = imports
+        self._made: dict[int, Session] = {}
+
+    def __getitem__(self, nranks: int) -> Session:
+        if self._imports and not self._made:
+            warm(self._imports)
+        if nranks not in self._made or "closed" in repr(self._made[nranks]):
+            # The time of a test is over at 600 s: before that the error says where the ranks are that hang.
+            self._made[nranks] = Session(nranks, timeout=500)
+        return self._made[nranks]
+
+    def outlived_by(self) -> list[psutil.Process]:
+        """What `ranks_of` finds, but for the ranks of these sessions. What these ranks start ends with its call."""
+        found = ranks_of()
+        tables = "\n".join(str(session.status()) for session in self._made.values()) if found else ""
+        own = set(map(int, re.findall(r"^\d+ +(\d+) ", tables, re.MULTILINE)))
+        return [process for process in found if process.pid not in own]
+
+    def close(self) -> None:
+        for session in self._made.values():
+            session.close()
+
+
+@pytest.fixture(scope="module")
+def sessions(request: pytest.FixtureRequest) -> Iterator[Sessions]:
+    """The sessions of a file, which may have imports to `WARM`. Nothing is left of them after its last test."""
+    sessions = Sessions(getattr(request.module, "WARM", ""))
+    yield sessions
+    sessions.close()
+    assert poll(lambda: not ranks_of()), f"these outlived their session: {ranks_of()}"
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, sessions: Sessions) -> Session:
+    """The file's session of two ranks, or of as many as its `RANKS` says."""
+    return sessions[getattr(request.module, "RANKS", 2)]
+
+
 @pytest.fixture(autouse=True)
-def nothing_survives() -> Iterator[None]:
-    """No rank, child of a rank, or shared-memory name is left after a test."""
+def nothing_survives(sessions: Sessions) -> Iterator[None]:
+    """No rank, child of a rank, or shared-memory name is left after a test, but for the ranks of `sessions`."""
     before = shared_memory_names()
     yield
-    assert poll(lambda: not ranks_of()), f"these ranks outlived the test: {ranks_of()}"
+    assert poll(lambda: not sessions.outlived_by()), f"these outlived the test: {sessions.outlived_by()}"
     left = left_in_shared_memory(before)
     assert not left, f"left in /dev/shm: {left}"
 
@@ -127,9 +192,17 @@ def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any
 
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address for `auto`
     common = {"num_cpus": 4, "object_store_memory": 200 << 20, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args={**common, "include_dashboard": False, **head})
-    cluster.add_node(**{**common, "resources": {"second": 1.0}, **(second or {})})
+    cluster = Cluster()
+    add_node(cluster, **{**common, "include_dashboard": False, **head})
+    add_node(cluster, **{**common, "resources": {"second": 1.0}, **(second or {})})
     return cluster
+
+
+def add_node(cluster: Any, **options: Any) -> Any:
+    """Add a node of Ray to a cluster, as nbdist starts one: also on a busy machine."""
+    ports = agent_ports()
+    with mock.patch.dict(os.environ, environment(os.environ)), announced(ports):
+        return cluster.add_node(**ports, **options)
 
 
 def stop_cluster(cluster: Any) -> None:
@@ -143,7 +216,7 @@ def stop_cluster(cluster: Any) -> None:
     for process in living(nodes):  # agents notice late that their raylet is gone
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    assert poll(lambda: not living(nodes), 20), living(nodes)
+    assert poll(lambda: not living(nodes)), living(nodes)
 
 
 @pytest.fixture(scope="session")
@@ -161,6 +234,26 @@ def ray_cluster() -> Iterator[Any]:
             stop_cluster(cluster)
 
 
+#: Where jupyter_client starts a kernel's process.
+LAUNCH = "jupyter_client.provisioning.local_provisioner.launch_kernel"
+_templates: list[warm_kernels.Template] = []
+
+
+def launch_warm(environ: Mapping[str, str]) -> Callable[..., Any] | None:
+    """What forks a kernel with this environment; None where it has to be started."""
+    if not LINUX:
+        return None
+    if not _templates:
+        _templates.append(warm_kernels.Template())
+    return _templates[0].launch if _templates[0].fits(environ) else None
+
+
+def pytest_sessionfinish() -> None:
+    """End the process that kernels are forked from."""
+    while _templates:
+        _templates.pop().close()
+
+
 @dataclass
 class Result:
     """What one cell did, as a front end sees it."""
@@ -169,7 +262,6 @@ class Result:
     error: str | None = None
     message: str = ""
     traceback: str = ""
-    seconds: float = 0.0
     number: int = 0
     """The cell's, as in `In [3]`."""
     outputs: list[dict[str, Any]] = field(default_factory=list)
@@ -183,19 +275,28 @@ class Result:
 class Kernel:
     """A real IPython kernel, driven as a front end drives it."""
 
-    def __init__(self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None) -> None:
+    def __init__(
+        self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None, started: bool = False
+    ) -> None:
+        """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command.
+
+        Unless `started`, or one of these asks for more, the kernel is forked from a process with torch imported.
+        """
         self.cwd = cwd
+        self._stuck = False
         self.manager = KernelManager()
         # Not the installed kernelspec: the interpreter that runs the tests.
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         self.manager.kernel_spec.argv = [*(wrapper or []), *command]
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
-        self.manager.start_kernel(cwd=str(cwd), env=environ)
+        self.environ = environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
+        launch = None if started or wrapper else launch_warm(environ)
+        with mock.patch(LAUNCH, launch) if launch is not None else contextlib.nullcontext():
+            self.manager.start_kernel(cwd=str(cwd), env=environ)
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready()
 
     @property
     def pid(self) -> int:
@@ -203,20 +304,28 @@ class Kernel:
 
     def start(self, code: str, watched: bool = False) -> str:
         """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
+        assert not self._stuck, "it is still at the cell of a test whose time was over"
         # ipykernel 6 drops a cell that comes right after one that has failed, unless the latter was told not to.
         return str(self.client.execute(code, store_history=True, allow_stdin=watched, stop_on_error=False))
 
-    def finish(self, message_id: str, timeout: float = 60.0, until: Callable[[Result], bool] | None = None) -> Result:
+    def finish(self, message_id: str, until: Callable[[Result], bool] | None = None) -> Result:
         """Gather what a cell sends until it is done, or until `until(result)`."""
-        result, begin = Result(), time.monotonic()
-        while time.monotonic() - begin < timeout:
-            message = self.client.get_iopub_msg(timeout=timeout)
+        result = Result()
+        try:
+            return self._gather(result, message_id, until)
+        except BaseException as exc:
+            self._stuck = not isinstance(exc, Exception)  # the test's time is over
+            print(f"the cell has sent so far: {result}")
+            raise
+
+    def _gather(self, result: Result, message_id: str, until: Callable[[Result], bool] | None) -> Result:
+        while True:
+            message = self.client.get_iopub_msg()
             if message["parent_header"].get("msg_id") != message_id:
                 continue
             kind, content = message["msg_type"], message["content"]
             if kind == "status" and content["execution_state"] == "idle":
-                result.seconds = time.monotonic() - begin
-                self._await_reply(message_id, timeout)
+                self._await_reply(message_id)
                 return result
             if kind == "execute_input":
                 result.number = content["execution_count"]
@@ -231,20 +340,19 @@ class Kernel:
                 result.outputs.append({"kind": kind, "envelope": message["metadata"], **content})
             if until is not None and until(result):
                 return result
-        raise TimeoutError(f"the cell is not done after {timeout} s; so far: {result}")
 
-    def _await_reply(self, message_id: str, timeout: float) -> None:
+    def _await_reply(self, message_id: str) -> None:
         """ipykernel 7.0 to 7.3 may lose a request that comes while it sends a reply (ipython/ipykernel#1529)."""
-        while self.client.get_shell_msg(timeout=timeout)["parent_header"].get("msg_id") != message_id:
+        while self.client.get_shell_msg()["parent_header"].get("msg_id") != message_id:
             pass
 
-    def run(self, code: str, timeout: float = 60.0) -> Result:
+    def run(self, code: str) -> Result:
         """Run a cell to its end."""
-        return self.finish(self.start(code), timeout)
+        return self.finish(self.start(code))
 
-    def ok(self, code: str, timeout: float = 60.0) -> Result:
+    def ok(self, code: str) -> Result:
         """Run a cell that must not raise."""
-        result = self.run(code, timeout)
+        result = self.run(code)
         assert result.error is None, result.traceback
         return result
 
@@ -255,6 +363,18 @@ class Kernel:
     def close(self) -> None:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=True)
+
+
+@contextlib.contextmanager
+def endless(kernel: Kernel, *names: str) -> Iterator[None]:
+    """Meanwhile these times of `nbdist.kernel.waiting` have no end in a kernel: what ends there did not wait for them.
+
+    They stay so where the test fails.
+    """
+    kernel.ok(f"from nbdist.kernel import waiting as _waiting\n_times = [getattr(_waiting, name) for name in {names}]")
+    kernel.ok(f"for _name in {names}: setattr(_waiting, _name, 1e6)")
+    yield
+    kernel.ok(f"for _name, _time in zip({names}, _times): setattr(_waiting, _name, _time)")
 
 
 def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
@@ -274,22 +394,23 @@ def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
 
     kernel.client.allow_stdin = True
     hooks: dict[str, Any] = {"stdin_hook": answer, "output_hook": output}
-    kernel.client.execute_interactive(code, allow_stdin=True, stop_on_error=False, timeout=60, **hooks)
+    kernel.client.execute_interactive(code, allow_stdin=True, stop_on_error=False, **hooks)
     assert not left, f"not asked for: {left}; printed: {''.join(text)}"
     return prompts, re.sub(r"\x1b\[[0-9;]*m", "", "".join(text))
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
+def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kernel]:
     """A fresh kernel in an empty folder; whatever it started must be gone soon after it."""
-    kernel = Kernel(tmp_path)
+    kernel = Kernel(tmp_path, started=request.node.get_closest_marker("started") is not None)
     children = set()
     try:
         yield kernel
-        children = set(psutil.Process(kernel.pid).children(recursive=True))
+        with contextlib.suppress(psutil.NoSuchProcess):  # the test has killed it
+            children = set(psutil.Process(kernel.pid).children(recursive=True))
     finally:
         kernel.close()
-    assert poll(lambda: not living(children), 5), f"outlived the kernel: {children}"
+    assert poll(lambda: not living(children)), f"outlived the kernel: {children}"
 
 
 @pytest.fixture(scope="module")

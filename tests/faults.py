@@ -1,17 +1,20 @@
 """The fault table: each way a call can fail, and what the user must see then.
 
-`code` runs in a notebook after `PRELUDE`. In it, `failing()` marks the moment of the failure, from which the time to
-the exception in the cell is counted.
+`code` runs in a notebook after `PRELUDE`. In it, `failing()` marks the moment of the failure, from which
+benchmarks/kernel/faults.py counts the time to the exception in the cell.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-PRELUDE = """
-import ctypes, os, resource, signal, subprocess, sys, time
+PRELUDE = f"import sys; sys.path.append({str(Path(__file__).parent)!r})"
+PRELUDE += """
+import ctypes, datetime, os, resource, signal, subprocess, sys, time
 import torch, torch.distributed as dist
+from clocks import CallClock
 from nbdist import NbdistError, RankDied, RankTimeout, CaptureError, Session, in_ddp
 
 def failing():
@@ -92,7 +95,7 @@ class Fault:
     error: str | None
     shows: tuple[str, ...] = ()
     waits: float = 0.0
-    """Seconds that this failure takes by its nature, before its exception can be there."""
+    """Seconds that this failure takes by its nature, before its exception can be there; for the benchmark."""
     only_fresh: bool = False
     """Whether this can only befall ranks that are being started: running ones do not notice."""
     ruins: bool = False
@@ -193,10 +196,10 @@ in_ddp(2, sums, imports='import no_such')
         "the fork server is killed",
         """
 def kills_server():
-    subprocess.Popen(['sleep', '300'])
+    subprocess.Popen(['sleep', '1000'])
     failing()
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(1000)
 in_ddp(2, only(0, kills_server, sums))
 """,
         "RankDied",
@@ -306,7 +309,7 @@ del value
         """
 def forks():
     if os.fork() == 0:
-        time.sleep(300)
+        time.sleep(1000)
     failing()
     raise ValueError('parent')
 in_ddp(2, forks)
@@ -330,7 +333,7 @@ assert in_ddp(2, forks) is True
         "a child in a session of its own",
         """
 def detaches():
-    subprocess.Popen(['sleep', '300'], start_new_session=True)
+    subprocess.Popen(['sleep', '1000'], start_new_session=True)
     failing()
     os._exit(1)
 in_ddp(2, detaches)
@@ -450,7 +453,7 @@ in_ddp(2, greedy)
 def deaf():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    time.sleep(300)
+    time.sleep(1000)
 in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError('boom'))), deaf))
 """,
         "ValueError",
@@ -460,19 +463,25 @@ in_ddp(2, only(1, lambda: (time.sleep(0.2), failing(), throw(ValueError('boom'))
     Fault(
         "timeout in a collective",
         """
-with Session(2, timeout=4) as session:
-    failing()
-    session.run(only(1, lambda: None, sums))
+with Session(2, timeout=1000) as session:
+    with CallClock(lambda: "idle" in str(session.status()) and "rank 0 waits in" in session.stacks()):
+        session.run(only(1, lambda: None, sums))
 """,
         "RankTimeout",
-        ("rank 0 waits in all_reduce at Cell In[", "rank 1 has returned", "not done after 4 s"),
-        waits=4,
+        ("rank 0 waits in all_reduce at Cell In[", "rank 1 has returned", "not done after 1000 s"),
+        waits=1,
     ),
     Fault(
         "a collective's own timeout",
         """
-with Session(2, backend={'timeout': 1}) as session:
-    session.run(only(1, lambda: time.sleep(5), sums))
+def late():  # a session's `backend={'timeout': 1}` would be that of ranks which are only meeting, too
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
+    if dist.get_rank() == 1:
+        failing()
+        time.sleep(1000)
+    sums()
+with Session(2) as session:
+    session.run(late)
 """,
         "RuntimeError",
         ("Timed out", "all_reduce"),
@@ -540,7 +549,7 @@ PHASES = [
     Phase(
         "importing",
         """
-open('slow.py', 'w').write("open('began', 'w').close()\\nimport time; time.sleep(300)")
+open('slow.py', 'w').write("open('began', 'w').close()\\nimport time; time.sleep(1000)")
 in_ddp(2, sums, imports='import slow')
 """,
     ),
@@ -560,7 +569,7 @@ in_ddp(2, run)
         + """
 def run():
     begin()
-    time.sleep(300)
+    time.sleep(1000)
 in_ddp(2, run)
 """,
     ),
@@ -571,7 +580,7 @@ in_ddp(2, run)
 def run():
     if dist.get_rank() == 1:
         begin()
-        time.sleep(300)
+        time.sleep(1000)
     sums()
 in_ddp(2, run)
 """,
@@ -583,7 +592,7 @@ in_ddp(2, run)
 class Slow:
     def __reduce__(self):
         begin()
-        time.sleep(300)
+        time.sleep(1000)
         return int, ()
 in_ddp(2, lambda: Slow())
 """,
@@ -597,7 +606,7 @@ GIL_HELD = Phase(
     + """
 def run():
     begin()
-    ctypes.PyDLL(None).sleep(300)
+    ctypes.PyDLL(None).sleep(1000)
 in_ddp(2, run)
 """,
 )
@@ -606,8 +615,8 @@ WITH_CHILDREN = Phase(
     _BEGIN
     + """
 def run():
-    subprocess.Popen(['sleep', '301'], start_new_session=True)
-    loads(1, lambda: (begin(), time.sleep(300)))
+    subprocess.Popen(['sleep', '1000'], start_new_session=True)
+    loads(1, lambda: (begin(), time.sleep(1000)))
 in_ddp(2, run)
 """,
 )

@@ -45,7 +45,7 @@ def sshd(folder: Path, address: str, port: int, *inside: str) -> Iterator[None]:
         os.makedirs("/run/sshd", exist_ok=True)  # where root's server separates its privileges
     server = subprocess.Popen([*inside, str(SSHD), "-D", "-E", log, "-f", "/dev/null", *arguments])
     try:
-        assert poll(lambda: not socket.socket().connect_ex((address, port)), 10), log.read_text()
+        assert poll(lambda: not socket.socket().connect_ex((address, port))), log.read_text()
         yield
     finally:
         server.terminate()

@@ -104,16 +104,16 @@ class Soak:
 
     def background(self) -> None:
         futures = [self._session.submit(sums) for _ in range(self._random.randint(1, 3))]
-        assert [future.result(60) for future in futures] == [2.0] * len(futures)
+        assert [future.result() for future in futures] == [2.0] * len(futures)
 
     def cancelled(self) -> None:
-        running, waiting = self._session.submit(time.sleep, 60), self._session.submit(sums)
+        running, waiting = self._session.submit(time.sleep, 1000), self._session.submit(sums)
         time.sleep(self._random.uniform(0.0, 0.05))
         for future in (waiting, running):
             future.cancel()
         for future in (waiting, running):
             with contextlib.suppress(concurrent.futures.CancelledError):
-                future.result(60)
+                future.result()
 
     def interrupted(self) -> None:
         me = threading.main_thread().ident
@@ -121,7 +121,7 @@ class Soak:
         interrupt = threading.Timer(self._random.uniform(0.02, 0.1), signal.pthread_kill, [me, signal.SIGINT])
         try:
             interrupt.start()
-            self._session.run(time.sleep, 60)
+            self._session.run(time.sleep, 1000)
         except KeyboardInterrupt:
             interrupt.join()
         else:
@@ -129,7 +129,7 @@ class Soak:
 
     def timeout(self) -> None:
         with Session(2, timeout=0.2) as session, contextlib.suppress(RankTimeout):
-            session.run(time.sleep, 60)
+            session.run(time.sleep, 1000)
             raise AssertionError("it took no time")
 
     def killed(self) -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,8 @@ from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phas
 
 from nbdist import RayOptions
 
-#: Seconds from failure to exception that no row may take beyond what it waits for; benchmarks/ has the real figures.
-PATIENCE = 5.0
-#: Seconds until a session has new ranks, also where the new fork server has to import torch before: a build for CUDA.
-RESTART = 30.0
 
-
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One kernel for the whole table, on each engine: each row must leave it as it was."""
     engine: Any = request.param
@@ -51,7 +45,7 @@ class Leftovers:
         self._fds = self._kernel.num_fds()
         self._threads = self._kernel.num_threads()
         self._names = shared_memory_names()
-        self._temporary = Path(self._kernel.environ()["TMPDIR"])
+        self._temporary = Path(kernel.environ["TMPDIR"])
 
     def check(self) -> None:
         assert poll(lambda: not ranks_of()), f"left: {ranks_of()}"
@@ -64,14 +58,9 @@ class Leftovers:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(fault: Fault, shared: Kernel) -> None:
+    """How soon it is seen, benchmarks/kernel/faults.py measures."""
     leftovers = Leftovers(shared)
-    mark = shared.cwd / "failed_at"
-    mark.unlink(missing_ok=True)
     result = shared.run(fault.code)
-    failed_at = mark.read_text() if mark.exists() else ""  # a rank may have died before it had written it
-    if failed_at and fault.error is not None:
-        seconds = time.time() - float(failed_at)
-        assert seconds < PATIENCE + fault.waits
     assert result.error == fault.error, result.traceback or result.text
     seen = result.plain_traceback + result.message
     for part in fault.shows:
@@ -113,8 +102,7 @@ def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
     seen = result.plain_traceback + result.message
     for part in fault.shows if fault.live == fault.error else ():
         assert part in seen, seen
-    again = live.ok("staying.restart()\nprint(staying.run(sums))")
-    assert again.text == "2.0\n" and again.seconds < RESTART
+    assert live.ok("staying.restart()\nprint(staying.run(sums))").text == "2.0\n"
     assert poll(lambda: len(ranks_of(live.pid)) == 2), ranks_of(live.pid)
     assert poll(lambda: psutil.Process(live.pid).num_fds() <= fds), "descriptors are left"
 
@@ -138,12 +126,10 @@ def test_interrupt(phase: Phase, shared: Kernel) -> None:
     leftovers = Leftovers(shared)
     (shared.cwd / "began").unlink(missing_ok=True)
     cell = shared.start(phase.code)
-    assert poll(lambda: began(shared), 30)
+    assert poll(lambda: began(shared))
     shared.interrupt()
-    begin = time.monotonic()
     result = shared.finish(cell)
     assert result.error == "KeyboardInterrupt", result
-    assert time.monotonic() - begin < 5 + PATIENCE  # five seconds are what ranks get to clean up
     leftovers.check()
     assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
 
@@ -153,7 +139,7 @@ def test_interrupt_runs_finally(shared: Kernel) -> None:
 def run():
     try:
         print("begin")
-        time.sleep(300)
+        time.sleep(1000)
     finally:
         print("cleaned up")
 in_ddp(2, run)
@@ -171,10 +157,10 @@ def test_interrupt_in_a_finalizer(shared: Kernel) -> None:
 class Slow:
     def __del__(self):
         print("begin")
-        time.sleep(300)
+        time.sleep(1000)
 def run():
     Slow()
-    time.sleep(300)
+    time.sleep(1000)
 with Session(2) as session:
     pids = session.run_all(os.getpid)
     try:
@@ -189,25 +175,29 @@ with Session(2) as session:
 
 
 def test_second_interrupt_does_not_wait(shared: Kernel) -> None:
+    """Of what ranks get to clean up after the first there is no end here."""
     code = """
 def stubborn():
     print("begin")
     while True:
         try:
-            time.sleep(300)
+            time.sleep(1000)
         except KeyboardInterrupt:
             print("no")
-in_ddp(2, stubborn)
+waiting.GRACE_AFTER_INTERRUPT, usual = 10_000.0, waiting.GRACE_AFTER_INTERRUPT
+try:
+    in_ddp(2, stubborn)
+finally:
+    waiting.GRACE_AFTER_INTERRUPT = usual
 """
+    shared.ok("from nbdist.kernel import waiting")
     leftovers = Leftovers(shared)
     cell = shared.start(code)
     shared.finish(cell, until=lambda result: "begin" in result.text)
-    begin = time.monotonic()
     shared.interrupt()
     shared.finish(cell, until=lambda result: "no" in result.text)
     shared.interrupt()
     assert shared.finish(cell).error == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 4
     leftovers.check()
     assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
 
@@ -222,11 +212,11 @@ def test_kernel_killed(phase: Phase, tmp_path: Path) -> None:
     try:
         kernel.ok(PRELUDE)
         kernel.start(phase.code)
-        assert poll(lambda: began(kernel), 60)
+        assert poll(lambda: began(kernel))
         family = psutil.Process(kernel.pid).children(recursive=True)
         assert len(family) >= 3  # the fork server and two ranks
         os.kill(kernel.pid, signal.SIGKILL)
-        assert poll(lambda: not living(family), 5), living(family)
+        assert poll(lambda: not living(family)), living(family)
         assert not left_in_shared_memory(before)
         assert not [name for name in os.listdir(temporary) if "nbdist" in name or "pymp" in name]
     finally:
@@ -257,7 +247,8 @@ def test_a_disk_without_room_for_a_folder(tmp_path: Path) -> None:
     temporary.mkdir()
     kernel = Kernel(tmp_path, env={"TMPDIR": str(temporary)})
     try:
-        kernel.ok(PRELUDE + "import shutil, tempfile\nshutil.rmtree(tempfile.gettempdir())")
+        kernel.ok(PRELUDE)
+        shutil.rmtree(temporary)
         assert kernel.ok("print(in_ddp(2, sums))").text == "2.0\n"
         assert not temporary.exists()
     finally:

@@ -109,7 +109,7 @@ def test_a_rank_that_reads_a_line(interrupted: None) -> None:
 
 
 def test_a_notebook_that_reads_an_answer(request: pytest.FixtureRequest) -> None:
-    with Session(1, timeout=30) as session:
+    with Session(1) as session:
         pids = session.run_all(os.getpid)
         request.getfixturevalue("interrupted")
         with pytest.raises(KeyboardInterrupt):
@@ -126,7 +126,7 @@ def test_a_notebook_that_sends_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
         press()
         return sent
 
-    with Session(1, timeout=30) as session:
+    with Session(1) as session:
         session.run(os.getpid)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(socket, "send_fds", interrupted)

@@ -12,45 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cells import cells
 from conftest import Kernel, poll
 
 from nbdist import NbdistError, Session
 
+CELLS = cells("cells/side_by_side.py")
 #: In a notebook: a session whose calls must come back right, all from the same ranks.
-STEADY = """
-import os, torch, torch.distributed as dist
-from nbdist import Session
-def sums():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item(), os.getpid()
-session = Session(2)
-first = session.run(sums)
-def steady(calls):
-    assert {session.run(sums) for _ in range(calls)} == {first}
-"""
+STEADY = CELLS["steady"]
 #: Everything that may go wrong in another.
-TROUBLED = """
-import os, signal, time
-from nbdist import RankDied, RankTimeout, Session, in_ddp
-def trouble():
-    for fault, raised in (
-        (lambda: 1 / 0, ZeroDivisionError),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), RankDied),
-        (lambda: os._exit(3), RankDied),
-    ):
-        try:
-            in_ddp(2, fault)
-        except raised:
-            pass
-        else:
-            raise AssertionError(raised)
-    with Session(2, timeout=0.2) as session:
-        try:
-            session.run(time.sleep, 60)
-        except RankTimeout:
-            pass
-"""
+TROUBLED = CELLS["in trouble"]
 
 
 @pytest.fixture
@@ -95,7 +66,7 @@ def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None
     other.ok(TROUBLED)
     # Clients of two kernels cannot be waited for by two threads before jupyter_client 8.
     cell = other.start("try:\n    trouble()\nfinally:\n    open('over', 'w').close()")
-    meanwhile(lambda: poll((other.cwd / "over").exists, 60), lambda: kernel.ok("steady(20)"))
+    meanwhile(lambda: poll((other.cwd / "over").exists), lambda: kernel.ok("steady(20)"))
     assert other.finish(cell).error is None
     meanwhile(psutil.Process(other.pid).kill, lambda: kernel.ok("steady(20)"))
     kernel.ok("session.close()")

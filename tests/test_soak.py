@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
 from conftest import poll
 from soak import Soak
 
 
+@pytest.mark.long("many calls of all sorts")
 def test_some_calls_of_all_sorts() -> None:
     with contextlib.closing(Soak(seed=0)) as soak:
         for _ in range(30):

@@ -23,7 +23,7 @@ def without_linux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.slow
+@pytest.mark.long("without what only Linux has")
 def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     try:
@@ -41,8 +41,7 @@ def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
         kernel.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.long("without what only Linux has")
 def test_the_core_works_without_it(without_linux: None) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *CORE]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

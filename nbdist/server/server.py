@@ -177,10 +177,10 @@ class Server:
 
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
-        before = len(sys.modules)
+        before = len(sys.modules), len(self._preloaded.loaded)
         if not self._preloaded.load(modules, path):
             self._restart([*self._preloaded.loaded, *modules])
-        if len(sys.modules) != before:
+        if (len(sys.modules), len(self._preloaded.loaded)) != before:
             find_pools()
             note_inherited()
             gc.freeze()  # or the first collection in each rank would copy every page that holds an object

@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
+from cells import cells
 from conftest import Cell
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ from nbdist.capture.call import capture_call
 from nbdist.capture.imports import modules_named, names_given, parse_imports, run_imports
 from nbdist.capture.need import resolve_need
 from nbdist.wire.cache import SentCache
+
+CELLS = cells("capture/cells/call.py")
 
 # ------------------------------------------------------------------------------------------------------ imports=
 
@@ -155,27 +159,8 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         resolve_need("zzzzzz", uses_nothing)
 
 
-MISTAKES = """
-import psutil
-from nbdist import CaptureError, in_ddp
-
-ratings, stuck = [], (i for i in ())
-use = lambda: stuck
-for error, fn, how in [
-    (NameError, len, dict(need="ratngs")),
-    (ValueError, len, dict(imports="x = 1")),
-    (TypeError, "len", {}),
-    (CaptureError, use, {}),
-]:
-    try:
-        in_ddp(1, fn, **how)
-    except error as caught:
-        print(error.__name__, psutil.Process().children())
-"""
-
-
 def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
-    out = run_python(["-c", MISTAKES], tmp_path)
+    out = run_python(["-c", CELLS["mistakes"]], tmp_path)
     assert out.splitlines() == ["NameError []", "ValueError []", "TypeError []", "CaptureError []"]
 
 
@@ -183,348 +168,27 @@ def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
 
 
 def test_functions_classes_and_closures_bring_what_they_use(cell: Cell) -> None:
-    cell("""
-        import math as m
-        K, OFFSET, later = 3, 100, lambda: EVEN_LATER
-        def leaf(x): return x * K
-        class Base:
-            scale = 2
-            def go(self, x): return leaf(x) * self.scale
-        class Derived(Base):
-            def go(self, x): return super().go(x) + OFFSET
-        def make(n):
-            def inner(x): return Derived().go(x) + n + sum(m.floor(i * K) for i in [1, 2])
-            return inner
-        def fn(x=K, *, call=make(1)): return call(x), later()
-        EVEN_LATER = 'later'
-        assert in_ddp(1, fn) == fn() == (3 * 3 * 2 + 100 + 1 + 9, 'later')
-    """)
+    cell(CELLS["functions, classes and closures"])
 
 
 def test_callables_of_all_kinds(cell: Cell) -> None:
-    cell("""
-        import functools, math, operator
-        N = 5
-        def add(a, b=0): return a + b + N
-        def decorated(fn):
-            @functools.wraps(fn)
-            def wrapper(*args): return 'wrapped', fn(*args), N
-            return wrapper
-        @decorated
-        def wrapped(x): return add(x)
-        class Model:
-            n = N
-            def __init__(self, k): self.k = k
-            def method(self, x): return x + self.k + N
-            def __call__(self, x): return self.method(x)
-            @classmethod
-            def of_class(cls, x): return cls.n + x
-            @staticmethod
-            def static(x): return x + N
-            @property
-            def squared(self): return self.k ** 2
-            more = functools.partialmethod(method, 7)
-        calls = [add, wrapped, decorated(math.sqrt), decorated(len), functools.partial(add, b=2), lambda x: add(x, N),
-                 Model(3).method, Model(3), Model.of_class, Model.static, functools.partial(Model(1).method, 4),
-                 functools.reduce, math.sqrt, operator.neg, str.upper, 'x'.join, Model, functools.lru_cache(add)]
-        args = [[1], [1], [4.0], ['abc'], [1], [1], [1], [1], [1], [1], [], [add, [1, 2]], [4.0], [1], ['a'], ['ab'],
-                [3], [1]]
-        for call, arg in zip(calls, args, strict=True):
-            want, got = call(*arg), in_ddp(1, call, *arg)
-            assert (got == want) or (type(got) is Model and got.squared == 9 and got.more() == 15), (call, got)
-        with Session(2) as s:
-            assert s.run_all(lambda calls: [c(*a) for c, a in zip(calls[:6], args)], calls) == \\
-                [[c(*a) for c, a in zip(calls[:6], args)]] * 2
-    """)
+    cell(CELLS["callables of all kinds"])
 
 
 def test_generators_coroutines_recursion_and_global_statements(cell: Cell) -> None:
-    cell("""
-        import asyncio
-        LIMIT, counter = 3, 0
-        def numbers():
-            for i in range(LIMIT): yield i
-        async def nap(): return LIMIT
-        async def both(): return await asyncio.gather(nap(), nap())
-        def even(n): return n == 0 or odd(n - 1)
-        def odd(n): return n != 0 and even(n - 1)
-        def count():
-            global counter, fresh
-            counter += 1
-            fresh = counter
-            return counter, fresh
-        def nested():
-            class Local:
-                value = LIMIT
-                def get(self): return [LIMIT for _ in range(1) if (lambda: LIMIT)()]
-            return Local().get() + [Local.value]
-        assert in_ddp(1, lambda: (list(numbers()), asyncio.run(both()), even(10), count(), count(), nested())) == \\
-            ([0, 1, 2], [3, 3], True, (1, 1), (2, 2), [3, 3])
-        assert counter == 0 and 'fresh' not in globals()
-    """)
+    cell(CELLS["generators, coroutines, recursion and global statements"])
 
 
 def test_what_functions_share_they_share_in_the_rank(cell: Cell) -> None:
-    cell("""
-        shared, also = [], {}
-        also['list'] = shared
-        def pair():
-            n = 0
-            def add():
-                nonlocal n
-                n += 1
-            def get(): return n
-            return add, get
-        add, get = pair()
-        def extend(): shared.append(1)
-        def fn(same):
-            add(); add(); extend()
-            return get(), shared, also['list'] is shared, same is shared
-        assert in_ddp(1, fn, shared) == (2, [1], True, True)
-        assert get() == 0 and shared == []
-    """)
+    cell(CELLS["what functions share"])
 
 
 def test_a_redefined_class_is_the_one_in_use_on_every_rank_and_in_what_returns(cell: Cell) -> None:
-    cell("""
-        session = Session(2)
-        class Model:
-            version = 1
-            def __init__(self): self.made_by = helper()
-        def helper(): return 'old'
-        def make(): return Model(), Model, [Model()]
-        before, cls, _ = session.run(make)
-        assert isinstance(before, Model) and cls is Model
-    """)
-    cell("""
-        class Model:
-            version = 2
-            def __init__(self): self.made_by = helper()
-        def helper(): return 'new'
-        for value, cls, (inside,) in [*session.run_all(make), in_ddp(2, make)]:
-            assert cls is Model and type(value) is type(inside) is Model
-            assert (value.version, value.made_by) == (2, 'new')
-        assert not isinstance(before, Model) and before.version == 1
-        assert session.run(lambda old: (old, type(old).version, Model.version), before)[1:] == (1, 2)
-        assert type(session.run(lambda old: old, before)) is type(before)
-        session.close()
-    """)
+    cell(CELLS["a class"])
+    cell(CELLS["the class redefined"])
 
 
-BY_VALUE = {
-    "enum": """
-        import enum
-        class Color(enum.Enum):
-            RED = 1
-            BLUE = 'b'
-            def show(self): return f'{self.name}!'
-        class Flags(enum.IntFlag):
-            A = enum.auto()
-            B = enum.auto()
-        out = in_ddp(1, lambda c: (c, Color.RED, c is Color.BLUE, c.show(), Flags.A | Flags.B), Color.BLUE)
-        assert out == (Color.BLUE, Color.RED, True, 'BLUE!', Flags.A | Flags.B) and out[1] is Color.RED
-    """,
-    "dataclasses": """
-        from dataclasses import dataclass, field, replace
-        @dataclass
-        class Config:
-            lr: float = 0.1
-            layers: list = field(default_factory=lambda: [LAYER])
-        @dataclass(frozen=True, slots=True)
-        class Point:
-            x: int
-            y: int = 2
-        LAYER = 50
-        out = in_ddp(1, lambda c, p: (replace(c, lr=1.0), Config(), p, hash(p), Point(3)), Config(), Point(1))
-        assert out == (Config(1.0, [50]), Config(), Point(1), hash(Point(1)), Point(3, 2))
-    """,
-    "namedtuples": """
-        import collections, typing
-        Pair = collections.namedtuple('Pair', 'a b', defaults=[7])
-        class Row(typing.NamedTuple):
-            user: int
-            item: int = 3
-            def total(self): return self.user + self.item
-        out = in_ddp(1, lambda p: (p, Pair(2), Row(1), Row(1).total()), Pair(1))
-        assert out == (Pair(1, 7), Pair(2, 7), Row(1, 3), 4)
-        assert type(out[0]) is Pair and type(out[2]) is Row
-    """,
-    "generics": """
-        from typing import Generic, Protocol, TypedDict, TypeVar, runtime_checkable
-        from collections.abc import Sequence
-        T = TypeVar('T')
-        class Box(Generic[T]):
-            def __init__(self, value: T) -> None: self.value = value
-            def get(self) -> T: return self.value
-        class IntBox(Box[int]): pass
-        class Options(TypedDict, total=False):
-            lr: float
-        @runtime_checkable
-        class HasGet(Protocol):
-            def get(self): ...
-        def fn(box: Box[int], more: 'Sequence[T] | None' = None) -> Box[T]:
-            return Box[str]('b'), box.get(), IntBox(4), Box[int], T, Options(lr=1.0), isinstance(box, HasGet), Options
-        out = in_ddp(1, fn, Box(3))
-        assert type(out[0]) is Box and out[1] == 3 and isinstance(out[2], Box) and out[3] == Box[int]
-        assert out[5:7] == ({'lr': 1.0}, True) and out[7] is Options
-    """,
-    "abstract base classes": """
-        import abc
-        class Model(abc.ABC):
-            @abc.abstractmethod
-            def forward(self): ...
-        class Dot(Model):
-            def forward(self): return 'dot'
-        @Model.register
-        class Virtual: pass
-        def fn(model):
-            try:
-                Model()
-            except TypeError:
-                return model, isinstance(model, Model), isinstance(Virtual(), Model), model.forward()
-        out = in_ddp(1, fn, Dot())
-        assert isinstance(out[0], Dot) and out[1:] == (True, True, 'dot')
-    """,
-    "a class that refers to itself": """
-        class Node:
-            root = None
-            made = []
-            def __init__(self, parent=None):
-                self.parent, self.children = parent, [self]
-                Node.made.append(self)
-            def again(self): return __class__(self)
-        Node.root = Node()
-        def fn(node):
-            child = node.again()
-            return child, Node.root is node, node in Node.made, type(child) is Node
-        out = in_ddp(1, fn, Node.root)
-        assert type(out[0]) is Node and out[1:] == (True, True, True) and out[0].children[0] is out[0]
-    """,
-    "metaclasses": """
-        class Registry(type):
-            classes = {}
-            def __new__(mcls, name, bases, space, **options):
-                cls = super().__new__(mcls, name, bases, {**space, 'options': options})
-                mcls.classes[name] = cls
-                return cls
-            def __init__(cls, name, bases, space, **options): super().__init__(name, bases, space)
-        class A(metaclass=Registry, speed=3): pass
-        class B(A): pass
-        class Strict(type):
-            def __new__(mcls, name, bases, space, needed): return super().__new__(mcls, name, bases, space)
-            def __init__(cls, name, bases, space, needed): super().__init__(name, bases, space)
-            def __call__(cls, *args): return 'made', super().__call__(*args)
-        class C(metaclass=Strict, needed=True): pass
-        out = in_ddp(1, lambda: (type(B) is Registry, A.options, Registry.classes['B'] is B, B(), C()))
-        assert out[:3] == (True, {'speed': 3}, True) and type(out[3]) is B and type(out[4][1]) is C
-    """,
-    "hooks of class definitions": """
-        class Base:
-            registry = {}
-            def __init_subclass__(cls, speed, **options):
-                super().__init_subclass__(**options)
-                Base.registry[cls.kind] = cls, speed
-        class A(Base, speed=3): kind = 'a'
-        class Field:
-            def __set_name__(self, owner, name): self.name, self.owner = name, owner
-            def __get__(self, obj, owner=None): return self.name, self.owner
-        class Row: item = Field()
-        def fn():
-            class Later(Base, speed=4): kind = 'b'
-            return Base.registry['a'][0] is A, sorted(Base.registry), Row().item == ('item', Row), A(), Later
-        out = in_ddp(1, fn)
-        assert out[:3] == (True, ['a', 'b'], True) and type(out[3]) is A
-        assert out[4].kind == 'b' and issubclass(out[4], Base) and list(Base.registry) == ['a']
-    """,
-    "caches, dispatch and locks": """
-        import functools, threading
-        @functools.lru_cache(maxsize=16)
-        def square(x): return x * x * ONE
-        ONE = 1
-        @functools.singledispatch
-        def kind(x): return 'object'
-        @kind.register
-        def _(x: int): return 'int'
-        class Lazy:
-            calls = 0
-            def __init__(self): self.lock, self.rlock = threading.Lock(), threading.RLock()
-            @functools.cached_property
-            def value(self):
-                with self.lock, self.rlock:
-                    type(self).calls += 1
-                    return square(3)
-            @functools.singledispatchmethod
-            def show(self, x): return 'object'
-            @show.register
-            def _(self, x: str): return 'str'
-        lock = threading.Lock()
-        def fn(lazy):
-            with lock:
-                return lazy.value, lazy.value, lazy.calls, kind(1), kind('a'), lazy.show('a'), lazy.show(1), lazy
-        out = in_ddp(1, fn, Lazy())
-        assert out[:-1] == (9, 9, 1, 'int', 'object', 'str', 'object')
-        assert square.cache_info().currsize == 0
-        lock.acquire()
-        assert in_ddp(1, lambda: lock.acquire(blocking=False))
-        assert out[-1].value == 9 and kind(1) == 'int'
-    """,
-    "nested classes and slots": """
-        class Outer:
-            class Inner:
-                __slots__ = ('x', '__y', '__weakref__')
-                def __init__(self, x): self.x = self.__y = x
-                def y(self): return self.__y
-                class Innermost: value = 3
-            def make(self): return self.Inner(4)
-        def local():
-            class Hidden:
-                def __eq__(self, other): return type(other).__name__ == 'Hidden'
-                __hash__ = None
-            return Hidden
-        Hidden = local()
-        out = in_ddp(1, lambda o: (o.make(), Outer.Inner.Innermost.value, Outer.Inner(5), Hidden()), Outer())
-        assert type(out[0]) is Outer.Inner and (out[0].x, out[1], out[2].x) == (4, 3, 5)
-        assert type(out[3]) is Hidden and out[0].y() == 4 and not hasattr(out[0], '__dict__')
-        assert not in_ddp(1, lambda o: hasattr(o.make(), '__dict__'), Outer())
-    """,
-    "exceptions": """
-        class Bad(Exception):
-            def __init__(self, code, *, why): super().__init__(f'{code}: {why}'); self.code, self.why = code, why
-        out = in_ddp(1, lambda e: (e, Bad(2, why='so')), Bad(1, why='because'))
-        assert [(type(e), e.code, e.why, str(e)) for e in out] == \\
-            [(Bad, 1, 'because', '1: because'), (Bad, 2, 'so', '2: so')]
-    """,
-    "modules of torch": """
-        import torch
-        from torch import nn
-        class Embedding(nn.Module):
-            def __init__(self, n, k):
-                super().__init__()
-                self.weight = nn.Parameter(torch.full((n, k), SCALE))
-                self.register_buffer('steps', torch.zeros(1))
-                self.act = activation
-                self.register_forward_hook(hook)
-            def forward(self, i): return self.act(self.weight[i]).sum()
-        SCALE = 2.0
-        seen = []
-        def hook(module, args, output): seen.append(1)
-        def activation(x): return x * SCALE
-        def fn(model):
-            loss = model(torch.tensor([1])) + Embedding(3, 4)(torch.tensor([0]))
-            loss.backward()
-            return model, loss.item(), model.weight.grad.sum().item(), len(seen)
-        out = in_ddp(2, fn, Embedding(3, 4))
-        assert type(out[0]) is Embedding and out[1:] == (32.0, 8.0, 2) and isinstance(out[0].weight, nn.Parameter)
-        assert out[0](torch.tensor([1])).item() == 16.0 and len(seen) == 1
-    """,
-    "weak references and modules": """
-        import weakref, types, os.path as p
-        class Thing: pass
-        thing = Thing()
-        ref, table = weakref.ref(thing), weakref.WeakValueDictionary(a=thing)
-        assert in_ddp(1, lambda: (ref() is thing, table['a'] is thing, p.basename('a/b'))) == (True, True, 'b')
-    """,
-}
+BY_VALUE = cells("capture/cells/by_value.py")
 
 
 @pytest.mark.parametrize("case", BY_VALUE)
@@ -537,54 +201,24 @@ def test_objects_of_the_notebook(cell: Cell, case: str) -> None:
 
 def test_names_that_the_import_block_gives_are_not_captured(cell: Cell) -> None:
     # A generator cannot be captured: were it tried, the call would fail.
-    cell("""
-        OrderedDict = sqrt = p = (i for i in ())
-        block = '''
-            from collections import OrderedDict
-            from math import *
-            import os.path as p
-        '''
-        def fn(): return OrderedDict(a=1), sqrt(4.0), p.basename('a/b')
-        assert in_ddp(1, fn, imports=block) == ({'a': 1}, 2.0, 'b')
-    """)
+    cell(CELLS["names that the import block gives"])
 
 
 def test_an_import_that_shadows_what_the_notebook_defines_is_said(cell: Cell) -> None:
-    result = cell("""
-        def sqrt(x): return 'mine'
-        print(in_ddp(1, lambda: sqrt(4.0), imports='from math import sqrt'))
-    """)
+    result = cell(CELLS["an import that shadows"])
     assert "2.0" in result.text and "'sqrt' is defined in the notebook" in result.text and "need=" in result.text
 
 
 def test_need_goes_before_imports(cell: Cell) -> None:
-    cell("""
-        def sqrt(x): return 'mine'
-        def fn(): return sqrt(4.0), floor(2.5)
-        for block in ['from math import sqrt, floor', 'from math import *']:
-            assert in_ddp(1, fn, imports=block, need='sqrt') == ('mine', 2)
-            assert in_ddp(1, fn, imports=block, need={'floor': lambda x: 'given'}) == (2.0, 'given')
-    """)
+    cell(CELLS["need before imports"])
 
 
 def test_imports_and_need_serve_code_that_is_made_at_run_time(cell: Cell) -> None:
-    cell("""
-        hidden = 3
-        def fn(text): return eval(text)
-        assert in_ddp(1, fn, 'floor(2.5) + hidden', imports='from math import *', need='hidden') == 5
-    """)
+    cell(CELLS["code made at run time"])
 
 
 def test_names_that_ipython_owns_are_no_obstacle(cell: Cell) -> None:
-    cell("""
-        def fn(name):
-            with open(name, 'w') as file:
-                file.write('x')
-            if name is None:
-                get_ipython(), display(name), exit(), quit(), In, Out, _, __, _oh
-            return open(name).read()
-        assert in_ddp(1, fn, 'written') == 'x'
-    """)
+    cell(CELLS["names that IPython owns"])
 
 
 def test_history_does_not_travel(cell: Cell) -> None:
@@ -625,55 +259,21 @@ def test_things_that_belong_to_this_process(tmp_path: Path) -> None:
 
 
 def test_a_capture_error_in_the_notebook_names_the_variable(cell: Cell) -> None:
-    cell("""
-        import re
-        stuck = (i for i in ())
-        class Model:
-            pass
-        model = Model()
-        model.feed = {'x': stuck}
-        def helper(): return model
-        def fn(): return helper()
-        try:
-            in_ddp(2, fn)
-        except CaptureError as exc:
-            assert str(exc).startswith("model.feed['x'] cannot be sent"), exc
-        else:
-            raise AssertionError('sent')
-        del model.feed
-        assert isinstance(in_ddp(2, fn), Model)
-    """)
+    cell(CELLS["a variable that cannot be captured"])
 
 
 # --------------------------------------------------------------------------------------------- scripts, not notebooks
 
-SCRIPT = """
-import torch
-import torch.distributed as dist
-from nbdist import in_ddp
-
-print("once")
-SCALE = 10.0
-
-class Answer:
-    pass
-
-def fn(answer):
-    t = torch.full((), SCALE)
-    dist.all_reduce(t)
-    answer.value = t.item()
-    return answer, __name__, type(answer) is Answer
-"""
-CALL = """
-answer, name, same = in_ddp(2, fn, Answer())
+SCRIPT = CELLS["script"]
+CALL = """answer, name, same = in_ddp(2, fn, Answer())
 print(type(answer) is Answer, answer.value, name, same)
 """
-GUARDED = SCRIPT + "if __name__ == '__main__':\n" + CALL.replace("\n", "\n    ") + "\n"
+GUARDED = SCRIPT + "if __name__ == '__main__':\n" + indent(CALL, "    ")
 
 
 def run_python(arguments: list[str], cwd: Path, stdin: str | None = None) -> str:
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=cwd, input=stdin, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

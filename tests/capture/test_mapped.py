@@ -20,6 +20,7 @@ from nbdist.wire.cache import SentCache
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="where data lie is read from /proc")
 
+RANKS = 1
 ROWS = 3 << 20  # of eight bytes: more than is worth a look
 
 
@@ -173,9 +174,3 @@ def test_what_comes_back_is_a_copy(numbers: Path, session: Session) -> None:
     back = session.run(lambda a: a, mapped)
     os.remove(numbers)
     assert np.array_equal(back, mapped)
-
-
-@pytest.fixture
-def session() -> Any:
-    with Session(1) as session:
-        yield session

@@ -28,7 +28,6 @@ def rows() -> list[tuple[str, ...]]:
         cwd=objects.__file__.rpartition("/")[0],
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.returncode == 0, done.stderr
     return [tuple(line.split("\t")) for line in done.stdout.splitlines() if line.count("\t") == 2]

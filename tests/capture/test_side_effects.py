@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from cells import cells
 from conftest import Kernel
 
 from nbdist.capture.side_effects import _modules
 
+CELLS = cells("capture/cells/side_effects.py")
 ROOT = str(Path(__file__).parent.parent.parent)
 
 
@@ -90,16 +91,9 @@ for name in ("distrib_ctx", "no_such"):
 def test_in_a_script(tmp_path: Path) -> None:
     packages(tmp_path)
     script = tmp_path / "script.py"
-    code = """
-    import course.extras
-    from course.learner import make
-    from nbdist import in_ddp
-    if __name__ == "__main__":
-        print(in_ddp(1, lambda: make().bonus()))
-    """
-    script.write_text(textwrap.dedent(code))
+    script.write_text(CELLS["a script"])
     environ = {**os.environ, "PYTHONPATH": ROOT}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ)
     assert done.stdout == "bonus\n", done.stderr
 
 
@@ -107,10 +101,4 @@ def test_in_a_script(tmp_path: Path) -> None:
 def test_fastai(kernel: Kernel) -> None:
     pytest.importorskip("fastai")
     kernel.ok("from nbdist import in_ddp\nfrom fastai.collab import *\nfrom fastai.distributed import *")
-    code = """
-def train():
-    from fastai.learner import Learner
-    return callable(collab_learner) and hasattr(Learner, 'distrib_ctx')
-print(in_ddp(2, train))
-"""
-    assert kernel.ok(code, timeout=120).text == "True\n"
+    assert kernel.ok(CELLS["fastai"]).text == "True\n"

@@ -28,8 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if not page.name.startswith("0"))]
 WITH_BLOCKS = [page for page in PAGES if "```" in page.read_text(encoding="utf-8")]
-#: Seconds that a cell may take: some wait for a fork server, for Ray or for a Triton server.
-PATIENCE = 100
+LONG = pytest.mark.long("pages of the documentation")
 NEEDS_TRITON = {"how-to/triton.md"}
 
 #: Messages of Python, torch and IPython that troubleshooting.md explains.
@@ -88,7 +87,7 @@ class Page:
 
     def _run(self, example: Example) -> None:
         self._nothing_raised()
-        self._result = self._kernel.run(str(example.parsed), PATIENCE)
+        self._result = self._kernel.run(str(example.parsed))
 
     def _nothing_raised(self) -> None:
         assert self._result.error is None, self._result.plain_traceback
@@ -131,12 +130,13 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", WITH_BLOCKS, ids=name_of)
+@pytest.mark.parametrize(
+    "path", [page if page.name == "README.md" else pytest.param(page, marks=LONG) for page in WITH_BLOCKS], ids=name_of
+)
 def test_every_block_runs(path: Path, kernel: Kernel) -> None:
     if name_of(path) in NEEDS_TRITON and not serving.exists_for_this_machine():
         pytest.skip("no Triton server for this machine")
-    kernel.ok(FRESH, PATIENCE)
+    kernel.ok(FRESH)
     Page(path, kernel).evaluate()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,17 +34,6 @@ def ratings() -> pd.DataFrame:
     return synthetic_ratings(n_users=300, n_items=400, n_ratings=16_000).with_titles().to_pandas()
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Session]:
-    with Session(2) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
-
-
 def learner(ratings: pd.DataFrame, bs: int, **options: Any) -> Learner:
     dls = CollabDataLoaders.from_df(ratings, item_name="title", bs=bs, seed=42)
     return collab_learner(dls, y_range=(0, 5.5), **({"n_factors": 20} | options))
@@ -66,8 +54,8 @@ def losses(learn: Learner) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_learner_returns_ready_for_use(shared: Session, ratings: pd.DataFrame) -> None:
-    learn = shared.run(train, ratings, 2, imports=IMPORTS)
+def test_a_learner_returns_ready_for_use(session: Session, ratings: pd.DataFrame) -> None:
+    learn = session.run(train, ratings, 2, imports=IMPORTS)
     assert isinstance(learn, Learner) and type(learn.model).__name__ == "EmbeddingDotBias"
     assert {p.device.type for p in learn.model.parameters()} == {"cpu"}
     assert not any("Distributed" in type(part).__name__ for part in [learn.model, learn.dls.train, *learn.cbs])
@@ -87,7 +75,7 @@ def test_a_learner_returns_ready_for_use(shared: Session, ratings: pd.DataFrame)
     with learn.no_bar():
         learn.fit_one_cycle(1, 5e-3)
     assert not torch.equal(before, learn.model.i_weight.weight) and len(learn.recorder.values) == 1
-    again = shared.run(lambda learn: learn.recorder.values, learn)
+    again = session.run(lambda learn: learn.recorder.values, learn)
     assert again == learn.recorder.values
 
 
@@ -105,7 +93,7 @@ def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) 
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.DataFrame) -> None:
+def test_two_ranks_learn_what_one_process_learns(session: Session, ratings: pd.DataFrame) -> None:
     set_seed(42, reproducible=True)
     alone = learner(ratings, 64)
     with alone.no_bar(), alone.no_logging():
@@ -116,7 +104,7 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
         learn = train(ratings, 3)
         return losses(learn), float(learn.model.i_weight.weight.sum())
 
-    first, second = shared.run_all(seeded, ratings)
+    first, second = session.run_all(seeded, ratings)
     assert first[0][1] == pytest.approx(losses(alone)[1], rel=0.02)  # their batches are drawn otherwise
     assert first[0][1] == second[0][1] and first[1] == second[1], "the ranks hold one model"
 
@@ -124,7 +112,7 @@ def test_two_ranks_learn_what_one_process_learns(shared: Session, ratings: pd.Da
 @pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 @pytest.mark.parametrize("quickly", [None, (), (8,)], ids=["distrib_ctx", "fast", "local SGD"])
 def test_a_training_waits_for_gloo_once(
-    shared: Session, ratings: pd.DataFrame, quickly: tuple[int, ...] | None
+    session: Session, ratings: pd.DataFrame, quickly: tuple[int, ...] | None
 ) -> None:
     """Ranks of one machine agree through gloo that they share memory; all else goes through that."""
 
@@ -138,11 +126,11 @@ def test_a_training_waits_for_gloo_once(
             learn.fit_one_cycle(2, 5e-3)
         return sorted(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
-    shared.run_all(train, ratings[:4000], imports=IMPORTS)  # the first one sets that memory up
-    assert shared.run_all(asked, ratings[:4000], imports=IMPORTS) == [["gloo:all_reduce"]] * 2
+    session.run_all(train, ratings[:4000], imports=IMPORTS)  # the first one sets that memory up
+    assert session.run_all(asked, ratings[:4000], imports=IMPORTS) == [["gloo:all_reduce"]] * 2
 
 
-def test_options_for_ddp_are_the_users(shared: Session, ratings: pd.DataFrame) -> None:
+def test_options_for_ddp_are_the_users(session: Session, ratings: pd.DataFrame) -> None:
     def chosen(frame: pd.DataFrame) -> tuple[bool, bool, bool]:
         import fastai.distributed  # noqa: F401
         from accelerate import DistributedDataParallelKwargs
@@ -155,10 +143,10 @@ def test_options_for_ddp_are_the_users(shared: Session, ratings: pd.DataFrame) -
             learn.fit(1, 5e-3)
         return found[0].find_unused_parameters, found[0].broadcast_buffers, accelerator.ddp_handler is options
 
-    assert shared.run_all(chosen, ratings[:4000], imports=IMPORTS) == [(True, True, True)] * 2
+    assert session.run_all(chosen, ratings[:4000], imports=IMPORTS) == [(True, True, True)] * 2
 
 
-def test_the_loss_shown_is_the_mean_of_all_ranks(shared: Session, ratings: pd.DataFrame) -> None:
+def test_the_loss_shown_is_the_mean_of_all_ranks(session: Session, ratings: pd.DataFrame) -> None:
     """It comes with the gradients; a loss that a callback has put in its place afterwards is gathered."""
 
     def recorded(frame: pd.DataFrame, doubled: bool) -> tuple[list[float], list[float]]:
@@ -177,7 +165,7 @@ def test_the_loss_shown_is_the_mean_of_all_ranks(shared: Session, ratings: pd.Da
         return own, [float(loss) for loss in learn.recorder.losses]
 
     for doubled in (False, True):
-        (first, shown), (second, also_shown) = shared.run_all(recorded, ratings[:4000], doubled, imports=IMPORTS)
+        (first, shown), (second, also_shown) = session.run_all(recorded, ratings[:4000], doubled, imports=IMPORTS)
         assert shown == also_shown and len(shown) == 50 and first != second
         smooth = 0.0
         for step, (one, other) in enumerate(zip(first, second, strict=True), 1):
@@ -186,7 +174,7 @@ def test_the_loss_shown_is_the_mean_of_all_ranks(shared: Session, ratings: pd.Da
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_learning_rate_is_found(tmp_path: Path, together: bool) -> None:
+def test_a_learning_rate_is_found(session: Session, tmp_path: Path, together: bool) -> None:
     rows = synthetic_ratings(n_users=100, n_items=50, n_ratings=2000).with_titles().to_pandas()
 
     def find() -> tuple[float, bool, list[Path]]:
@@ -199,8 +187,7 @@ def test_a_learning_rate_is_found(tmp_path: Path, together: bool) -> None:
         dist.barrier()  # or the other rank may be at it still
         return found.valley, restored, sorted(tmp_path.rglob("_tmp*"))
 
-    with Session(2, timeout=60) as session:
-        (rate, *first), (other, *second) = session.run_all(find, imports=IMPORTS)
+    (rate, *first), (other, *second) = session.run_all(find, imports=IMPORTS)
     assert first == second == [True, []]
     assert 1e-7 < rate < 10 and (rate == other or not together)
 
@@ -240,14 +227,14 @@ def test_nothing_is_said_of_arrays_that_pandas_made_read_only(kernel: Kernel) ->
         assert result.text == "((10, 2), 3.0, 6.0)\n", result.text
 
 
-def test_batch_norm_trains_on_cpu_ranks(shared: Session, ratings: pd.DataFrame) -> None:
-    learn = shared.run(train, ratings[:4000], 2, use_nn=True, layers=[20, 10], imports=IMPORTS)
+def test_batch_norm_trains_on_cpu_ranks(session: Session, ratings: pd.DataFrame) -> None:
+    learn = session.run(train, ratings[:4000], 2, use_nn=True, layers=[20, 10], imports=IMPORTS)
     assert any(isinstance(module, torch.nn.BatchNorm1d) for module in learn.model.modules())
     first, last = (values[0] for values in learn.recorder.values)
     assert last < first and np.isfinite(losses(learn)).all()
 
 
-def test_a_learner_of_the_caller_is_trained(shared: Session, ratings: pd.DataFrame) -> None:
+def test_a_learner_of_the_caller_is_trained(session: Session, ratings: pd.DataFrame) -> None:
     def more(learn: Learner) -> tuple[Learner, float]:
         with learn.distrib_ctx():
             learn.fit_one_cycle(1, 5e-3)
@@ -255,7 +242,7 @@ def test_a_learner_of_the_caller_is_trained(shared: Session, ratings: pd.DataFra
 
     mine = learner(ratings[:4000], 32, n_factors=5)
     before = mine.model.u_bias.weight.detach().clone()
-    learn, total = shared.run(more, mine, imports=IMPORTS)
+    learn, total = session.run(more, mine, imports=IMPORTS)
     assert torch.equal(mine.model.u_bias.weight, before), "the caller's own is left as it was"
     assert float(learn.model.u_bias.weight.detach().abs().sum()) == pytest.approx(total)
     assert total != pytest.approx(float(before.abs().sum()))
@@ -276,7 +263,7 @@ class Seen(Callback):
 
 
 @pytest.mark.parametrize("rows", [640, 650])
-def test_ranks_share_the_rows_of_an_epoch(shared: Session, rows: int) -> None:
+def test_ranks_share_the_rows_of_an_epoch(session: Session, rows: int) -> None:
     def fn() -> tuple[list[float], list[int]]:
         data = TensorDataset(torch.arange(rows).float()[:, None], torch.zeros(rows, 1))
         dls = DataLoaders.from_dsets(data, data, bs=32, device="cpu", drop_last=False)
@@ -285,7 +272,7 @@ def test_ranks_share_the_rows_of_an_epoch(shared: Session, rows: int) -> None:
             learn.fit(1, 1e-9, cbs=seen)
         return seen.rows, seen.sizes
 
-    (first, sizes), (second, also) = shared.run_all(fn, imports=IMPORTS)
+    (first, sizes), (second, also) = session.run_all(fn, imports=IMPORTS)
     assert sizes == also and sum(sizes) == len(first) == len(second)
     assert sorted({*first, *second}) == list(range(rows)) and len(set(first) & set(second)) <= 1
     assert first != sorted(first), "the order is random"

@@ -82,7 +82,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     env["PYTHONPATH"] = ROOT
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
 WAYS = {

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +17,7 @@ from conftest import Kernel, poll
 import nbdist
 from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, scatter
 
-
-@pytest.fixture
-def session() -> Iterator[Session]:
-    with Session(3) as session:
-        yield session
+RANKS = 3
 
 
 # ----------------------------------------------------------------------------------------------------------- options
@@ -40,8 +35,33 @@ def test_options_hold_in_the_call() -> None:
 
     call = in_ddp.options(threads=2, env={"OF_THIS_CALL": "yes"}, seed=7, devices="cpu", backend="gloo")
     assert call(2, seen) == (2, "yes", 7, 2)
+    begin = time.monotonic()
     with pytest.raises(RankTimeout):
-        in_ddp.options(timeout=0.5)(1, time.sleep, 60)
+        in_ddp.options(timeout=0.5)(1, time.sleep, 1000)
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_the_timeout_of_collectives_is_a_sessions() -> None:
+    def watch() -> None:
+        init = dist.init_process_group
+
+        def noted(*args: Any, **options: Any) -> None:
+            import __main__
+
+            __main__.options = options
+            init(*args, **options)
+
+        dist.destroy_process_group()  # so that the next call needs a new one
+        dist.init_process_group = noted
+
+    def noted() -> float:
+        import __main__
+
+        return float(__main__.options["timeout"].total_seconds())
+
+    with Session(2, backend={"timeout": 1000}) as own:
+        own.run_all(watch)
+        assert own.run_all(noted) == [1000.0, 1000.0]
 
 
 def test_all_arguments_are_the_functions() -> None:
@@ -91,7 +111,7 @@ def test_output_of_one_call(kernel: Kernel) -> None:
 def test_some_ranks(session: Session) -> None:
     assert session.run(dist.get_rank, ranks=[2, 1]) == 1
     assert session.run_all(dist.get_rank, ranks=(2, 0, 2)) == [0, 2]
-    assert session.submit(dist.get_rank, ranks=[2]).result(60) == 2
+    assert session.submit(dist.get_rank, ranks=[2]).result() == 2
     for ranks, error in (([3], ValueError), ([], ValueError), (["0"], TypeError)):
         with pytest.raises(error):
             session.run(int, ranks=ranks)
@@ -108,7 +128,7 @@ def test_each_rank_gets_its_own(session: Session) -> None:
     for rank, (args, kwargs) in enumerate(session.run_all(given, scatter(parts), 5, name=scatter("abc"))):
         assert torch.equal(args[0], parts[rank]) and args[1:] == (5,) and kwargs == {"name": "abc"[rank]}
     assert session.run_all(given, scatter(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
-    assert session.submit(given, scatter([1, 2, 3])).result(60) == ((1,), {})
+    assert session.submit(given, scatter([1, 2, 3])).result() == ((1,), {})
     assert in_ddp(0, given, scatter(["only"])) == (("only",), {})
 
 
@@ -143,14 +163,14 @@ def test_a_call_in_the_background_can_be_awaited(session: Session) -> None:
 
 
 def test_who_gives_up_awaiting_cancels_the_call(session: Session) -> None:
-    future = session.submit(time.sleep, 60)
+    future = session.submit(time.sleep, 1000)
 
     async def give_up() -> None:
         await asyncio.wait_for(future, 0.5)
 
     with pytest.raises((TimeoutError, asyncio.TimeoutError)):
         asyncio.run(give_up())
-    assert poll(future.done, 30) and future.cancelled()
+    assert poll(future.done) and future.cancelled()
     assert session.run(max, 1, 2) == 2
 
 

@@ -22,12 +22,14 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from cells import cells
 from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
 from nbdist.kernel.processes import hearing
 
+CELLS = cells("kernel/cells/contexts.py")
 PACKAGES = ["multiprocess", "multiprocessing"]
 
 
@@ -92,16 +94,16 @@ def test_process(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
 def test_exit_code(end: Callable[[], Any], exitcode: int) -> None:
     process = nbdist.context("multiprocessing").Process(target=end)
     process.start()
-    process.join(10)
+    process.join()
     assert process.exitcode == exitcode
 
 
 def test_terminate(ctx: Any) -> None:
-    process = ctx.Process(target=time.sleep, args=(60,))
+    process = ctx.Process(target=time.sleep, args=(1000,))
     process.start()
     assert process.join(0.1) is None and process.exitcode is None
     process.terminate()
-    process.join(10)
+    process.join()
     assert process.exitcode == -signal.SIGTERM
 
 
@@ -117,7 +119,7 @@ def test_subclass_of_the_notebook(ctx: Any) -> None:
     queue = ctx.Queue()
     process = Mine(queue)
     process.start()
-    assert type(queue.get(timeout=10)) is Point
+    assert type(queue.get()) is Point
     process.join()
 
 
@@ -134,8 +136,8 @@ def test_synchronisation(ctx: Any) -> None:
             parts["array"][1] = 2.5
         parts["simple"].put(lambda: Point(7))
         pipe.send({"point": Point(8), "received": pipe.recv().x})
-        parts["barrier"].wait(10)
-        parts["event"].wait(10)
+        parts["barrier"].wait()
+        parts["event"].wait()
 
     process = ctx.Process(target=work, args=(parts, theirs))
     process.start()
@@ -143,9 +145,9 @@ def test_synchronisation(ctx: Any) -> None:
     answer = ours.recv()
     assert type(answer["point"]) is Point and answer["received"] == 6
     assert parts["simple"].get()().x == 7
-    parts["barrier"].wait(10)
+    parts["barrier"].wait()
     parts["event"].set()
-    process.join(10)
+    process.join()
     assert (process.exitcode, parts["value"].value, list(parts["array"])) == (0, 2, [0.0, 2.5])
 
 
@@ -164,7 +166,7 @@ def test_manager_and_shared_memory(ctx: Any) -> None:
             shared = manager.dict()
             process = ctx.Process(target=fill, args=(shared, memory.name))
             process.start()
-            process.join(10)
+            process.join()
             assert process.exitcode == 0 and type(shared["points"][0]) is Point and memory.buf[0] == 9
     finally:
         memory.close()
@@ -182,7 +184,7 @@ def test_processes_of_processes(ctx: Any) -> None:
     queue = ctx.Queue()
     process = ctx.Process(target=outer, args=(queue,))
     process.start()
-    assert [queue.get(timeout=10), queue.get(timeout=10)] == ["fork", [3]]
+    assert [queue.get(), queue.get()] == ["fork", [3]]
     process.join()
 
 
@@ -196,7 +198,7 @@ def test_queues_in_processes_of_processes(ctx: Any) -> None:
     queue = ctx.Queue()
     process = ctx.Process(target=outer, args=(queue,))
     process.start()
-    assert {queue.get(timeout=10), queue.get(timeout=10)} == {"outer", "inner"}
+    assert {queue.get(), queue.get()} == {"outer", "inner"}
     process.join()
 
 
@@ -257,14 +259,14 @@ def test_pool(ctx: Any) -> None:
             list(pool.imap(scaled, points, chunksize=3)),
             sorted(pool.imap_unordered(scaled, points), key=lambda point: point.x),
             pool.starmap(scaled, [(point,) for point in points]),
-            pool.map_async(scaled, points).get(10),
+            pool.map_async(scaled, points).get(),
             [pool.apply(scaled, (point,)) for point in points],
         ):
             assert [(type(value), value.x) for value in values] == [(Point, 10 * i) for i in range(7)]
         scale = 20
         assert pool.map(scaled, points)[1].x == 20, "what has changed is seen by the next call"
         seen: list[Any] = []
-        pool.apply_async(scaled, (Point(2),), callback=seen.append).wait(10)
+        pool.apply_async(scaled, (Point(2),), callback=seen.append).wait()
         assert seen[0].x == 40
 
 
@@ -331,10 +333,8 @@ def test_lost_worker(ctx: Any, how: str, call: str, monkeypatch: pytest.MonkeyPa
     end = ENDS[how]
     fds = open_fds()
     with ctx.Pool(2) as pool:
-        begin = time.monotonic()
         with pytest.raises(WorkerDied, match=r"NbdistPoolWorker-\d+ \(pid \d+\)") as caught:
             CALLS[call](pool, work)
-        assert time.monotonic() - begin < 5
         assert caught.value.status == {"killed": -9, "crashed": -11}.get(how, 0)
         with pytest.raises(WorkerDied):
             pool.map(abs, range(3))
@@ -349,19 +349,17 @@ PHASES = ["starting", "in the initializer", "idle, holding the lock", "in a task
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_worker_killed_in_each_phase(ctx: Any, phase: str, tmp_path: Path) -> None:
-    moment = tmp_path / "moment"
-
+def test_worker_killed_in_each_phase(ctx: Any, phase: str) -> None:
     def work(i: int) -> Any:
         if phase in ("in a task", "closing"):
-            time.sleep(60)
+            time.sleep(1000)
         return b"x" * 50_000_000 if phase == "while a result is sent" else i
 
     def begin(*args: Any) -> None:
         if phase == "in the initializer":
-            time.sleep(60)
+            time.sleep(1000)
 
-    with ctx.Pool(2, begin, (Deadly("read", moment),) if phase == "starting" else ()) as pool:
+    with ctx.Pool(2, begin, (Deadly("read"),) if phase == "starting" else ()) as pool:
         workers = [] if phase == "starting" else list(pool._pool)
         if phase == "while a result is sent":
             pool._outqueue._wlock.acquire()  # so that they are at it, and stay there
@@ -374,14 +372,12 @@ def test_worker_killed_in_each_phase(ctx: Any, phase: str, tmp_path: Path) -> No
             pool.close()
         time.sleep(0.3 if workers else 0.0)
         for worker in workers[: 1 if phase != "idle, holding the lock" else 2]:
-            moment.write_text(str(time.monotonic()))
             os.kill(worker.pid, signal.SIGKILL)  # not by the library, which would know
         with pytest.raises(WorkerDied, match="SIGKILL"):
             call()
-        assert time.monotonic() - float(moment.read_text()) < 1
         if phase == "closing":
             pool.join()
-        assert poll(lambda: not any(worker.is_alive() for worker in workers), 5)
+        assert poll(lambda: not any(worker.is_alive() for worker in workers))
 
 
 def test_a_task_that_a_dead_worker_does_not_read_is_lost_with_it(ctx: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +391,7 @@ def test_a_task_that_a_dead_worker_does_not_read_is_lost_with_it(ctx: Any, monke
         result = pool.map_async(len, [b"x" * 1_000_000])  # more than the pipe takes
         heard.set()
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            result.get(30)
+            result.get()
 
 
 def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -407,12 +403,14 @@ def test_failing_initializer_is_no_endless_loop(ctx: Any, capfd: pytest.CaptureF
     assert "ValueError: no model" in str(caught.value)
 
 
-def test_big_data_are_shared(ctx: Any) -> None:
+def test_big_data_are_shared(ctx: Any, tmp_path: Path) -> None:
     table = np.ones(30_000_000)  # 240 MB
 
     def memory(i: int) -> tuple[float, int]:
         total = float(table.sum())
-        time.sleep(0.5)  # so that each worker gets one
+        (tmp_path / str(i)).touch()
+        while len(os.listdir(tmp_path)) < 3:  # each worker gets one; what one alone had read would count as its own
+            time.sleep(0.01)
         return total, psutil.Process().memory_full_info().uss
 
     with ctx.Pool(3) as pool:
@@ -436,20 +434,10 @@ def test_random_numbers(ctx: Any) -> None:
 
 def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Any) -> None:
     """Whoever is killed: the libraries' sockets lie there."""
-    script = """
-        import multiprocessing.util, os, signal, nbdist
-        ctx = nbdist.context("multiprocessing")
-        manager = ctx.Manager()
-        with ctx.Pool(1) as pool:
-            folders = {multiprocessing.util.get_temp_dir(), pool.apply(lambda: multiprocessing.util.get_temp_dir())}
-        beside = [name for name in os.listdir(os.environ["TMPDIR"]) if not name.startswith("nbdist-")]
-        print(len(folders), beside == [os.path.basename(*folders)])
-        os.kill(manager._process.pid, signal.SIGKILL)
-    """
     for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
-        command = [sys.executable, "-c", f"{dedent(script)}\n{end}"]
+        command = [sys.executable, "-c", CELLS["temporary files"] + end]
         env = {**os.environ, "TMPDIR": str(tmp_path)}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert "1 True" in done.stdout, done
         assert poll(lambda: not list(tmp_path.iterdir())), list(tmp_path.iterdir())
 
@@ -463,7 +451,7 @@ def test_executor() -> None:
         points = list(executor.map(lambda point: Point(scale * point.x), [Point(1), Point(2)]))
         assert [(type(point), point.x) for point in points] == [(Point, 3), (Point, 6)]
         with pytest.raises(concurrent.futures.process.BrokenProcessPool):
-            executor.submit(os._exit, 1).result(10)
+            executor.submit(os._exit, 1).result()
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -496,11 +484,12 @@ def test_data_loader_whose_workers_stay() -> None:
     gc.collect()
 
 
-def test_data_loader_loses_a_worker() -> None:
-    begin = time.monotonic()
+def test_data_loader_loses_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told; torch itself looks after five seconds, and here it does not."""
+    look = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(look, "__defaults__", (10_000.0,))  # its `timeout`
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader(Rows(200, lambda: os.kill(os.getpid(), signal.SIGKILL))))
-    assert time.monotonic() - begin < 4.5, "torch itself looks after five seconds"
 
 
 def test_data_loader_raises() -> None:
@@ -512,39 +501,18 @@ def test_data_loader_raises() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- a notebook
 
-POOL = """
-import nbdist, os, signal, sys, time
-ctx = nbdist.context("multiprocess")
-factor = 3
-class Point:
-    def __init__(self, x):
-        self.x = x
-"""
+POOL = CELLS["a context"]
 
 
 def test_in_a_notebook(cell: Cell) -> None:
     cell(POOL)
-    result = cell("""
-        def work(p):
-            print("at", p.x)
-            return Point(p.x * factor)
-        with ctx.Pool(2) as pool:
-            points = pool.map(work, [Point(i) for i in range(4)])
-        print([type(p) is Point and p.x for p in points])
-    """)
+    result = cell(CELLS["a pool"])
     assert result.text.index("at 3") < result.text.index("[0, 3, 6, 9]")
 
 
 def test_lines_of_processes_that_print_at_once_stay_whole(cell: Cell) -> None:
     cell(POOL)
-    result = cell("""
-        class Slow(Point):
-            def __str__(self):
-                time.sleep(0.4 + 0.1 * self.x)
-                return str(self.x)
-        with ctx.Pool(2) as pool:
-            pool.map(lambda i: print("at", Slow(i), "again", Slow(i)), range(4), chunksize=1)
-    """)
+    result = cell(CELLS["lines that take long"])
     assert sorted(result.text.splitlines()) == [f"at {i} again {i}" for i in range(4)]
 
 
@@ -575,21 +543,21 @@ STOPPED = {
 
 @pytest.mark.parametrize("what", STOPPED)
 def test_the_stop_button(notebook: Kernel, what: str) -> None:
-    notebook.ok(POOL + "def slow(i):\n    print('begun', flush=True)\n    time.sleep(60)")
+    notebook.ok(POOL + "def slow(i):\n    print('begun', flush=True)\n    time.sleep(1000)")
     message = notebook.start(dedent(STOPPED[what]))
     begun = 2 if what == "an executor" else 1
     notebook.finish(message, until=lambda result: result.text.count("begun") >= begun)
     notebook.interrupt()
-    result = notebook.finish(message, timeout=20)
+    result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt", result
     done = "import nbdist.kernel.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
-    assert poll(lambda: notebook.run(done).error is None, 5)
+    assert poll(lambda: notebook.run(done).error is None)
     assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
 
 
 def test_the_stop_button_leaves_idle_pools_alone(notebook: Kernel) -> None:
     notebook.ok(POOL + "pool = ctx.Pool(2); pool.map(abs, range(4))")
-    message = notebook.start("print('begun'); time.sleep(60)")
+    message = notebook.start("print('begun'); time.sleep(1000)")
     notebook.finish(message, until=lambda result: "begun" in result.text)
     notebook.interrupt()
     assert notebook.finish(message).error == "KeyboardInterrupt"
@@ -597,7 +565,7 @@ def test_the_stop_button_leaves_idle_pools_alone(notebook: Kernel) -> None:
 
 
 def test_an_interrupt_of_a_fork_is_its_own(ctx: Any) -> None:
-    process = ctx.Process(target=time.sleep, args=(60,))
+    process = ctx.Process(target=time.sleep, args=(1000,))
     process.start()
     if (child := os.fork()) == 0:
         signal.signal(signal.SIGINT, lambda signum, frame: os._exit(0))
@@ -611,11 +579,11 @@ def test_an_interrupt_of_a_fork_is_its_own(ctx: Any) -> None:
 
 
 def test_processes_end_with_the_kernel(kernel: Kernel) -> None:
-    kernel.ok(POOL + "pool = ctx.Pool(2)\np = ctx.Process(target=time.sleep, args=(600,)); p.start()")
+    kernel.ok(POOL + "pool = ctx.Pool(2)\np = ctx.Process(target=time.sleep, args=(1000,)); p.start()")
     pids = [psutil.Process(int(pid)) for pid in kernel.ok("print(p.pid, *[w.pid for w in pool._pool])").text.split()]
     assert len(living(pids)) == 3
     psutil.Process(kernel.pid).kill()
-    assert poll(lambda: not living(pids), 5)
+    assert poll(lambda: not living(pids))
 
 
 def test_after_threads_in_the_kernel(cell: Cell) -> None:
@@ -629,38 +597,13 @@ def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
     """Without a GPU, as far as that goes: what torch knows of a live CUDA is set, a fork would be a bad one, as torch
     calls it, and a thread holds a lock that a fork would find locked for ever, as those of CUDA's driver do."""
     cell(POOL)
-    cell("""
-        import threading, torch
-        torch.cuda._initialized = True
-        os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, "_is_in_bad_fork", lambda: True))
-        driver = threading.Lock()
-        threading.Thread(target=lambda: driver.acquire() and time.sleep(600), daemon=True).start()
-
-        class Rows(torch.utils.data.Dataset):
-            def __len__(self):
-                return 4
-            def __getitem__(self, i):
-                locked = "driver" in globals()
-                return torch.tensor([torch.cuda._is_in_bad_fork(), torch.cuda._initialized, locked, os.getpid()])
-
-        if (child := os.fork()) == 0:
-            os._exit(torch.cuda._is_in_bad_fork() + 2 * torch.cuda._initialized + 4 * driver.locked())
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "so it is in a fork of the kernel"
-    """)
-    text = cell("""
-        ctx = nbdist.context("multiprocessing")
-        batches = list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=ctx))
-        print([batch[0, :3].tolist() for batch in batches], len({int(batch[0, 3]) for batch in batches}))
-        print(nbdist.parallel_map(lambda i: torch.cuda._is_in_bad_fork(), range(2), progress=False))
-    """).text
+    cell(CELLS["CUDA live in the kernel"])
+    text = cell(CELLS["a loader beside it"]).text
     assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
 
 
 def test_script_ends_with_its_processes(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import time, nbdist\nctx = nbdist.context('multiprocessing')\n"
-        "def work(): time.sleep(0.5); print('worked')\nctx.Process(target=work).start()\nprint('end of script')\n"
-    )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    script.write_text(CELLS["a script that ends before its process"])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["end of script", "worked"] and not done.stderr, done

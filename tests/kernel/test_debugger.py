@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +40,7 @@ def test_a_breakpoint_in_one_rank_while_the_other_waits(notebook: Kernel) -> Non
     code = """
     def train():
         x = torch.full((1,), dist.get_rank() + 1.0)
+        dist.barrier()
         if dist.get_rank() == 1:
             breakpoint()
             x += 5
@@ -66,14 +66,12 @@ def test_breakpoints_in_both_ranks(notebook: Kernel) -> None:
         return own
     print(session.run_all(stops))
     """
-    # Only when both stand still is it sure that one can change over.
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    prompts: list[str] = []
+    while prompts != ["(rank 0) "] * 2 + ["(rank 1) "] * 3 + ["(rank 0) "] * 2:
+        # Only when both stand still is it sure that one can change over.
         prompts, text = typed(
             notebook, textwrap.dedent(code), "p own", "rank 1", "p own", "own = 99", "c", "own = 88", "c"
         )
-        if prompts == ["(rank 0) "] * 2 + ["(rank 1) "] * 3 + ["(rank 0) "] * 2:
-            break
     assert "10\n" in text and "11\n" in text and text.endswith("[88, 99]\n"), text
 
 
@@ -93,21 +91,32 @@ def test_interact_keeps_the_frames(notebook: Kernel) -> None:
 
 
 def test_the_time_at_a_breakpoint_does_not_count(notebook: Kernel) -> None:
-    notebook.ok("short = Session(1, timeout=3)\nshort.run(int)")
+    notebook.ok(LATER)
     code = "def f():\n    breakpoint()\n    return 5\nprint('returned', short.run(f))"
     said: list[str] = []
 
     def answer(message: dict) -> None:  # type: ignore[type-arg]
-        time.sleep(4)
+        (notebook.cwd / "later").touch()
         notebook.client.input("c")
 
     def output(message: dict) -> None:  # type: ignore[type-arg]
         said.append(message["content"].get("text", ""))
 
     notebook.client.allow_stdin = True
-    notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output)
     assert "returned 5\n" in "".join(said)
-    notebook.ok("short.close()")
+    notebook.ok("short.close(); waiting.time = time")
+
+
+#: A session with a timeout that is over from the moment on at which there is a file `later`.
+LATER = """
+import os
+from types import SimpleNamespace
+from nbdist.kernel import waiting
+short = Session(1, timeout=1000)
+short.run(int)
+waiting.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 4000 * os.path.exists("later"))
+"""
 
 
 def test_input(notebook: Kernel) -> None:
@@ -135,7 +144,7 @@ def test_a_password_is_not_shown(notebook: Kernel) -> None:
     notebook.ok("from getpass import getpass\nread = input")
     code = "def asks():\n    return getpass('key? '), read('name? ')\nprint(*map(len, session.run(asks, ranks=[0])))"
     notebook.client.allow_stdin = True
-    notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output, timeout=60)
+    notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output)
     assert "".join(said) == "6 6\n"
     assert hidden == [("(rank 0) key? ", True), ("(rank 0) name? ", False)]
 
@@ -150,7 +159,7 @@ def asked(notebook: Kernel) -> bool:
 def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
     notebook.client.allow_stdin = True
     cell = notebook.start("def f():\n    breakpoint()\n    return 5\nsession.run(f)", watched=True)
-    assert poll(lambda: asked(notebook), 60)
+    assert poll(lambda: asked(notebook))
     notebook.interrupt()
     result: Result = notebook.finish(cell)
     most = 16 if sys.version_info >= (3, 11) else 20  # lines: before, the frame that is stopped is there twice
@@ -255,7 +264,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": ROOT}
     typed_in = "p x * 7\nc\nAda\n"
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, input=typed_in, capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run(command, input=typed_in, capture_output=True, text=True, env=environ)
     assert "42\n" in done.stdout and "returned ('Ada', 6)\n" in done.stdout, done.stdout + done.stderr
 
 
@@ -264,7 +273,7 @@ def test_the_end_of_the_input(tmp_path: Path) -> None:
     script.write_text("from nbdist import in_ddp\nif __name__ == '__main__':\n    in_ddp(1, input)\n")
     environ = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, input="", capture_output=True, text=True, env=environ, timeout=60)
+    done = subprocess.run(command, input="", capture_output=True, text=True, env=environ)
     assert done.stderr.rstrip().endswith("EOFError") and done.returncode == 1
 
 

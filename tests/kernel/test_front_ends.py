@@ -7,15 +7,16 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import cells
 from conftest import Kernel, Result, poll, typed
 from test_widgets import Page
 
+CELLS = cells("kernel/cells/front_ends.py")
 ROOT = str(Path(__file__).parent.parent.parent)
 
 
@@ -65,19 +66,7 @@ def vscode(tmp_path: Path) -> Iterator[VSCode]:
 
 def test_cells_that_vs_code_runs(vscode: VSCode, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("def three():\n    return 3\n")
-    code = """
-        import os, time
-        from nbdist import Session, in_ddp
-        import beside
-        def train(x):
-            print("printed in", os.getcwd())
-            return x * beside.three()
-        def fails():
-            open("begun", "w").close()
-            time.sleep(300)
-        in_ddp(2, train, 2)
-    """
-    result = vscode.ok(textwrap.dedent(code))
+    result = vscode.ok(CELLS["a cell of VS Code"])
     assert result.text == f"printed in {tmp_path}\n6\n" and result.number == 1, "hidden requests have no number"
     assert "train" in vscode.hidden("print(list(globals()))").text
     assert vscode.ok("in_ddp(2, lambda: get_ipython().__class__.__name__)").text == "'ZMQInteractiveShell'\n"
@@ -85,7 +74,7 @@ def test_cells_that_vs_code_runs(vscode: VSCode, tmp_path: Path) -> None:
     assert failed.error == "ZeroDivisionError" and "lambda: 1 / 0" in failed.plain_traceback
     assert vscode.ok("in_ddp(1, train, 1)").number == 4, "stop_on_error is off"
     cell = vscode.start("in_ddp(2, fails)")
-    assert poll((tmp_path / "begun").exists, 30)
+    assert poll((tmp_path / "begun").exists)
     vscode.interrupt()
     assert vscode.finish(cell).error == "KeyboardInterrupt"
     prompts, text = typed(vscode, "print(in_ddp(1, lambda: input('name? ')))", "me")
@@ -110,24 +99,7 @@ def test_hidden_requests_between_calls_of_a_session(vscode: VSCode) -> None:
 @needs("plotly", "anywidget")
 def test_a_figure_of_plotly_hears_a_click_during_a_call(notebook: Kernel) -> None:
     page = Page(notebook)
-    code = """
-        import time
-        import plotly.graph_objects as go
-        from IPython.display import display
-        from nbdist import in_ddp
-        def draw():
-            figure, heard = go.FigureWidget(), []
-            figure.add_scatter(y=[1, 2, 3])
-            figure.data[0].on_click(lambda trace, points, state: heard.append(points.point_inds))
-            display(figure)
-            figure.add_scatter(y=[3, 2, 1])
-            while not heard:
-                time.sleep(0.01)
-            figure.data[0].y = [7, 8, 9]
-            return heard
-        print(in_ddp(1, draw))
-    """
-    cell = notebook.start(textwrap.dedent(code))
+    cell = notebook.start(CELLS["a figure that is clicked"])
     added = page.until(lambda m: m["content"].get("data", {}).get("state", {}).get("_py2js_addTraces") and said(page))
     assert added["content"]["data"]["state"]["_py2js_addTraces"]["trace_data"][0]["y"] == [3, 2, 1], "after display"
     points = {"trace_indexes": [0], "point_indexes": [2], "xs": [2], "ys": [3]}
@@ -148,78 +120,19 @@ def said(page: Page) -> bool:
 @needs("plotly", "anywidget")
 def test_a_figure_of_plotly_travels_with_its_data(notebook: Kernel) -> None:
     """It says itself how it is pickled; as a widget alone it would come without them."""
-    code = """
-        import plotly.graph_objects as go
-        from nbdist import in_ddp
-        figure = go.FigureWidget()
-        figure.add_scatter(y=[1, 2, 3])
-        def more():
-            figure.add_scatter(y=[3, 2, 1])
-            return figure
-        back = in_ddp(2, more)
-        print(type(back).__name__, [trace.y for trace in back.data], len(figure.data))
-    """
-    assert notebook.ok(textwrap.dedent(code)).text == "FigureWidget [(1, 2, 3), (3, 2, 1)] 1\n"
+    assert notebook.ok(CELLS["a figure that travels"]).text == "FigureWidget [(1, 2, 3), (3, 2, 1)] 1\n"
 
 
 # ---------------------------------------------------------------------------------------------------------- marimo
-
-MARIMO = """
-import marimo
-app = marimo.App()
-
-@app.cell
-def _():
-    from nbdist import Session, in_ddp
-    return Session, in_ddp
-
-@app.cell
-def _():
-    scale = 3
-    class Own(Exception):
-        pass
-    def helper(x):
-        return scale * x
-    def train(steps):
-        from tqdm.auto import tqdm
-        for step in tqdm(range(steps)):
-            print("step", step)
-        return helper(steps)
-    def fails():
-        raise Own("in a cell")
-    return Own, fails, train
-
-@app.cell
-def _(in_ddp, train):
-    in_ddp(2, train, 2)
-    return
-
-@app.cell
-def _(Own, fails, in_ddp):
-    try:
-        in_ddp(2, fails)
-    except Own as exc:
-        print("caught", exc, exc.__cause__)
-    return
-
-@app.cell
-def _(Session):
-    with Session(2, output="all") as session:
-        print(session.run_all(lambda: print("mine") or str(input)))
-    return
-
-if __name__ == "__main__":
-    app.run()
-"""
 
 
 @pytest.mark.slow
 @needs("marimo")
 def test_cells_of_marimo(tmp_path: Path) -> None:
-    (tmp_path / "book.py").write_text(MARIMO)
+    (tmp_path / "book.py").write_text(CELLS["marimo"])
     command = [sys.executable, "-m", "marimo", "export", "ipynb", "book.py", "-o", "book.ipynb", "--include-outputs"]
     environ = {**os.environ, "PYTHONPATH": ROOT}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = json.loads((tmp_path / "book.ipynb").read_text())["cells"]
     texts: list[str] = []

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LINUX, left_in_shared_memory, open_fds, poll, ranks_of, shared_memory_names
+from conftest import LINUX, open_fds, poll, shared_memory_names
 
 from nbdist import CaptureError, RankDied, Session, devices, in_ddp, warm
 from nbdist.cores import usable_cores
+from nbdist.engines import forkserver
 from nbdist.wire.connections import sockets
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    """Two ranks for the tests that need not start their own, left in their own process group when they are idle."""
-    with Session(2) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As in conftest, but the ranks of the shared session may stay."""
-    shared = request.getfixturevalue("session") if "session" in request.fixturenames else None
-    before, ranks = shared_memory_names(), {p.pid for p in ranks_of()}
-    yield
-    if shared is None:
-        assert poll(lambda: {p.pid for p in ranks_of()} <= ranks), f"these outlived the test: {ranks_of()}"
-    assert not left_in_shared_memory(before)
 
 
 def world(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -266,9 +248,9 @@ def _script() -> int:
 
 def test_a_script_that_destroys_its_process_group_before_its_model() -> None:
     """gloo's threads and the model waited for each other at the end of every other call."""
-    for _ in range(4):  # ten seconds each with torch 2.5, which is why they have so many
-        assert in_ddp.options(timeout=60, imports="import torch._inductor.cudagraph_trees")(2, _script) == 1
-    with Session(2, timeout=30) as session:
+    for _ in range(4):
+        assert in_ddp.options(imports="import torch._inductor.cudagraph_trees")(2, _script) == 1
+    with Session(2) as session:
         assert [session.run(_script) for _ in range(4)] == [1] * 4
 
 
@@ -342,13 +324,17 @@ def raise_bad() -> None:
     raise Bad(7, why="because")  # the culprit
 
 
-def test_a_failure_beside_a_waiting_rank_is_raised_soon_and_the_next_call_works() -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
+    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+
+
+def test_a_failure_beside_a_waiting_rank_is_raised_soon_and_the_next_call_works(patient: None) -> None:
     with Session(2) as own:
         assert own.run(all_reduce_of_ones) == 2.0
-        begin = time.monotonic()
         with pytest.raises(Bad) as caught:
             own.run(fail_on_rank_1, raise_bad)
-        assert time.monotonic() - begin < 2
         assert (caught.value.code, caught.value.why) == (7, "because")
         cause = str(caught.value.__cause__)
         assert "rank 1" in cause and "# the culprit" in cause and "raise_bad" in cause and "fail_on_rank_1" in cause
@@ -397,13 +383,11 @@ def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_is_killed() -> None:
+def test_a_rank_that_is_killed(patient: None) -> None:
     with Session(2) as own:
         (_, pid) = own.run_all(os.getpid)
-        begin = time.monotonic()
         with pytest.raises(RankDied, match=r"rank 1.*SIGKILL") as caught:
             own.run(fail_on_rank_1, kill_itself)
-        assert time.monotonic() - begin < 10
         died = caught.value
         assert (died.rank, died.pid, died.status) == (1, pid, -signal.SIGKILL)
         assert "last words" in died.output and "last words" in str(died)
@@ -439,24 +423,29 @@ def test_twenty_calls_leave_nothing_behind() -> None:
     assert poll(lambda: state()[:3] <= second[:3] and state()[3] <= second[3]), (second, state())
 
 
-def inside(started: float) -> tuple[float, bool, float]:
-    ready = time.time() - started
-    return ready, "fastai.collab" in sys.modules, all_reduce_of_ones()
+def inside() -> tuple[float, bool, float]:
+    computed = time.process_time()  # since the fork
+    return computed, "fastai.collab" in sys.modules, all_reduce_of_ones()
 
 
 @pytest.mark.slow
-def test_a_second_call_is_at_work_in_well_under_a_second() -> None:
+def test_a_second_call_need_not_import_anything_again() -> None:
     block = "from fastai.collab import *"
-    in_ddp(2, inside, time.time(), imports=block)
-    ready, imported, total = min(in_ddp(2, inside, time.time(), imports=block) for _ in range(2))
+    in_ddp(2, inside, imports=block)
+    computed, imported, total = min(in_ddp(2, inside, imports=block) for _ in range(2))
     assert imported and total == 2.0
-    assert ready < 1.5  # 0.1 to 0.2 s on an idle machine
+    assert computed < 1.5, "it takes a tenth of a second, and would take several"
 
 
 def test_warm_returns_at_once_and_takes_no_names_for_modules() -> None:
-    begin = time.monotonic()
-    warm("import torch")
-    assert time.monotonic() - begin < 1
+    assert in_ddp(1, int) == 0
+    server = forkserver._server()
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        warm("import colorsys")  # for which the server cannot do anything now
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert in_ddp(1, lambda: "colorsys" in sys.modules)
     with pytest.raises(ValueError, match="imports="):
         warm("torch")
 
@@ -503,5 +492,5 @@ def test_calls_from_another_thread() -> None:
     caller = threading.Thread(target=lambda: values.append(in_ddp(2, all_reduce_of_ones)))
     caller.start()
     assert in_ddp(2, all_reduce_of_ones) == 2.0
-    caller.join(30)
+    caller.join()
     assert values == [2.0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,11 +97,10 @@ def test_errors_show_the_cell_and_leave_the_ranks(notebook: Kernel) -> None:
 
 
 def test_interrupt(notebook: Kernel) -> None:
-    cell = notebook.start("%%ddp\nimport time\nprint('begun', flush=True)\ntime.sleep(60)")
+    cell = notebook.start("%%ddp\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)")
     notebook.finish(cell, until=lambda result: "begun" in result.text)
     notebook.interrupt()
-    begin = time.monotonic()
-    assert notebook.finish(cell).error == "KeyboardInterrupt" and time.monotonic() - begin < 8
+    assert notebook.finish(cell).error == "KeyboardInterrupt"
     assert notebook.ok("%%ddp\n1 + 1").text == "2\n"
 
 
@@ -152,7 +150,7 @@ def test_inspection_from_the_ranks(notebook: Kernel) -> None:
     notebook.ok('%%ddp\ndef only_there(amount):\n    """Tells how much."""')
 
     def told(text: str) -> str | None:
-        reply = notebook.client.inspect(text, len(text), reply=True, timeout=30)["content"]
+        reply = notebook.client.inspect(text, len(text), reply=True)["content"]
         return reply["data"].get("text/plain", "") if reply["found"] else None
 
     assert "Tells how much." in str(told("%%ddp\nonly_there"))
@@ -171,9 +169,9 @@ def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
         ("%%ddp --ranks 1\nprint(only_in", "only_in_ranks"),
         ("%%ddp\nonly_in_ranks.isdis", "isdisjoint"),
     ):
-        reply = notebook.client.complete(text, len(text), reply=True, timeout=30)["content"]
+        reply = notebook.client.complete(text, len(text), reply=True)["content"]
         assert any(match.endswith(offered) for match in reply["matches"]), reply
-    reply = notebook.client.complete("only_in", 7, reply=True, timeout=30)["content"]
+    reply = notebook.client.complete("only_in", 7, reply=True)["content"]
     assert not reply["matches"], "the notebook itself has no such variable"
 
 
@@ -230,7 +228,7 @@ def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
 )
 def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
     notebook.ok("ratings_of_mine = 1")
-    reply = notebook.client.complete(line, len(line), reply=True, timeout=30)["content"]
+    reply = notebook.client.complete(line, len(line), reply=True)["content"]
     assert offered <= set(reply["matches"]), reply
     if hasattr(completer, "context_matcher"):
         assert len(reply["matches"]) < 20, "nothing else than what may come there"
@@ -238,14 +236,14 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
 
 
 def test_help(notebook: Kernel) -> None:
-    reply = notebook.client.inspect("%ddp", 4, reply=True, timeout=30)["content"]
+    reply = notebook.client.inspect("%ddp", 4, reply=True)["content"]
     assert reply["found"] and "%ddp start N" in reply["data"]["text/plain"]
 
 
 def test_restart_and_stop(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
     assert kernel.run("%%ddp\n1").error == "UsageError" or "%ddp start 2" in kernel.run("%%ddp\n1").text
-    kernel.ok("session = %ddp start 2 --timeout 60 --threads 1 --seed 3 --hold-on-error")
+    kernel.ok("session = %ddp start 2 --timeout 1000 --threads 1 --seed 3 --hold-on-error")
     kernel.ok("%%ddp\nkept = 1")
     before = {p.pid for p in ranks_of(kernel.pid)}
     kernel.ok("%ddp restart")
@@ -280,7 +278,7 @@ def test_a_call_without_ranks_is_debugged_as_usual(kernel: Kernel) -> None:
 
 
 def test_output_of_the_background_goes_to_its_own_cell(kernel: Kernel) -> None:
-    kernel.ok("import time\nfrom nbdist import Session\nsession = Session(2)\nsession.run(int)")
+    kernel.ok("import os, time\nfrom nbdist import Session\nsession = Session(2)\nsession.run(int)")
     code = """
 def train():
     from IPython.display import display
@@ -288,18 +286,17 @@ def train():
     handle = display("begin", display_id=True)
     for epoch in range(5):
         print("epoch", epoch)
-        time.sleep(0.1)
+        while epoch == 2 and not os.path.exists("seen"):
+            time.sleep(0.05)
     handle.update("end")
     display("over")
     return 7
 future = session.submit(train)
 """
-    cell = kernel.start(code, watched=True)
-    other = kernel.start("print('here', session.status())\ntime.sleep(1)\nprint(future.result())")
+    cell, other = kernel.start(code, watched=True), ""
     mine, others, kinds = "", "", []
-    deadline = time.monotonic() + 30
-    while "7\n" not in others and time.monotonic() < deadline:
-        message = kernel.client.get_iopub_msg(timeout=30)
+    while "7\n" not in others:
+        message = kernel.client.get_iopub_msg()
         parent, content = message["parent_header"].get("msg_id"), message["content"]
         text = content.get("text", "") + content.get("data", {}).get("text/plain", "")
         if parent == cell:
@@ -307,33 +304,39 @@ future = session.submit(train)
             mine += text
         elif parent == other:
             others += text
-    assert [f"epoch {n}" in mine for n in range(5)] == [True] * 5 and "epoch" not in others.replace("line", "")[200:]
+        if "epoch 2" in mine and not other:
+            other = kernel.start("print('here', session.status())\nprint(future.result())")
+        if "running  train" in others:
+            (kernel.cwd / "seen").touch()
+    assert [f"epoch {n}" in mine for n in range(5)] == [True] * 5 and "epoch 3" not in others
     assert "'end'" in mine and "'over'" in mine and {"display_data", "update_display_data"} <= set(kinds)
-    assert "running  train" in others and others.endswith("7\n")
+    assert others.endswith("7\n")
 
 
 def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
-    kernel.ok("import time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
-    cell = kernel.start("future = session.submit(time.sleep, 1.5)\nsession.status()", watched=True)
-    seen: list[str] = []  # first the call may still be on its way to the rank
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and not ("<td>running" in "".join(seen) and "<td>idle" in seen[-1]):
-        message = kernel.client.get_iopub_msg(timeout=30)
-        if message["parent_header"].get("msg_id") == cell and "data" in message["content"]:
-            seen.append(message["content"]["data"]["text/html"])
-    assert any("<td>running" in table for table in seen) and "<td>idle" in seen[-1]
+    kernel.ok("import os, time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
+    kernel.ok("def waits():\n    while not os.path.exists('seen'): time.sleep(0.05)")
+    cell = kernel.start("future = session.submit(waits)\nsession.status()", watched=True)
+    table = ""
+    for state in ("<td>running", "<td>idle"):  # first the call may still be on its way to the rank
+        while state not in table:
+            message = kernel.client.get_iopub_msg()
+            if message["parent_header"].get("msg_id") == cell and "data" in message["content"]:
+                table = message["content"]["data"]["text/html"]
+        (kernel.cwd / "seen").touch()
 
 
 def test_the_kernel_can_end_while_the_background_works(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    kernel.ok("import time\nfrom nbdist import Session\nfuture = Session(2).submit(time.sleep, 600)")
+    kernel.ok("import time\nfrom nbdist import Session\nfuture = Session(2).submit(time.sleep, 1000)")
     assert poll(lambda: len(ranks_of(kernel.pid)) == 2)
     family = psutil.Process(kernel.pid).children(recursive=True)
-    begin = time.monotonic()
-    kernel.client.stop_channels()
-    kernel.manager.shutdown_kernel(now=False)
-    assert time.monotonic() - begin < 10
-    assert poll(lambda: not living(family), 5)
+    kernel.manager.shutdown_wait_time = 10_000.0  # it would be killed after five seconds
+    try:
+        kernel.manager.shutdown_kernel(now=False)
+        assert poll(lambda: not living(family))
+    finally:
+        kernel.close()
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 20)), min_size=1))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from unittest import mock
 
 import nbformat
 import pytest
-from conftest import Kernel, Result, poll
+from conftest import Kernel, Result, endless
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from nbclient import NotebookClient
@@ -138,8 +137,7 @@ def test_a_signal_handler_writes_in_the_middle_of_a_write() -> None:
     with mock.patch.object(frames, "os", system), mock.patch.object(frames, "_CHUNK", 16):
         thread = threading.Thread(target=interrupted, daemon=True)
         thread.start()
-        thread.join(10)
-        assert not thread.is_alive(), "it waits for itself"
+        thread.join()  # forever, if it waits for itself
     found = fed(split(b"".join(writes), itertools.repeat(7)))
     messages = [what[1]["text"] for kind, what in found if kind == MESSAGE]
     assert sorted(messages) == sorted(["outer" * 10, "short", "long" * 10, "short"])
@@ -217,10 +215,8 @@ import torch, torch.distributed as dist
 from nbdist import Session, in_ddp
 
 def wait_for(name):
-    begin = time.monotonic()
     while not os.path.exists(name):
         time.sleep(0.01)
-        assert time.monotonic() - begin < 20
 """
 
 
@@ -439,22 +435,31 @@ def test_text_in_an_output_widget(notebook: Kernel) -> None:
 
 
 def test_bar_of_fastprogress(notebook: Kernel) -> None:
-    result = run(
-        notebook,
+    for mark in notebook.cwd.glob("seen*"):
+        mark.unlink()
+    cell = notebook.start(
         """
-        from fastprogress.fastprogress import master_bar, progress_bar
-        bar = master_bar(range(3))
-        bar.write(["epoch", "loss"], table=True)
-        for epoch in bar:
-            for _ in progress_bar(range(10), parent=bar):
-                time.sleep(0.04)
-            bar.write([str(epoch), f"0.{epoch}"], table=True)
-        """,
+def f():
+    from fastprogress.fastprogress import master_bar, progress_bar
+    bar = master_bar(range(3))
+    bar.write(["epoch", "loss"], table=True)
+    for epoch in bar:
+        for _ in progress_bar(range(10), parent=bar):
+            time.sleep(0.04)
+        bar.write([str(epoch), f"0.{epoch}"], table=True)
+        wait_for(f"seen{epoch}")
+in_ddp(2, f)
+"""
     )
-    assert set(kinds(result)) == {"display_data", "update_display_data"}
-    identified = [o for o in result.outputs if "display_id" in o["transient"]]
+    outputs = []
+    for epoch in range(3):  # a row that the next one overtakes is not shown
+        outputs += notebook.finish(cell, until=lambda result: f"<td>0.{epoch}" in str(result.outputs)).outputs  # noqa: B023
+        (notebook.cwd / f"seen{epoch}").touch()
+    outputs += notebook.finish(cell).outputs
+    assert {output["kind"] for output in outputs} == {"display_data", "update_display_data"}
+    identified = [o for o in outputs if "display_id" in o["transient"]]
     assert len({o["transient"]["display_id"] for o in identified}) == 1
-    assert kinds(result).count("display_data") == 2  # its style, and itself
+    assert sum(output["kind"] == "display_data" for output in outputs) == 2  # its style, and itself
     pages = [o["data"]["text/html"] for o in identified]
     assert any("<progress" in page for page in pages)
     rows = [page.count("<td>0.") for page in pages]
@@ -505,7 +510,6 @@ def test_logs(notebook: Kernel) -> None:
 
 
 def test_much_output_at_once(notebook: Kernel) -> None:
-    begin = time.monotonic()
     result = run(
         notebook,
         """
@@ -515,7 +519,6 @@ def test_much_output_at_once(notebook: Kernel) -> None:
         """,
         'with Session(2, output="all", lines=None) as session:\n    session.run(f)',
     )
-    assert time.monotonic() - begin < 30
     for stream, word in (("stdout", "out"), ("stderr", "err")):
         lines = streams(result, stream).splitlines()
         for rank in range(2):
@@ -573,13 +576,13 @@ def test_the_file_of_a_flood_is_gone_with_the_kernel(tmp_path: Path) -> None:
 
 
 def test_the_notebook_stays_responsive(notebook: Kernel) -> None:
-    """While ranks flood it with output, the kernel passes it on as it comes, and can be interrupted."""
-    cell = notebook.start("def f():\n    while True: print('flood')\nin_ddp(2, f)")
-    notebook.finish(cell, until=lambda result: result.text.count("flood") > 1000)
-    begin = time.monotonic()
-    notebook.interrupt()
-    assert notebook.finish(cell).error == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 5
+    """While ranks flood it with output, the kernel passes it on as it comes, and can be interrupted: the ranks are
+    not killed at the end of what they get to clean up, for that has none here."""
+    with endless(notebook, "GRACE_AFTER_INTERRUPT"):
+        cell = notebook.start("def f():\n    while True: print('flood')\nin_ddp(2, f)")
+        notebook.finish(cell, until=lambda result: result.text.count("flood") > 1000)
+        notebook.interrupt()
+        assert notebook.finish(cell).error == "KeyboardInterrupt"
 
 
 def test_workers_of_a_data_loader_print_whole_lines(notebook: Kernel) -> None:
@@ -649,7 +652,7 @@ def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Training with fastai leaves a handful of ordinary outputs: the table, not every step of the bar."""
     monkeypatch.setenv("PYTHONPATH", ROOT)
     node = new_notebook(cells=[new_code_cell(COLLAB)])
-    client = NotebookClient(node, timeout=100, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3")
+    client = NotebookClient(node, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3")
     client.create_kernel_manager().kernel_spec.argv[0] = sys.executable
     client.execute()
     nbformat.validate(node)
@@ -701,7 +704,6 @@ def test_in_a_script(tmp_path: Path) -> None:
         text=True,
         cwd=tmp_path,
         env={"PYTHONPATH": ROOT},
-        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "from 0\nraw\n[0]\nendafter\n"
@@ -717,10 +719,13 @@ def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={"PYTHONPATH": ROOT}
     ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "now\n"
-        (tmp_path / "seen").touch()
-        assert poll(lambda: process.poll() == 0)
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "now\n"
+            (tmp_path / "seen").touch()
+            assert process.wait() == 0
+        finally:
+            process.kill()
 
 
 def test_a_figure_that_is_returned_is_drawn(kernel: Kernel) -> None:

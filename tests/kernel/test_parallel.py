@@ -20,11 +20,18 @@ from conftest import Cell, Deadly, Kernel, die, open_fds, poll, ranks_of
 import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
 from nbdist.engines.ray import process
+from nbdist.kernel import parallel
 
 
 class Point:
     def __init__(self, x: int) -> None:
         self.x = x
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other workers get to end after the first failure has no end itself: a call must not use it up."""
+    monkeypatch.setattr(parallel, "GRACE_AFTER_FAILURE", 10_000.0)
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3, 1000])
@@ -78,20 +85,19 @@ def test_imports_and_need() -> None:
     assert [str(value) for value in values] == ["1/4", "1/2"]
 
 
-def test_first_exception() -> None:
+def test_first_exception(patient: None) -> None:
     class Mine(Exception):
         pass
 
     def work(i: int) -> int:
         if i == 13:
             raise Mine(f"no {i}")
+        if i > 13:
+            time.sleep(1000)
         return i
 
-    parallel_map(abs, [1], progress=False)  # the server is there now
-    begin = time.monotonic()
     with pytest.raises(Mine, match="no 13") as caught:
         parallel_map(work, range(1000), 2, progress=False)
-    assert time.monotonic() - begin < 5
     cause = str(caught.value.__cause__)
     assert "on worker" in cause and "at item 13 (13)" in cause and 'raise Mine(f"no {i}")' in cause
 
@@ -102,37 +108,35 @@ def test_first_exception() -> None:
     [(lambda: os.kill(os.getpid(), signal.SIGKILL), -9), (lambda: os._exit(0), 0)],
     ids=["killed", "_exit(0)"],
 )
-def test_lost_worker(end: Callable[[], Any], status: int, chunk: int) -> None:
+def test_lost_worker(patient: None, end: Callable[[], Any], status: int, chunk: int) -> None:
     def work(i: int) -> int:
         if i == 13:
             print("last words")
             end()
+        if i > 15:
+            time.sleep(1000)
         return i
 
-    begin = time.monotonic()
     with pytest.raises(WorkerDied, match=r"worker \d \(pid \d+\).*at item 13 \(13\)") as caught:
         parallel_map(work, range(40), 2, chunk=chunk, progress=False)
-    assert time.monotonic() - begin < 5
     assert caught.value.status == status and "last words" in str(caught.value)
     assert parallel_map(abs, [-1], progress=False) == [1]
 
 
 @pytest.mark.parametrize("phase", ["starting", "reading an item", "in a task", "sending its result", "idle"])
-def test_worker_killed_in_each_phase(phase: str, tmp_path: Path) -> None:
-    moment = tmp_path / "moment"
-    deadly = Deadly("read", moment)
+def test_worker_killed_in_each_phase(patient: None, phase: str, tmp_path: Path) -> None:
+    deadly = Deadly("read")
     phases: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
         "starting": (lambda i: (deadly, i), [1, 2]),
         "reading an item": (lambda item: item, [1, deadly]),
-        "in a task": (lambda i: die(moment) if i else time.sleep(60), [0, 1]),
-        "sending its result": (lambda i: Deadly("written", moment) if i else time.sleep(60), [0, 1]),
-        "idle": (lambda i: (tmp_path / str(i)).write_text(str(os.getpid())) if i else time.sleep(60), [0, 1]),
+        "in a task": (lambda i: die() if i else time.sleep(1000), [0, 1]),
+        "sending its result": (lambda i: Deadly("written") if i else time.sleep(1000), [0, 1]),
+        "idle": (lambda i: (tmp_path / str(i)).write_text(str(os.getpid())) if i else time.sleep(1000), [0, 1]),
     }
 
     def kill_idle() -> None:
         assert poll(lambda: (tmp_path / "1").exists() and (tmp_path / "1").read_text())
         time.sleep(0.2)
-        moment.write_text(str(time.monotonic()))
         os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
 
     if phase == "idle":
@@ -140,7 +144,6 @@ def test_worker_killed_in_each_phase(phase: str, tmp_path: Path) -> None:
     fn, items = phases[phase]
     with pytest.raises(WorkerDied, match="SIGKILL"):
         parallel_map(fn, items, 2, progress=False)
-    assert time.monotonic() - float(moment.read_text()) < 1
 
 
 def test_worker_killed_at_its_end() -> None:
@@ -150,13 +153,11 @@ def test_worker_killed_at_its_end() -> None:
         atexit.register(os.kill, os.getpid(), signal.SIGKILL)
         return i
 
-    begin = time.monotonic()
     assert parallel_map(work, range(4), 2, progress=False) == [0, 1, 2, 3]
-    assert time.monotonic() - begin < 5
 
 
 class SlowToRead:
-    """Takes a minute in the first process that reads it."""
+    """Takes longer than any test in the first process that reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -170,7 +171,7 @@ class SlowToRead:
             (folder / "reads").touch(exist_ok=False)
         except FileExistsError:
             return
-        time.sleep(60)
+        time.sleep(1000)
 
 
 def test_stopped_before_a_worker_has_the_function(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_stopped_before_a_worker_has_the_function(tmp_path: Path) -> None:
     def work(i: int) -> Any:
         (tmp_path / "works").touch()
         try:
-            time.sleep(60)
+            time.sleep(1000)
         finally:
             time.sleep(1)  # so that the other's answers come first
         return slow
@@ -198,12 +199,14 @@ def test_sys_exit_is_an_exception() -> None:
         parallel_map(lambda i: exit(3), [1], 1, progress=False)
 
 
-def test_what_is_big_is_shared() -> None:
+def test_what_is_big_is_shared(tmp_path: Path) -> None:
     table = np.ones(30_000_000)  # 240 MB
 
     def memory(i: int) -> tuple[float, int]:
         total = float(table.sum())
-        time.sleep(0.3)
+        (tmp_path / str(i)).touch()
+        while len(os.listdir(tmp_path)) < 3:  # what one alone had read would count as its own
+            time.sleep(0.01)
         return total, psutil.Process().memory_full_info().uss
 
     found = parallel_map(memory, range(3), 3, progress=False)
@@ -272,14 +275,14 @@ def test_stopped_workers_clean_up(notebook: Kernel) -> None:
 def work(i):
     try:
         print("begun")
-        time.sleep(60)
+        time.sleep(1000)
     finally:
         print("cleaned up")
 parallel_map(work, range(10), 2, progress=False)
 """)
     notebook.finish(message, until=lambda result: "begun" in result.text)
     notebook.interrupt()
-    result = notebook.finish(message, timeout=20)
+    result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt" and "cleaned up" in result.text
 
 
@@ -298,7 +301,7 @@ def test_fastcore_parallel(cell: Cell) -> None:
 # ----------------------------------------------------------------------------------------------------------- a cluster
 
 
-@pytest.mark.slow
+@pytest.mark.long("clusters of Ray")
 def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     scale, table = 10, np.arange(1_000_000)
 
@@ -313,12 +316,12 @@ def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_p
     def slow(i: int) -> None:
         try:
             (tmp_path / f"begun {i}").touch()
-            time.sleep(60)
+            time.sleep(1000)
         finally:
             (tmp_path / f"cleaned up {i}").touch()
 
     def stop() -> None:
-        poll(lambda: len(list(tmp_path.glob("begun*"))) == 2, 60)
+        poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
     # Each node has room for one: the third worker's tasks wait for those of the others.

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clocks import CallClock
 from conftest import Kernel, living, poll, ranks_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -140,7 +141,7 @@ def in_a_collective() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
     else:
-        time.sleep(60)
+        time.sleep(1000)
 
 
 def in_python_code() -> None:
@@ -156,7 +157,7 @@ def in_c_code() -> None:
 def in_a_loader() -> None:
     from torch.utils.data import DataLoader
 
-    for _ in DataLoader([1], num_workers=1, collate_fn=lambda batch: time.sleep(60)):
+    for _ in DataLoader([1], num_workers=1, collate_fn=lambda batch: time.sleep(1000)):
         pass
 
 
@@ -179,8 +180,7 @@ def running(fn: Callable[[], Any], **kwargs: Any) -> Iterator[Session]:
             if group is not None:
                 for rank in range(2):
                     group.ranks.signal(rank, 9)
-            caller.join(20)
-            assert not caller.is_alive()
+            caller.join()
 
 
 def says(session: Session, *parts: str) -> bool:
@@ -209,7 +209,7 @@ def test_where_a_running_call_is(fn: Callable[[], Any], rank_0: str) -> None:
 
 
 def test_in_the_import_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time\n\ntime.sleep(60)\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\n\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with running(int, imports="import slow_to_import") as session:
         assert poll(lambda: says(session, "rank 0 is in <module> at slow_to_import.py:3")), session.stacks()
@@ -257,7 +257,7 @@ def test_many_reads_of_ranks_busy_in_python_code_kill_none() -> None:
     """Ten thousand of them, and of others: benchmarks/rank/stacks.py."""
     with running(calls_and_returns) as session:
         ranks = session._executor.group.ranks  # type: ignore[union-attr]
-        assert poll(lambda: all("in calls_and_returns" in text for text in ranks.stacks((0, 1)).values()), 30)
+        assert poll(lambda: all("in calls_and_returns" in text for text in ranks.stacks((0, 1)).values()))
         assert all("in calls_and_returns" in ranks.stacks([number % 2])[number % 2] for number in range(300))
         assert len(living(ranks_of())) >= 2
 
@@ -311,32 +311,16 @@ def test_asking_while_the_ranks_end() -> None:
 # ------------------------------------------------------------------------------------------------------ too much time
 
 
-@contextmanager
-def in_time(seconds: float) -> Iterator[Session]:
-    """A session with a timeout that does not count the imports that a rank's first call begins with."""
-    with Session(2) as session:
-        assert session.run(sums_of_ranks) == 2.0
-        session._executor._timeout = seconds
-        yield session
-
-
-def sums_of_ranks() -> float:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return total.item()
-
-
 def test_timeout_says_what_everyone_does() -> None:
-    with in_time(1) as session:
-        begin = time.monotonic()
-        with pytest.raises(RankTimeout) as caught:
+    places = (
+        f"rank 0 waits in all_reduce at {line_of(in_a_collective, 2)}",
+        f"rank 1 is in in_a_collective at {line_of(in_a_collective, 4)}",
+    )
+    with Session(2, timeout=1000) as session:
+        with CallClock(lambda: says(session, *places)), pytest.raises(RankTimeout) as caught:
             session.run(in_a_collective)
-        assert 1 <= time.monotonic() - begin < 10
         first, *rest = str(caught.value).splitlines()
-        assert first == (
-            f"not done after 1 s: rank 0 waits in all_reduce at {line_of(in_a_collective, 2)}; "
-            f"rank 1 is in in_a_collective at {line_of(in_a_collective, 4)}"
-        )
+        assert first == f"not done after 1000 s: {'; '.join(places)}"
         assert f"  {line_of(in_a_collective, 2)} in in_a_collective" in rest
         assert isinstance(caught.value, TimeoutError)
         assert session.run(int) == 0
@@ -348,7 +332,8 @@ def test_timeout_of_one_that_has_returned() -> None:
             in_c_code()
 
     with (
-        in_time(1) as session,
+        Session(2, timeout=1000) as session,
+        CallClock(lambda: "idle" in str(session.status()) and says(session, "rank 0 is in in_c_code at")),
         pytest.raises(RankTimeout, match=r"rank 0 is in in_c_code at .*; rank 1 has returned"),
     ):
         session.run(one_returns)
@@ -357,13 +342,12 @@ def test_timeout_of_one_that_has_returned() -> None:
 def test_ranks_that_do_not_begin_are_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nbdist.kernel.waiting.LONG_START", 0.5)
+    monkeypatch.setattr("nbdist.kernel.waiting.LONG_START", 1000.0)
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         session.run(lambda: dist.destroy_process_group())  # so that they have to join
         capsys.readouterr()
         os.kill(pids[1], signal.SIGSTOP)
-        call = session.submit(dist.get_world_size)
         said = ""
 
         def told() -> bool:
@@ -371,21 +355,27 @@ def test_ranks_that_do_not_begin_are_told_of(
             said += capsys.readouterr().err
             return "rank 0 is joining" in said and "rank 1 has not started yet, or does not answer" in said
 
-        assert poll(told), said
-        os.kill(pids[1], signal.SIGCONT)
-        assert call.result() == 2 and said.count("not begun after 0.5 s: rank 0") == 1
+        with CallClock(lambda: says(session, "rank 0 is joining")):
+            call = session.submit(dist.get_world_size)
+            assert poll(told), said
+            os.kill(pids[1], signal.SIGCONT)
+            assert call.result() == 2
+        assert said.count("not begun after 1000 s: rank 0") == 1
 
 
 def test_timeout_in_a_notebook_names_the_cell(kernel: Kernel) -> None:
+    kernel.ok(f"import sys; sys.path.append({str(Path(__file__).parent.parent)!r})")
     code = """import time, torch, torch.distributed as dist
-from nbdist import Session, in_ddp
-in_ddp(2, int)  # the first start takes longer than the timeout
+from clocks import CallClock
+from nbdist import Session
 def f():
     if dist.get_rank() == 0:
         return dist.all_reduce(torch.ones(1))
-    time.sleep(60)
-Session(2, timeout=1).run(f)"""
+    time.sleep(1000)
+session = Session(2, timeout=1000)
+with CallClock(lambda: "all_reduce" in session.stacks() and "rank 1 is in f" in session.stacks()):
+    session.run(f)"""
     result = kernel.run(code)
     assert result.error == "RankTimeout"
-    words = "rank 0 waits in all_reduce at Cell In[1], line 6; rank 1 is in f at Cell In[1], line 7"
+    words = "rank 0 waits in all_reduce at Cell In[2], line 6; rank 1 is in f at Cell In[2], line 7"
     assert words in result.message and words in result.plain_traceback

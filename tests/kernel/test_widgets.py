@@ -6,42 +6,18 @@ import queue
 import socket
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ipywidgets
 import pytest
+from cells import cells
 from conftest import Kernel, poll
 
 from nbdist.wire import stacks
 
-FIRST_CELL = """
-import time
-import ipywidgets
-from IPython.display import display
-from nbdist import Session, in_ddp
-
-def controls():
-    "A slider, a button and what their handlers have noted."
-    slider, button, label, noted = ipywidgets.IntSlider(), ipywidgets.Button(), ipywidgets.Label("none"), []
-    def moved(change):
-        noted.append(change.new)
-        label.value = f"at {change.new}"
-    def clicked(button):
-        noted.append("click")
-        print("clicked")
-    slider.observe(moved, "value")
-    button.on_click(clicked)
-    return ipywidgets.VBox([slider, button, label]), noted
-
-def use(many):
-    box, noted = controls()
-    display(box)
-    while len(noted) < many:
-        time.sleep(0.01)
-    return noted
-"""
+CELLS = cells("kernel/cells/widgets.py")
+FIRST_CELL = CELLS["first cell"]
 
 Message = dict[str, Any]
 
@@ -54,14 +30,17 @@ class Page:
         self.heard: list[Message] = []
         self.models: dict[str, dict[str, Any]] = {}
 
-    def until(self, condition: Callable[[Message], Any], seconds: float = 30.0) -> Message:
+    def until(self, condition: Callable[[Message], Any]) -> Message:
         """The first message to come for which it holds."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                message = self.kernel.client.get_iopub_msg(timeout=1)
-            except queue.Empty:
-                continue
+        try:
+            return self._next(condition)
+        except BaseException:  # the end of the test's time, too
+            print("heard:", *((m["msg_type"], m["content"]) for m in self.heard[-20:]), sep="\n")
+            raise
+
+    def _next(self, condition: Callable[[Message], Any]) -> Message:
+        while True:
+            message = self.kernel.client.get_iopub_msg()
             self.heard.append(message)
             kind, content = message["msg_type"], message["content"]
             if kind == "comm_open":
@@ -70,7 +49,6 @@ class Page:
                 self.models.setdefault(content["comm_id"], {}).update(content["data"]["state"])
             if condition(message):
                 return message
-        raise TimeoutError([(m["msg_type"], m["content"]) for m in self.heard[-20:]])
 
     def model(self, name: str) -> str:
         """The id of the last widget of a kind."""
@@ -101,7 +79,7 @@ class Page:
 
     def done(self, cell: str) -> None:
         self.until(lambda message: is_idle(message, cell))
-        self.kernel._await_reply(cell, 10)
+        self.kernel._await_reply(cell)
 
     def text(self, cell: str) -> str:
         mine = [m for m in self.heard if m["parent_header"].get("msg_id") == cell]
@@ -140,30 +118,20 @@ def test_a_widget_hears_what_is_done_to_it_during_a_call(notebook: Kernel, page:
 
 
 def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
-    cell = notebook.start(
-        textwrap.dedent(
-            """
-            session = Session(2)
-            def show():
-                global noted
-                box, noted = controls()
-                display(box)
-            session.run(show)
-            """
-        ),
-        watched=True,
-    )
+    cell = notebook.start(CELLS["a widget between calls"], watched=True)
     page.until(page.shown)
     page.done(cell)
     page.move(5)
     page.click()
     assert page.label() == "at 5"
     assert page.text(cell) == "clicked\n", "in the cell that shows the widget"
-    during = notebook.start("session.run(time.sleep, 1); print('slept')")
+    (notebook.cwd / "moved").unlink(missing_ok=True)
+    during = notebook.start(CELLS["until the widget has moved"])
     page.until(lambda message: message["msg_type"] == "execute_input")
     page.move(6)
+    (notebook.cwd / "moved").touch()
     page.done(during)
-    assert page.text(during) == "slept\n" and page.label() == "at 6"
+    assert page.text(during) == "moved\n" and page.label() == "at 6"
     again = notebook.start("print(session.run(lambda: noted)); session.restart()")
     page.done(again)
     assert page.text(again) == "[5, 'click', 6]\n"
@@ -189,20 +157,7 @@ def test_what_takes_no_input_is_a_picture_when_the_call_is_over(notebook: Kernel
 
 
 def test_a_widget_of_another_package_says_that_its_ranks_have_ended(notebook: Kernel, page: Page) -> None:
-    cell = notebook.start(
-        textwrap.dedent(
-            """
-            def show():
-                class Other(ipywidgets.DOMWidget):
-                    from traitlets import Bytes, Unicode
-                    _model_module, _view_module = Unicode("other").tag(sync=True), Unicode("other").tag(sync=True)
-                    _model_name, _view_name = Unicode("OtherModel").tag(sync=True), Unicode("OtherView").tag(sync=True)
-                    data = Bytes(b"binary").tag(sync=True)
-                display(Other())
-            in_ddp(1, show)
-            """
-        )
-    )
+    cell = notebook.start(CELLS["a widget of another package"])
     page.done(cell)
     for _ in range(2):
         page.say(page.model("OtherModel"), method="custom", content={"event": "click"})
@@ -214,22 +169,7 @@ def test_a_widget_of_another_package_says_that_its_ranks_have_ended(notebook: Ke
 
 
 def test_a_widget_of_the_notebook_is_heard_in_all_ranks(notebook: Kernel, page: Page) -> None:
-    cell = notebook.start(
-        textwrap.dedent(
-            """
-            stop = ipywidgets.Checkbox()
-            pressed = []
-            stop.observe(lambda change: pressed.append(change.new), "value")
-            def train():
-                display("begun")
-                while not stop.value:
-                    time.sleep(0.01)
-                return "stopped"
-            session = Session(2)
-            print(session.run_all(train))
-            """
-        )
-    )
+    cell = notebook.start(CELLS["a widget of the notebook"])
     page.until(page.shown)
     state = {"method": "update", "state": {"value": True}, "buffer_paths": []}
     page.send("comm_msg", {"comm_id": page.model("CheckboxModel"), "data": state})
@@ -254,7 +194,7 @@ def asked_again(page: Page) -> dict[str, Any]:
         replies[message["parent_header"]["msg_id"]] = message["content"]
         return {info, known} <= replies.keys()
 
-    assert poll(replied, 20), "no answer"
+    assert poll(replied), "no answer"
     comm_id = f"control-{info}"
     opens = {"comm_id": comm_id, "target_name": "jupyter.widget.control", "data": {}}
     page.send("comm_open", opens, metadata={"version": "1.0.0"})
@@ -265,20 +205,11 @@ def asked_again(page: Page) -> dict[str, Any]:
     return dict(states)
 
 
-BAR = """
-def train():
-    from tqdm.notebook import tqdm
-    for step in tqdm(range(3), mininterval=0):
-        while step and not os.path.exists(f"step{step}"):
-            time.sleep(0.01)
-"""
-
-
 @pytest.mark.parametrize("call", ["in_ddp(2, train)", "future = session.submit(train)"])
 def test_a_page_that_is_loaded_again_during_a_call(call: str, notebook: Kernel, page: Page) -> None:
     for step in (1, 2):
         (notebook.cwd / f"step{step}").unlink(missing_ok=True)
-    notebook.ok("import os\nsession = Session(2)\n" + BAR)
+    notebook.ok("import os\nsession = Session(2)\n" + CELLS["a bar"])
     cell = notebook.start(call, watched=True)
     page.until(lambda message: message["content"].get("data", {}).get("state", {}).get("value") == 1)
     states = asked_again(page)
@@ -293,7 +224,9 @@ def test_a_page_that_is_loaded_again_during_a_call(call: str, notebook: Kernel, 
     notebook.ok("session.close()")
 
 
-def test_orders_of_any_size_arrive_whole_and_in_order() -> None:
+def test_orders_of_any_size_arrive_whole_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patience in ("PATIENCE", "_PATIENCE_TO_ORDER"):
+        monkeypatch.setattr(stacks, patience, 10_000.0)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     got: queue.Queue[Any] = queue.Queue()
@@ -304,11 +237,10 @@ def test_orders_of_any_size_arrive_whole_and_in_order() -> None:
         thread.start()
         big = bytes(range(256)) * 5_000
         assert stacks.order(ours, "take", 1) and stacks.order(ours, "take", big) and stacks.order(ours, "take")
-        assert [got.get(timeout=10) for _ in range(3)] == [(1,), (big,), ()]
+        assert [got.get() for _ in range(3)] == [(1,), (big,), ()]
         assert "test_orders" in stacks.ask(ours, 7, lambda: None), "it tells stacks between them"
         ours.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
-        assert not thread.is_alive()
+        thread.join()
 
 
 def test_an_order_that_is_not_taken_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +254,6 @@ def test_an_order_that_is_not_taken_does_not_spoil_the_next_one(monkeypatch: pyt
             target=stacks._serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
         )
         thread.start()
-        assert poll(lambda: stacks.order(ours, "take", 2)) and got.get(timeout=10) == (2,)
+        assert poll(lambda: stacks.order(ours, "take", 2)) and got.get() == (2,)
         ours.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join()

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch.distributed as dist
 from calls import boom, on, sums
+from clocks import CallClock
 
 from nbdist import NbdistError, Session, in_ddp
 from nbdist.rank.world import Membership
@@ -40,10 +41,11 @@ def wait_in_group_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("how", ["failure", "timeout"])
-def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str) -> None:
-    with Session(2, timeout=4 if how == "timeout" else None) as session:
+def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What they get to leave has no end itself: the call must not use it up.
+    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    with Session(2, timeout=1000) as session:
         pids = session.run_all(os.getpid)
-        begin = time.monotonic()
         if how == "failure":
 
             def fail_late() -> None:
@@ -52,9 +54,9 @@ def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str) -> None:
 
             with pytest.raises(ValueError, match="boom"):
                 session.run(on, 1, fail_late, wait_in_group_of_its_own)
-            assert time.monotonic() - begin < 1 + 5
         else:
-            with pytest.raises(TimeoutError, match="not done after 4 s"):
+            both_wait = CallClock(lambda: session.stacks().count(" is in wait at ") == 2)
+            with both_wait, pytest.raises(TimeoutError, match="not done after 1000 s"):
                 session.run(wait_in_group_of_its_own)
         assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "its state is kept"
 
@@ -89,7 +91,7 @@ def cannot_leave() -> None:
     from nbdist.rank import world
 
     world.PATIENCE_TO_LEAVE = 0.3
-    dist.destroy_process_group = lambda *args: time.sleep(600)
+    dist.destroy_process_group = lambda *args: time.sleep(1000)
     boom()
 
 
@@ -108,7 +110,7 @@ class NeverEnds:
     """As gloo's process group, where gloo has missed that the other side of a transfer is gone."""
 
     def __del__(self) -> None:
-        time.sleep(600)
+        time.sleep(1000)
 
 
 def group_that_never_ends(kept_by: str) -> None:

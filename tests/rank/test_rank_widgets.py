@@ -20,6 +20,7 @@ def test_what_comes_before_the_widget_is_kept_for_it(monkeypatch: pytest.MonkeyP
         return content["comm_id"] in here
 
     monkeypatch.setattr(notebook, "hear_comm", hear_comm)
+    monkeypatch.setattr(widgets, "PATIENCE", 10_000.0)
     widgets.hear({"comm_id": "later"}, [])
     widgets.hear({"comm_id": "first"}, [])
     assert poll(lambda: asked.count("later") > 3) and asked.count("first") == 1

@@ -82,7 +82,7 @@ def script(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_child_of_the_kernel_that_leaves(tmp_path: Path, child: str) -> None:
     code = IN_SESSION + textwrap.dedent(child) + "\nassert session.run_all(os.getpid) == pids\nprint('same')"
     with script(code, tmp_path) as kernel:
-        out, _ = kernel.communicate(timeout=100)
+        out, _ = kernel.communicate()
     assert kernel.returncode == 0 and out.split()[-1:] == ["same"]
 
 
@@ -105,7 +105,7 @@ def test_ranks_end_with_the_kernel_though_a_child_of_it_lives(tmp_path: Path, fo
         try:
             assert len(others) == 1
             kernel.kill()
-            assert poll(lambda: not living(ranks), 5), "they outlive the kernel"
+            assert poll(lambda: not living(ranks)), "they outlive the kernel"
             assert living(others)
         finally:
             for other in others:
@@ -167,7 +167,7 @@ def test_ranks_lose_nothing_when_the_kernel_ends(tmp_path: Path) -> None:
     code = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r}); sys.path.insert(0, {ROOT + '/tests'!r})\n"
     code += f"from test_leaving import *\nsession = Session(1)\nsession.run(leaves, {str(tmp_path)!r})\n"
     with script(code, tmp_path) as kernel:
-        assert kernel.wait(100) == 0
+        assert kernel.wait() == 0
     assert left(tmp_path) == EVERYTHING
 
 
@@ -186,7 +186,7 @@ def hangs(deaf: bool) -> None:
 
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    atexit.register(time.sleep, 300)
+    atexit.register(time.sleep, 1000)
 
 
 def test_a_rank_that_hangs_while_it_leaves() -> None:
@@ -194,8 +194,7 @@ def test_a_rank_that_hangs_while_it_leaves() -> None:
     with Session(1) as session:
         pids += session.run_all(os.getpid)
         session.run(hangs, True)
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 15 and not psutil.pid_exists(pids[0])
+    assert not psutil.pid_exists(pids[0]), "it was waited for, and would have taken longer than a test may"
 
 
 def forks_and_writes(folder: str) -> None:

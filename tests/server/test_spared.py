@@ -122,7 +122,7 @@ def test_a_server_killed_between_two_forks(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert in_ddp(2, sums) == 2.0
     monkeypatch.setattr(forkserver.ForkServer, "ask", ask_and_kill)
-    with Session(2, timeout=20) as session:
+    with Session(2) as session:
         assert session.run(sums) == 2.0 and killed
 
 
@@ -139,24 +139,23 @@ def test_a_server_that_is_killed_before_it_forks(monkeypatch: pytest.MonkeyPatch
 
     assert in_ddp(2, sums) == 2.0
     monkeypatch.setattr(forkserver.ForkServer, "ask", ask_and_kill)
-    with Session(2, timeout=20) as session, pytest.raises(RankDied, match="never started"):
+    with Session(2) as session, pytest.raises(RankDied, match="never started"):
         session.run(sums)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only on Linux the kernel sees a rank end by itself")
 def test_a_rank_dies_while_the_server_hangs() -> None:
-    with Session(2, timeout=30) as session:
+    """It is resumed only when the call has ended: one that waited for its word would wait forever."""
+    with Session(2) as session:
         pids = session.run_all(os.getpid)
         stopped = server()
         stopped.suspend()
-        begin = time.monotonic()
         try:
             with pytest.raises(RankDied, match=r"rank 1 \(pid .*SIGKILL") as caught:
                 session.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() else sums())
             assert caught.value.status == -signal.SIGKILL and caught.value.pid == pids[1]
         finally:
             stopped.resume()
-        assert time.monotonic() - begin < 10
         session.restart()
         assert session.run(sums) == 2.0
 
@@ -168,10 +167,10 @@ def test_a_rank_that_closes_its_connection() -> None:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                     if sock.family == socket.AF_UNIX:
                         os.close(fd)
-            time.sleep(300)
+            time.sleep(1000)
         sums()
 
-    with Session(2, timeout=30) as session, pytest.raises(RankDied, match=r"rank 1 .*closed its connection"):
+    with Session(2) as session, pytest.raises(RankDied, match=r"rank 1 .*closed its connection"):
         session.run(closes)
 
 
@@ -190,7 +189,7 @@ def die_at_join() -> None:
 
 @pytest.mark.parametrize(("spoil", "error"), [(spoil_join, "cannot join"), (die_at_join, "exit code 9")])
 def test_a_rank_that_is_not_asked_cannot_join(spoil: Any, error: str) -> None:
-    with Session(2, timeout=30) as session:
+    with Session(2) as session:
         session.call(spoil, ranks=[1])
         with pytest.raises((ValueError, RankDied), match=error) as caught:
             session.call(sums, ranks=[0])

@@ -366,7 +366,7 @@ def test_messages_of_any_size(channels: tuple[Channel, Channel], size: int) -> N
     sender.start()
     for i in range(3):
         assert b.receive() == (("call", i, b"x" * size), None, [])
-    sender.join(10)
+    sender.join()
 
 
 @pytest.mark.parametrize("count", [10, BIG])
@@ -442,12 +442,15 @@ channel.send(('sum', int(array.sum())))
 """
     array = np.arange(BIG)
     with subprocess.Popen([sys.executable, "-c", code, str(b.fileno())], pass_fds=[b.fileno()]) as reader:
-        b.close()
-        parcel, _ = packed(array)
-        a.send(("call",), parcel)
-        parcel.close()
-        assert a.receive()[0] == ("sum", int(array.sum()) + BIG)
-        reader.wait(10)
+        try:
+            b.close()
+            parcel, _ = packed(array)
+            a.send(("call",), parcel)
+            parcel.close()
+            assert a.receive()[0] == ("sum", int(array.sum()) + BIG)
+            assert reader.wait() == 0
+        finally:
+            reader.kill()
     assert array[0] == 0
 
 
@@ -463,5 +466,5 @@ for _ in range(50):
     del pickler
 gc.collect()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr

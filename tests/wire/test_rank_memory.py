@@ -23,12 +23,6 @@ MANY = rank_memory.LEAST // 8  # so many float64 are lent
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
-    with Session(2) as session:
-        yield session
-
-
-@pytest.fixture
 def fetch() -> Iterator[mock.Mock]:
     with mock.patch.object(rank_memory, "copy", wraps=rank_memory.copy) as fetch:
         yield fetch
@@ -76,10 +70,11 @@ def test_small_answers_are_sent(session: Session, fetch: mock.Mock) -> None:
     assert not fetch.called
 
 
-def test_where_it_is_not_allowed_they_are_sent_and_not_offered_again(session: Session, fetch: mock.Mock) -> None:
+def test_where_it_is_not_allowed_they_are_sent_and_not_offered_again(fetch: mock.Mock) -> None:
     fetch.side_effect = PermissionError(1, "Operation not permitted")
-    check(session.run_all(answer))
-    check(session.run_all(answer))
+    with Session(2) as session:
+        check(session.run_all(answer))
+        check(session.run_all(answer))
     assert fetch.call_count == 2
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -22,16 +21,7 @@ from nbdist.wire.shared_collectives import SharedCollectives, open_shared_collec
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session(3) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
+RANKS = 3
 
 
 def opened() -> SharedCollectives:
@@ -118,17 +108,18 @@ def test_ranks_that_come_late_are_waited_for(session: Session) -> None:
 def test_a_long_call_says_whom_the_others_waited_for(
     slow: int, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def uneven(rest: float) -> None:
+    def uneven(begun: float) -> None:
         shared = opened()
-        for _ in range(3):
+        for rest in (max(0.6, 3 * (time.time() - begun)), 0.6, 0.6):  # most of the call, however long it takes
             if dist.get_rank() == slow:
                 time.sleep(rest)
             shared.mean_(torch.ones(1))
 
-    session.run(uneven, 0.6)
+    monkeypatch.setattr(waiting, "LONG_CALL", 1e6)
+    session.run(uneven, time.time())
     assert "waited" not in capsys.readouterr().err, "it was over soon"
     monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
-    session.run(uneven, 0.6)
+    session.run(uneven, time.time())
     pattern = r"rank (\d) waited (\d+) % of the time for others, rank (\d) (\d+) %: it is the one that they wait for"
     found = re.search(pattern, capsys.readouterr().err)
     assert found is not None and int(found[3]) == slow != int(found[1])
@@ -140,15 +131,16 @@ def test_a_long_call_says_whom_the_others_waited_for(
 def test_a_long_call_blames_none_where_all_waited_alike(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def one_after_the_other() -> None:
+    def one_after_the_other(begun: float) -> None:
         shared = opened()
+        rest = max(0.3, time.time() - begun)  # most of the call, however long it takes
         for turn in range(6):
             if dist.get_rank() == turn % dist.get_world_size():
-                time.sleep(0.3)
+                time.sleep(rest)
             shared.mean_(torch.ones(1))
 
     monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
-    session.run(one_after_the_other)
+    session.run(one_after_the_other, time.time())
     assert ": for none of them more than for the rest. session.profile" in capsys.readouterr().err
 
 
@@ -187,22 +179,23 @@ def raise_it() -> None:
     raise KeyError("one rank")
 
 
-def test_a_failure_elsewhere_ends_the_wait(session: Session) -> None:
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
+    monkeypatch.setattr(waiting, "GRACE_AFTER_FAILURE", 10_000.0)
+
+
+def test_a_failure_elsewhere_ends_the_wait(session: Session, patient: None) -> None:
     pids = session.run_all(os.getpid)
-    begin = time.monotonic()
     with pytest.raises(KeyError):
         session.run(waits, 1, raise_it)
-    assert time.monotonic() - begin < 5
     assert session.run_all(os.getpid) == pids
 
 
 @pytest.mark.parametrize("action", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(3)])
-def test_a_death_elsewhere_ends_the_wait(action: Any) -> None:
-    with Session(2) as session:
-        begin = time.monotonic()
-        with pytest.raises(RankDied):
-            session.run(waits, 1, action)
-        assert time.monotonic() - begin < 5
+def test_a_death_elsewhere_ends_the_wait(patient: None, action: Any) -> None:
+    with Session(2) as session, pytest.raises(RankDied):
+        session.run(waits, 1, action)
 
 
 def test_sizes_that_differ_are_an_error_everywhere(session: Session) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import LINUX
+from conftest import LINUX, Sessions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,17 +20,6 @@ pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens th
 
 RANKS = 3
 KINDS = ((np.int64, ()), (np.uint8, (5,)), (np.float32, (2, 3)))
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    with Session(RANKS, timeout=100) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 def arrays(rank: int, number: int, lengths: list[int]) -> list[np.ndarray]:
@@ -61,8 +49,8 @@ LENGTHS = st.lists(st.integers(0, 20) | st.just(3000), min_size=3, max_size=3)
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.lists(LENGTHS, min_size=RANKS, max_size=RANKS), min_size=1, max_size=8))
-def test_each_rank_finds_what_all_have_given(session: Session, rounds: list[list[list[int]]]) -> None:
-    session.run(exchange, rounds)
+def test_each_rank_finds_what_all_have_given(sessions: Sessions, rounds: list[list[list[int]]]) -> None:
+    sessions[RANKS].run(exchange, rounds)
 
 
 def test_what_was_found_holds_until_the_next_call(session: Session) -> None:

@@ -27,7 +27,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
     users, few popular movies; popular movies are liked more.
 
     Takes 30 bytes per rating while it is made, 20 of them the result, and no Python object per rating: 25 million by
-    162,541 users of 59,047 movies take some ten seconds of one core (tests/recsys/datasets/test_synthetic.py measures it).
+    162,541 users of 59,047 movies take some ten seconds of one core.
 
     Args:
         n_users: users, numbered from 1.

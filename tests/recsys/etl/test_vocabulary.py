@@ -115,7 +115,7 @@ def test_ranks_grow_it_as_one_process_does() -> None:
         old = Workflow(Categorify("user", min_count=2, num_buckets=3)).fit(yesterday, progress=False)
         return Workflow(*old.steps).fit(today, previous=old, progress=False).describe()
 
-    with Session(2, timeout=60) as session:
+    with Session(2) as session:
         assert session.run(grow) == grow()
 
 

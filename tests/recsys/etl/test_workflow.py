@@ -520,7 +520,7 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Join(TABLE, on="user", columns=["user"]), ValueError, "'user' is the key"),
         (lambda: Join(pl.concat([TABLE, TABLE]), on="user"), ValueError, r"\{'user': [12]\} occurs more than once"),
         (lambda: Join("nowhere.parquet", on="user"), FileNotFoundError, "nowhere.parquet"),
-        (lambda: Join(__file__, on="user"), ValueError, r"Join: .*test_etl.py: "),
+        (lambda: Join(__file__, on="user"), ValueError, r"Join: .*test_workflow.py: "),
         (lambda: Categorify(), ValueError, "no columns are named"),
         (lambda: Categorify("a", "a"), ValueError, "'a' is named twice"),
         (lambda: Categorify("a", min_count=0), ValueError, "min_count=0 of column 'a'"),

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 import polars as pl
 import pytest
 import torch.distributed as dist
-from conftest import Kernel, poll
+from cells import cells
+from conftest import Kernel, Sessions, poll
 
-from nbdist import RankDied, Session, in_ddp
+from nbdist import RankDied, in_ddp
 from nbdist.recsys.etl import (
     Categorify,
     Compute,
@@ -37,16 +37,7 @@ from nbdist.recsys.loader import ParquetLoader
 
 pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def sessions() -> Iterator[dict[int, Session]]:
-    with Session(2) as two, Session(3) as three:
-        yield {2: two, 3: three}
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared sessions' ranks may stay."""
+CELLS = cells("recsys/etl/cells/workflow_on_ranks.py")
 
 
 def movies() -> pl.DataFrame:
@@ -75,7 +66,7 @@ def workflow() -> Workflow:
     )
 
 
-def test_a_lazy_frame_where_machines_share_no_disk(sessions: dict[int, Session]) -> None:
+def test_a_lazy_frame_where_machines_share_no_disk(sessions: Sessions) -> None:
     """Ranks 1 and 2 behave as if they were on another machine, without the temporary files of rank 0's."""
     frame = ratings(10_000)
 
@@ -104,7 +95,7 @@ def test_a_lazy_frame_where_machines_share_no_disk(sessions: dict[int, Session])
     [(5000, 4, 300, True), (5000, 7, 5000, False), (7, 3, 2, True), (1, 4, 1, True)],
 )
 def test_any_number_of_ranks_gives_the_same(
-    sessions: dict[int, Session], tmp_path: Path, rows: int, files: int, group: int, shuffle: bool
+    sessions: Sessions, tmp_path: Path, rows: int, files: int, group: int, shuffle: bool
 ) -> None:
     frame = ratings(rows)
     inputs = tmp_path / "in"
@@ -128,9 +119,9 @@ def test_any_number_of_ranks_gives_the_same(
     (tmp_path / "whole").mkdir()
     in_memory = run(tmp_path / "whole", memory=1 << 30)[1]
     assert [path.read_bytes() for path in in_memory] == [path.read_bytes() for path in paths]
-    for world, session in sessions.items():
+    for world in (2, 3):
         (tmp_path / str(world)).mkdir()
-        for theirs, their_paths in session.run_all(run, tmp_path / str(world)):
+        for theirs, their_paths in sessions[world].run_all(run, tmp_path / str(world)):
             assert theirs == codes
             assert [path.name for path in their_paths] == [path.name for path in paths]
             assert [path.read_bytes() for path in their_paths] == [path.read_bytes() for path in paths]
@@ -139,7 +130,7 @@ def test_any_number_of_ranks_gives_the_same(
             assert path.read_bytes() == (tmp_path / str(world) / "workflow" / path.name).read_bytes()
 
 
-def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     rows = 1500
     frame = ratings(rows).with_columns(
@@ -172,12 +163,12 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: dict[i
         (tmp_path / name).mkdir()
         expected[name] = run(tmp_path / name, memory)
     assert expected["1"] == expected["whole"]
-    for world, session in sessions.items():
+    for world in (2, 3):
         (tmp_path / str(world)).mkdir()
-        assert all(theirs == expected["1"] for theirs in session.run_all(run, tmp_path / str(world)))
+        assert all(theirs == expected["1"] for theirs in sessions[world].run_all(run, tmp_path / str(world)))
 
 
-def test_frames_in_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_frames_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(1000)
     one = workflow().fit(frame.lazy().filter(pl.col("row") % 2 == 0), progress=False)
 
@@ -199,7 +190,7 @@ def test_frames_in_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
     assert sorted(row for rank in sessions[2].run_all(load) for row in rank) == list(range(0, 1000, 2))
 
 
-def test_ranks_that_do_not_agree_are_told(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_ranks_that_do_not_agree_are_told(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(100)
 
     def other_rows() -> None:
@@ -283,14 +274,7 @@ def test_a_rank_is_killed_in_mid_write(tmp_path: Path, rank: int) -> None:
     assert sum(len(batch["row"]) for batch in ParquetLoader(out, 1000)) == 20_000
 
 
-SCRIPT = """
-import sys
-import polars as pl
-from nbdist.recsys.etl import Categorify, Workflow
-frame = pl.DataFrame({"user": range(1_000_000)})
-Workflow(Categorify("user")).fit(frame, progress=False).transform(
-    frame, sys.argv[1], files=50, row_group_size=2000, memory=1 << 20, progress=False)
-"""
+SCRIPT = CELLS["script"]
 
 
 @pytest.mark.parametrize("stage", ["shuffled-0-0.arrow", "whole/part-00003.parquet"])
@@ -298,7 +282,7 @@ def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     out = tmp_path / "data" / "out"
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(out)], env={**os.environ, "PYTHONPATH": os.getcwd()})
     try:
-        assert poll((tmp_path / "data" / ".out.partial" / stage).exists, 60)
+        assert poll((tmp_path / "data" / ".out.partial" / stage).exists)
     finally:
         process.kill()
         process.wait()
@@ -313,68 +297,32 @@ def test_the_kernel_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
     for cell in (SCRIPT, f"def run():\n    exec({SCRIPT!r}, {{}})\nin_ddp(2, run)"):
         running = kernel.start(cell)
         scratch = kernel.cwd / ".out.partial"
-        assert poll((scratch / "whole" / "part-00003.parquet").exists, 60)
+        assert poll((scratch / "whole" / "part-00003.parquet").exists)
         kernel.interrupt()
         assert kernel.finish(running).error == "KeyboardInterrupt"
         assert not scratch.exists() and not (kernel.cwd / "out").exists()
 
 
-def test_histories_do_not_depend_on_the_ranks(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_histories_do_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(1500).with_columns(timestamp=pl.col("rating") * 10)
 
     def run(folder: Path, memory: int = 20_000) -> list[bytes]:
         files = write_history(frame, folder / "out", "movie", files=4, row_group_size=100, memory=memory)
         return [file.read_bytes() for file in files]
 
-    for name in ("1", "whole", *map(str, sessions)):
+    for name in ("1", "whole", "2", "3"):
         (tmp_path / name).mkdir()
     expected = run(tmp_path / "1")
     assert run(tmp_path / "whole", 1 << 30) == expected
     read = pl.concat(pl.read_parquet(file) for file in sorted((tmp_path / "1" / "out").iterdir()))
     assert read.equals(with_history(frame, "movie"))
-    for world, session in sessions.items():
-        for theirs in session.run_all(run, tmp_path / str(world)):
+    for world in (2, 3):
+        for theirs in sessions[world].run_all(run, tmp_path / str(world)):
             assert theirs == expected
         assert os.listdir(tmp_path / str(world)) == ["out"]
 
 
 # --- larger than memory ---
-
-LARGE = """
-import sys, threading
-import polars as pl
-import psutil
-from nbdist.recsys.etl import Categorify, Join, Workflow, write_history
-
-def resident():
-    return psutil.Process().memory_info().rss
-
-folder, out, what = sys.argv[1:]
-table = pl.DataFrame({"item": range(1000), "tags": [list(range(i % 6)) for i in range(1000)]})
-workflow = Workflow(Join(table, on="item"), Categorify("user", "item", "tags"))
-done, most = threading.Event(), 0
-
-def watch():
-    global most
-    while not done.wait(0.002):
-        most = max(most, resident())
-
-for name in ("small", "large"):  # the first one brings in what is there once
-    if name == "large":
-        before = resident()
-        thread = threading.Thread(target=watch)
-        thread.start()
-    files = f"{folder}/{name}"
-    options = {"memory": 16 << 20, "row_group_size": 1 << 14, "progress": False}
-    if what == "histories":
-        write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=40, **options)
-    else:
-        workflow.fit(files, memory=16 << 20, progress=False)
-        workflow.transform(files, f"{out}/{name}", **options)
-done.set()
-thread.join()
-print(most - before)
-"""
 
 
 @pytest.mark.parametrize("what", ["workflow", "histories"])
@@ -386,7 +334,7 @@ def test_rows_larger_than_memory(tmp_path: Path, what: str) -> None:
         user, item = rng.integers(0, 1000, rows), rng.integers(0, 1000, rows)
         part = pl.DataFrame({"user": user, "item": item, **{f"f{i}": rng.random(rows) for i in range(further)}})
         part.write_parquet(tmp_path / "in" / name / "rows.parquet", row_group_size=50_000, compression="lz4")
-    command = [sys.executable, "-c", LARGE, str(tmp_path / "in"), str(tmp_path), what]
+    command = [sys.executable, "-c", CELLS["larger than memory"], str(tmp_path / "in"), str(tmp_path), what]
     env = {**os.environ, "PYTHONPATH": os.getcwd()}
     grown = int(subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout)
     size = rows * (8 * (2 + further) + made)

@@ -101,7 +101,7 @@ def reads(files: str) -> tuple[list[int], list[int]]:
     return rows, fetched
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))])
 def test_each_rank_reads_its_share(files: str, engine: str, request: pytest.FixtureRequest) -> None:
     chosen: Any = engine
     if engine == "ray":
@@ -136,7 +136,7 @@ def coded(source: str, movies: str, folder: str) -> tuple[int, ...]:
     return tuple(sorted(fetched))
 
 
-@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))])
 def test_etl_of_an_object_store(
     files: str, query: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

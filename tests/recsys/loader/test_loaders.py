@@ -194,7 +194,7 @@ def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: in
 
 
 @given(settings_of(), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.integers(1, 9)), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_state_goes_on_among_other_ranks(folder: Path, s: dict[str, Any], turns: list[tuple[int, int, int]]) -> None:
     """Of an epoch that one number of ranks after the other goes on with, each row comes once."""
     write(folder, s["rows"], s["group"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +20,8 @@ from nbdist.recsys.loader import MemoryLoader, ParquetLoader
 
 pytestmark = pytest.mark.slow
 
+RANKS = 3
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Session]:
-    with Session(3) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +41,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, ratings: pd.DataFrame) -> Pa
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_ranks_share_an_epoch(shared: Session, files: Path, whole: bool, shuffle: bool) -> None:
+def test_ranks_share_an_epoch(session: Session, files: Path, whole: bool, shuffle: bool) -> None:
     def fn() -> list[list[torch.Tensor]]:
         loader = ParquetLoader(files, 64, columns=["row"], shuffle=shuffle)
         if not whole:
@@ -66,7 +55,7 @@ def test_ranks_share_an_epoch(shared: Session, files: Path, whole: bool, shuffle
             epochs.append(batches)
         return epochs
 
-    ranks = shared.run_all(fn)
+    ranks = session.run_all(fn)
     for epoch in range(2):
         assert {len(rank[epoch]) for rank in ranks} == {-(-10_001 // (3 * 64))}
         assert sorted(row for rank in ranks for batch in rank[epoch] for row in batch.tolist()) == list(range(10_001))
@@ -74,28 +63,28 @@ def test_ranks_share_an_epoch(shared: Session, files: Path, whole: bool, shuffle
     assert same is not shuffle
 
 
-def test_ranks_that_do_not_agree_are_told(shared: Session, files: Path) -> None:
+def test_ranks_that_do_not_agree_are_told(session: Session, files: Path) -> None:
     def fn() -> None:
         rank = torch.distributed.get_rank()
         MemoryLoader((torch.arange(100 + 10 * rank),), 8)
 
     with pytest.raises(ValueError, match="rows is 100 on rank 0 and 110 on rank 1"):
-        shared.run(fn)
+        session.run(fn)
 
 
-def test_a_seed_that_is_not_given_is_agreed_upon(shared: Session) -> None:
+def test_a_seed_that_is_not_given_is_agreed_upon(session: Session) -> None:
     def fn() -> int:
         torch.manual_seed(torch.distributed.get_rank())
         return MemoryLoader((torch.arange(100),), 8, shuffle=True).seed
 
-    assert len(set(shared.run_all(fn))) == 1
+    assert len(set(session.run_all(fn))) == 1
 
 
-def test_a_share_can_be_given(shared: Session) -> None:
+def test_a_share_can_be_given(session: Session) -> None:
     def fn() -> int:
         return sum(len(x) for (x,) in MemoryLoader((torch.arange(100),), 8, rank=0, world_size=1))
 
-    assert shared.run_all(fn) == [100, 100, 100]
+    assert session.run_all(fn) == [100, 100, 100]
 
 
 # --- fastai ---
@@ -112,7 +101,7 @@ class Seen(Callback):
 
 
 @pytest.mark.parametrize("rows", [640, 650])
-def test_distrib_ctx_divides_once(shared: Session, rows: int) -> None:
+def test_distrib_ctx_divides_once(session: Session, rows: int) -> None:
     def fn() -> tuple[list[float], list[float], torch.Tensor, torch.Tensor, float]:
         x = torch.arange(rows).float()[:, None]
         train, valid = MemoryLoader((x, x), 32, shuffle=True), MemoryLoader((x, 2 * x), 50)
@@ -125,7 +114,7 @@ def test_distrib_ctx_divides_once(shared: Session, rows: int) -> None:
         assert learn.dls.train is train
         return *seen.rows, predictions, targets, loss
 
-    ranks = shared.run_all(fn, imports=IMPORTS)
+    ranks = session.run_all(fn, imports=IMPORTS)
     for part in (0, 1):
         assert sorted(row for rank in ranks for row in rank[part]) == sorted(2 * list(range(rows)))
     for _, _, predictions, targets, loss in ranks:
@@ -148,14 +137,14 @@ def learner(ratings: pd.DataFrame, batch_size: int) -> Learner:
     return Learner(DataLoaders(train, valid, device="cpu"), model, loss_func=MSELossFlat())
 
 
-def test_a_learner_trains_and_returns(shared: Session, ratings: pd.DataFrame) -> None:
+def test_a_learner_trains_and_returns(session: Session, ratings: pd.DataFrame) -> None:
     def train(batch_size: int) -> Learner:
         learn = learner(ratings, batch_size)
         with learn.distrib_ctx(), learn.no_bar(), learn.no_logging():
             learn.fit(1, 0.01)  # with more it learns the rows by heart, and the seed decides more than the ranks do
         return learn
 
-    learn = shared.run(train, 20, imports=IMPORTS)
+    learn = session.run(train, 20, imports=IMPORTS)
     assert isinstance(learn.dls.train, MemoryLoader) and len(learn.dls.train) == 400, "all of it, not a rank's share"
     at_the_end = learn.recorder.values[-1][1]
     predictions, targets = learn.get_preds()
@@ -170,7 +159,7 @@ def test_a_learner_trains_and_returns(shared: Session, ratings: pd.DataFrame) ->
 # --- accelerate ---
 
 
-def test_accelerate_leaves_it_alone_and_takes_the_last_step(shared: Session) -> None:
+def test_accelerate_leaves_it_alone_and_takes_the_last_step(session: Session) -> None:
     def fn() -> tuple[list[int], int, int]:
         from accelerate import Accelerator
 
@@ -190,7 +179,7 @@ def test_accelerate_leaves_it_alone_and_takes_the_last_step(shared: Session) -> 
                 steps += accelerator.sync_gradients
         return rows, steps, len(prepared)
 
-    ranks = shared.run_all(fn)
+    ranks = session.run_all(fn)
     assert sorted(row for rows, _, _ in ranks for row in rows) == list(range(100))
     assert {steps for _, steps, _ in ranks} == {2} and {length for _, _, length in ranks} == {7}
     assert np.unique([len(rows) for rows, _, _ in ranks]).tolist() == [33, 34]

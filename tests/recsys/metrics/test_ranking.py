@@ -79,7 +79,7 @@ def test_scores_below_zero_are_scores(shift: float) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_have_the_numbers_of_all_users() -> None:
+def test_all_ranks_have_the_numbers_of_all_users(session: Session) -> None:
     draw = torch.Generator().manual_seed(3)
     ranked = torch.stack([torch.randperm(20, generator=draw)[:5] for _ in range(30)])
     relevant = [torch.randperm(20, generator=draw)[: n % 4].tolist() for n in range(30)]
@@ -100,15 +100,14 @@ def test_all_ranks_have_the_numbers_of_all_users() -> None:
                     metric.update(scores, taken, torch.tensor([0, 1, 2, 0] * 3)[rows])
         return [float(metric.compute()) for metric in metrics]
 
-    with Session(2, timeout=60) as session:
-        for cut in (10, 29, 0):
-            assert session.run_all(share, cut) == [pytest.approx(expected), pytest.approx(expected)]
-        first, second = session.run_all(in_steps)
-        assert first == second == pytest.approx([2 / 9, 1 / 3, 1 / 3, 1 / 3])
+    for cut in (10, 29, 0):
+        assert session.run_all(share, cut) == [pytest.approx(expected), pytest.approx(expected)]
+    first, second = session.run_all(in_steps)
+    assert first == second == pytest.approx([2 / 9, 1 / 3, 1 / 3, 1 / 3])
 
 
 @pytest.mark.slow
-def test_in_a_training_run() -> None:
+def test_in_a_training_run(session: Session) -> None:
     """`predict` may return whose rows they are; metrics of rows do without."""
     users, taken = torch.arange(12) // 3, torch.tensor([1, 0, 0] * 4)
     rows = {"user": users, "x": torch.tensor([0.9, 0.1, 0.2, 0.1, 0.2, 0.9] * 2)[:, None], "taken": taken}
@@ -127,7 +126,6 @@ def test_in_a_training_run() -> None:
             evaluate(model.model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
         return history[-1].metrics, padded
 
-    with Session(2, timeout=60) as session:
-        (metrics, padded), others = session.run_all(run)
+    (metrics, padded), others = session.run_all(run)
     assert (metrics, padded) == others and metrics == padded
     assert metrics["mrr"] == pytest.approx((1 + 1 / 3) / 2) and metrics["recall"] == 0.5

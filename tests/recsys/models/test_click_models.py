@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.etl import Categorify, Log, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import DLRM, DCNv2, DeepFM
@@ -23,6 +22,7 @@ from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
 
+WARM = "import torchrec.distributed, torchrec.models.dlrm"
 SIZES = {"user": 30, "movie": 20, "genres": 8}
 MODELS = {
     "dlrm": lambda numbers: DLRM(SIZES, numbers, embedding_dim=8, bottom=[16], layers=[16, 8]),
@@ -30,18 +30,6 @@ MODELS = {
     "low rank": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, low_rank=4, layers=[16]),
     "deepfm": lambda numbers: DeepFM(SIZES, numbers, embedding_dim=8, layers=[16]),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm("import torchrec.distributed, torchrec.models.dlrm")
-    with Session(2, timeout=100) as two:
-        yield two
 
 
 def rows(count: int, seed: int = 0) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import polars as pl
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Sessions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from nbdist import Session, warm
 from nbdist.recsys.datasets import synthetic_sequences
 from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences, with_history, write_history
 from nbdist.recsys.loader import MemoryLoader, ParquetLoader, Ragged
@@ -26,6 +26,8 @@ from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import fit, replicate
 from nbdist.recsys.triton import export_ensemble
+
+WARM = "import torchrec.distributed"
 
 # --- histories ---
 
@@ -171,7 +173,9 @@ def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["row_wise", "replicated"])
-def test_what_was_planted_is_learnt(split: Any, workflow: Workflow, tmp_path: Path, how: str) -> None:
+def test_what_was_planted_is_learnt(
+    sessions: Sessions, split: Any, workflow: Workflow, tmp_path: Path, how: str
+) -> None:
     """Who knew the last item alone would be right half of the time; the rule is known to the model that is."""
     size = workflow.vocabularies["movie"].size
     histories(workflow, split.train).write_parquet(tmp_path / "train.parquet")
@@ -192,9 +196,7 @@ def test_what_was_planted_is_learnt(split: Any, workflow: Workflow, tmp_path: Pa
         fit(model, predict, rows, epochs=20, loss=cross_entropy, show=False)
         return model.gather()
 
-    warm("import torchrec.distributed")
-    with Session(2, timeout=100) as session:
-        model = session.run(train).eval()
+    model = sessions[2].run(train).eval()
     held = sequences(split.train, "movie")["user"].to_frame().join(split.valid, on="user", maintain_order="left")
     codes = workflow.vocabularies["movie"].mapping()
     (batch,) = MemoryLoader(histories(workflow, split.train), len(held))
@@ -254,7 +256,7 @@ def test_a_batch_without_rows() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_without_rows_trains_on() -> None:
+def test_a_rank_without_rows_trains_on(sessions: Sessions) -> None:
     """The gradient is the mean of the ranks': half of that of the rank which has some."""
     negatives = torch.tensor([2, 5, 11])
 
@@ -275,16 +277,10 @@ def test_a_rank_without_rows_trains_on() -> None:
         shape = step(rows, share / (2 if dist.get_world_size() == 1 else 1), model)
         return shape, model.gather()
 
-    (shape, model), (empty, _) = on_ranks(train, 2)
-    [(_, alone)] = on_ranks(train, 1)
+    (shape, model), (empty, _) = sessions[2].run_all(train)
+    _, alone = sessions[1].run(train)
     assert shape == (4, 4) and empty == (0, 4)
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-6)
-
-
-def on_ranks(train: Any, nranks: int) -> list[Any]:
-    warm("import torchrec.distributed")
-    with Session(nranks, timeout=100) as session:
-        return session.run_all(train)
 
 
 @pytest.mark.slow  # exports to ONNX

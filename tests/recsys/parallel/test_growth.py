@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import keyed_jagged
 from nbdist.recsys.sharding import shard
@@ -20,20 +19,9 @@ from nbdist.recsys.training import replicate
 
 pytestmark = pytest.mark.slow
 
+WARM = "import torchrec.distributed"
 OLD, NEW = 50, 67
 STRATEGIES = ("row_wise", "table_wise", "column_wise", "grid_shard", "data_parallel")
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm("import torchrec.distributed")
-    with Session(2, timeout=60) as two:
-        yield two
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 class Model(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ import torch.distributed as dist
 from clicks import build, loaders, predict
 from torch import nn
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.training import replicate
 
 pytestmark = pytest.mark.slow
+
+WARM = "import torchrec.distributed"
 
 HOWS = ("sharded", "replicated")
 
@@ -46,18 +47,6 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "plain": lambda p: torch.optim.SGD(p, lr=0.01),
 }
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm("import torchrec.distributed")
-    with Session(2, timeout=60) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 def steps(model: Any, first: int, last: int) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Sessions
 from torch import nn
 
-from nbdist import Session
 from nbdist.recsys.parallel.copied_tables import CopiedTables
 from nbdist.recsys.parallel.replicated import Replicated
 from nbdist.recsys.parallel.row_steps import step_rows
@@ -116,18 +116,7 @@ def alone(optimizer: Make, dense: bool, clip: float, ranks: int) -> Any:
     return model.state_dict(), norms
 
 
-@pytest.fixture(scope="module")
-def sessions() -> Iterator[dict[int, Session]]:
-    with Session(2, timeout=100) as two, Session(3, timeout=100) as three:
-        yield {2: two, 3: three}
-
-
 COPIED = pytest.mark.parametrize("copied", [False, True], ids=["common", "copied"])
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared sessions' ranks may stay."""
 
 
 @COPIED
@@ -137,7 +126,7 @@ def nothing_survives() -> None:
     [(adagrad, True, 0.0), (adagrad, True, 0.5), (sgd, True, 0.0), (sparse_adam, False, 0.0), (sgd, False, 0.5)],
 )
 def test_ranks_train_what_one_process_trains(
-    sessions: dict[int, Session], ranks: int, copied: bool, optimizer: Any, dense: bool, clip: float
+    sessions: Sessions, ranks: int, copied: bool, optimizer: Any, dense: bool, clip: float
 ) -> None:
     wanted, norms = alone(optimizer, dense, clip, ranks)
     for weights, seen in sessions[ranks].run_all(trained, optimizer, copied, dense, range(6), clip):
@@ -161,7 +150,7 @@ def test_a_step_of_adagrad_is_torchs_own_with_any_options() -> None:
         torch.testing.assert_close(ours.state[tables[0]], torchs.state[tables[1]])
 
 
-def test_weight_decay_is_refused_as_by_torch(sessions: dict[int, Session]) -> None:
+def test_weight_decay_is_refused_as_by_torch(sessions: Sessions) -> None:
     def train() -> None:
         replicated = replicate(Model(), lambda some: torch.optim.Adagrad(some, lr=0.1, weight_decay=0.1))
         loss_of(replicated.model, batch(0)).backward()
@@ -173,7 +162,7 @@ def test_weight_decay_is_refused_as_by_torch(sessions: dict[int, Session]) -> No
 
 @COPIED
 @pytest.mark.parametrize("optimizer", [adagrad, sgd])
-def test_a_step_may_have_a_closure(sessions: dict[int, Session], copied: bool, optimizer: Any) -> None:
+def test_a_step_may_have_a_closure(sessions: Sessions, copied: bool, optimizer: Any) -> None:
     def train(named: bool) -> tuple[States, float, torch.Tensor]:
         replicated = on_every_rank(Model(), optimizer, copied)
 
@@ -199,7 +188,7 @@ def test_a_step_may_have_a_closure(sessions: dict[int, Session], copied: bool, o
 @COPIED
 @pytest.mark.parametrize(("optimizer", "dense"), [(adagrad, True), (sparse_adam, False)])
 def test_a_checkpoint_goes_on_with_what_the_optimizer_keeps(
-    sessions: dict[int, Session], tmp_path: Path, copied: bool, optimizer: Any, dense: bool
+    sessions: Sessions, tmp_path: Path, copied: bool, optimizer: Any, dense: bool
 ) -> None:
     wanted, _ = sessions[2].run(trained, optimizer, copied, dense, range(6), 0.0)
     sessions[2].run(trained, optimizer, copied, dense, range(3), 0.0, tmp_path)
@@ -208,7 +197,7 @@ def test_a_checkpoint_goes_on_with_what_the_optimizer_keeps(
     sessions[3].run(trained, optimizer, copied, dense, range(6, 7), 0.0, tmp_path)  # on as many ranks as one likes
 
 
-def test_tables_are_in_memory_once(sessions: dict[int, Session]) -> None:
+def test_tables_are_in_memory_once(sessions: Sessions) -> None:
     def look() -> float:
         replicated = replicate(Model(), adagrad)
         state = replicated.optimizer.state[replicated.module.one.weight]["sum"]
@@ -222,7 +211,7 @@ def test_tables_are_in_memory_once(sessions: dict[int, Session]) -> None:
 
 
 @COPIED
-def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Session], copied: bool) -> None:
+def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: Sessions, copied: bool) -> None:
     def train(leaves_out: bool) -> States:
         replicated = on_every_rank(Model(), adagrad, copied)
         for step in range(4):
@@ -239,7 +228,7 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: dict[int, Sessi
 
 
 @COPIED
-def test_gradients_that_nobody_sets_to_zero_add_up(sessions: dict[int, Session], copied: bool) -> None:
+def test_gradients_that_nobody_sets_to_zero_add_up(sessions: Sessions, copied: bool) -> None:
     def train(common: bool) -> States:
         model = Model()
         parts = [divided(batch(step), 2) for step in range(4)]
@@ -261,7 +250,7 @@ def test_gradients_that_nobody_sets_to_zero_add_up(sessions: dict[int, Session],
     torch.testing.assert_close(sessions[2].run(train, True), train(False), rtol=1e-4, atol=1e-5)
 
 
-def test_what_comes_back_is_a_plain_model(sessions: dict[int, Session]) -> None:
+def test_what_comes_back_is_a_plain_model(sessions: Sessions) -> None:
     def train() -> Any:
         replicated = replicate(Model(), adagrad)
         return replicated.gather(), replicated.module
@@ -285,7 +274,7 @@ class Tied(nn.Module):
         return (self.rows(ids) @ self.rows.weight.T).mean(1)
 
 
-def test_what_such_tables_cannot_do_is_said(sessions: dict[int, Session]) -> None:
+def test_what_such_tables_cannot_do_is_said(sessions: Sessions) -> None:
     def step(model: nn.Module, optimizer: Any, copied: bool = False) -> None:
         replicated = on_every_rank(model, optimizer, copied)
         loss_of(replicated.model, batch(0)).backward()
@@ -299,7 +288,7 @@ def test_what_such_tables_cannot_do_is_said(sessions: dict[int, Session]) -> Non
         sessions[2].run(step, Model(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
 
 
-def test_tables_with_a_largest_norm_are_copied(sessions: dict[int, Session]) -> None:
+def test_tables_with_a_largest_norm_are_copied(sessions: Sessions) -> None:
     def train() -> bool:
         replicated = replicate(nn.Embedding(10, 2, sparse=True, max_norm=1.0), sgd)
         replicated.model(torch.tensor([dist.get_rank()])).sum().backward()

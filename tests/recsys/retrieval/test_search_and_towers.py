@@ -217,7 +217,7 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
         return model.gather()
 
     warm("import torchrec.distributed")
-    with Session(2, timeout=100) as session:
+    with Session(2) as session:
         model = session.run(train)
     index = ItemIndex.of(model.item.eval(), catalogue, movies["movie"], batch_size=7)
     users = taken.group_by("user", maintain_order=True).agg("movie")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.metrics import RMSE
 from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import evaluate, replicate
 
 pytestmark = pytest.mark.slow
+
+WARM = "import torchrec.distributed"
 
 
 class Normed(nn.Module):
@@ -65,18 +66,6 @@ def train(how: str, folder: Path | None = None) -> tuple[dict[str, torch.Tensor]
     found = evaluate(model.model, predict, MemoryLoader(rows(), 16), {"rmse": RMSE()})["rmse"]
     buffers = {name: buffer.clone() for name, buffer in model.model.module.named_buffers() if name.startswith("over")}
     return buffers, found, model.gather()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm("import torchrec.distributed")
-    with Session(2, timeout=60) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 def test_one_model_on_all_ranks_and_as_where_it_is_replicated(session: Session) -> None:

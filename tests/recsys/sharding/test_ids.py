@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,25 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.sharding import STRATEGIES, shard
 
 pytestmark = pytest.mark.slow
 
+WARM = "import torchrec.distributed"
 ROWS = 50
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm("import torchrec.distributed")
-    with Session(2, timeout=60) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 def ask(strategy: str, ids: list[int], pooled: bool = True, **options: Any) -> torch.Tensor:

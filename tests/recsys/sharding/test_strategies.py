@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import mmap
 import re
 import subprocess
@@ -11,14 +12,15 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Sessions
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -26,10 +28,10 @@ from torch.autograd.profiler import record_function
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.parallel.plan import Shard as PlanShard
 from nbdist.recsys.parallel.sharded import kernels
-from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, equal_steps, planning, shard
+from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, bandwidth, equal_steps, planning, shard
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
 from nbdist.wire.huge_pages import gather
@@ -37,22 +39,11 @@ from nbdist.wire.shared_group import shared_group
 
 pytestmark = pytest.mark.slow
 
-RANKS = (2, 4)
+WARM = "import torchrec.distributed"
+NUMBERS = (2, 4)
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
 SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-
-
-@pytest.fixture(scope="module")
-def sessions() -> Iterator[dict[int, Session]]:
-    warm("import torchrec.distributed")
-    with Session(2, timeout=60) as two, Session(4, timeout=60) as four:
-        yield {2: two, 4: four}
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared sessions' ranks may stay."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +203,9 @@ def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("nranks", NUMBERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_in_one_piece(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+def test_trains_as_in_one_piece(sessions: Sessions, strategy: str, nranks: int) -> None:
     answers = assert_same(sessions[nranks], Case(strategy))
     plan = answers[0][3]
     assert plan == answers[-1][3] and plan.strategies == {"table_0": strategy, "table_1": strategy}
@@ -227,10 +218,9 @@ def test_trains_as_in_one_piece(sessions: dict[int, Session], strategy: str, nra
     assert (len({s.row for s in plan.shards}) > 1) == (strategy in ROW_STRATEGIES)
 
 
-@pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_the_other_optimizers(sessions: dict[int, Session], optimizer: str, strategy: str, nranks: int) -> None:
+@pytest.mark.parametrize(("optimizer", "nranks"), [("sgd", 2), ("rowwise_adagrad", 4)])
+def test_the_other_optimizers(sessions: Sessions, optimizer: str, strategy: str, nranks: int) -> None:
     parts = {"column_wise": nranks, "table_column_wise": nranks, "grid_shard": 2}.get(strategy, 1)
     assert_same(sessions[nranks], Case(strategy, optimizer=optimizer, weighted=True), parts)
 
@@ -242,7 +232,7 @@ WAITING = [
 
 
 @pytest.mark.parametrize(("strategy", "optimizer"), WAITING)
-def test_updates_that_wait_for_the_step(sessions: dict[int, Session], strategy: str, optimizer: str) -> None:
+def test_updates_that_wait_for_the_step(sessions: Sessions, strategy: str, optimizer: str) -> None:
     if optimizer == "adam" and strategy == "data_parallel":
         with pytest.raises(ValueError, match="copies of a table train with sgd, adagrad, rowwise_adagrad only"):
             sessions[2].run(train, Case(strategy, optimizer=optimizer))
@@ -257,7 +247,7 @@ def test_updates_that_wait_for_the_step(sessions: dict[int, Session], strategy: 
         assert_same(sessions[2], dataclasses.replace(case, sequences=True, longest=2), parts)
 
 
-def test_adam_is_that_of_torch(sessions: dict[int, Session]) -> None:
+def test_adam_is_that_of_torch(sessions: Sessions) -> None:
     """All rows in each step, and an epsilon so large that its place in the formula matters."""
     ids = torch.arange(12)
 
@@ -284,7 +274,7 @@ def test_adam_is_that_of_torch(sessions: dict[int, Session]) -> None:
     torch.testing.assert_close(dict(found.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
 
 
-def test_an_optimizer_for_each_table(sessions: dict[int, Session]) -> None:
+def test_an_optimizer_for_each_table(sessions: Sessions) -> None:
     """Tables of one collection, each as if it were trained by itself; a fused one among them."""
 
     def both(optimizer: Any, lr: Any, fused: bool | None) -> Any:
@@ -309,7 +299,7 @@ def test_an_optimizer_for_each_table(sessions: dict[int, Session]) -> None:
         torch.testing.assert_close(own[0], own[1], rtol=0, atol=1e-6)
 
 
-FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SHAPES: dict[str, Any] = {
     "rows": st.lists(st.integers(1, 70), min_size=1, max_size=4),
     "width": st.integers(1, 4),
@@ -329,9 +319,9 @@ def assert_same_shape(
     assert_same(session, Case(strategy, {}, tuple(rows), width * 4 * nranks, **options))
 
 
-@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("nranks", NUMBERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_any_shape(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+def test_any_shape(sessions: Sessions, strategy: str, nranks: int) -> None:
     @FEW
     @given(pooling=POOLINGS, **SHAPES)
     def check(pooling: str, **options: Any) -> None:
@@ -341,9 +331,9 @@ def test_any_shape(sessions: dict[int, Session], strategy: str, nranks: int) -> 
     check()
 
 
-@pytest.mark.parametrize("nranks", RANKS)
+@pytest.mark.parametrize("nranks", NUMBERS)
 @pytest.mark.parametrize("strategy", SEQUENCE_STRATEGIES)
-def test_sequences_of_any_shape(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
+def test_sequences_of_any_shape(sessions: Sessions, strategy: str, nranks: int) -> None:
     @FEW
     @given(**SHAPES)
     def check(**options: Any) -> None:
@@ -352,13 +342,12 @@ def test_sequences_of_any_shape(sessions: dict[int, Session], strategy: str, nra
     check()
 
 
-@pytest.mark.parametrize("nranks", RANKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_batches_of_different_sizes(sessions: dict[int, Session], strategy: str, nranks: int) -> None:
-    assert_same(sessions[nranks], Case(strategy, batches=(7, 3, 1, 5), mean=True))
-    assert_same(sessions[nranks], Case(strategy, batches=(0, 8, 8, 0), weighted=True))
-    assert_same(sessions[nranks], Case(strategy, batches=(5, 0, 0, 2), mean=True))
-    assert_same(sessions[nranks], Case(strategy, batches=(0, 0, 0, 0), steps=2))
+def test_batches_of_different_sizes(sessions: Sessions, strategy: str) -> None:
+    assert_same(sessions[2], Case(strategy, batches=(7, 3, 0, 0), mean=True))
+    assert_same(sessions[2], Case(strategy, batches=(0, 8, 0, 0), weighted=True))
+    assert_same(sessions[4], Case(strategy, batches=(5, 0, 0, 2), mean=True))
+    assert_same(sessions[2], Case(strategy, batches=(0, 0, 0, 0), steps=2))
 
 
 class Clicks(nn.Module):
@@ -433,9 +422,9 @@ def initial(strategies: dict[str, str]) -> tuple[nn.Module | None, list[float]]:
     return whole, [*fit(sharded, range(3)), float(torch.rand(1))]
 
 
-def test_tables_on_meta_start_alike_whatever_the_plan(sessions: dict[int, Session]) -> None:
+def test_tables_on_meta_start_alike_whatever_the_plan(sessions: Sessions) -> None:
     states, losses = [], []
-    for nranks in RANKS:
+    for nranks in NUMBERS:
         for strategies in PLANS.values():
             answers = sessions[nranks].run_all(initial, strategies)
             assert len({values[-1] for _, values in answers}) == 1, "the ranks draw the same numbers after it"
@@ -449,7 +438,7 @@ def test_tables_on_meta_start_alike_whatever_the_plan(sessions: dict[int, Sessio
     assert 0 < weight.abs().max() <= 40**-0.5, "init_fn's range"
 
 
-def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: dict[int, Session]) -> None:
+def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: Sessions) -> None:
     def copies() -> dict[str, torch.Tensor]:
         torch.manual_seed(dist.get_rank())
         sharded = shard(bags("cpu", ("a", 20, 8)), {"a": "data_parallel"}, batch_size=8)
@@ -460,7 +449,7 @@ def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: dict[int, 
 
 
 @pytest.mark.parametrize("strategies", PLANS.values(), ids=PLANS)
-def test_the_tables_that_were_given_are_let_go(sessions: dict[int, Session], strategies: dict[str, str]) -> None:
+def test_the_tables_that_were_given_are_let_go(sessions: Sessions, strategies: dict[str, str]) -> None:
     """Beside its shards, a rank has no table whole."""
 
     def left() -> list[str]:
@@ -480,7 +469,7 @@ def test_the_tables_that_were_given_are_let_go(sessions: dict[int, Session], str
     assert sessions[2].run_all(left) == [[], []]
 
 
-def test_the_gathered_model_predicts_in_the_notebook(sessions: dict[int, Session]) -> None:
+def test_the_gathered_model_predicts_in_the_notebook(sessions: Sessions) -> None:
     def predict() -> tuple[nn.Module | None, torch.Tensor]:
         sharded = build(SPLIT)
         fit(sharded, range(5))
@@ -512,7 +501,7 @@ def load(strategies: dict[str, str], folder: Path, optimizer: bool = True) -> tu
 @pytest.mark.parametrize("strategies", [pytest.param(strategies, id=name) for name, strategies in PLANS.items()])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 2)])
 def test_saved_on_n_ranks_and_loaded_on_m(
-    sessions: dict[int, Session], tmp_path: Path, strategies: dict[str, str], n: int, m: int
+    sessions: Sessions, tmp_path: Path, strategies: dict[str, str], n: int, m: int
 ) -> None:
     saved, losses = sessions[n].run(save, strategies, tmp_path)
     if "column" in str(strategies):  # the state of the default optimizer is per block of columns, and those differ
@@ -526,7 +515,7 @@ def test_saved_on_n_ranks_and_loaded_on_m(
     torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
 
 
-def test_loaded_with_other_strategies(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_loaded_with_other_strategies(sessions: Sessions, tmp_path: Path) -> None:
     saved, losses = sessions[4].run(save, PLANS["row_wise"], tmp_path)
     loaded, after = sessions[2].run(load, PLANS["table_wise"], tmp_path)
     torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
@@ -536,7 +525,7 @@ def test_loaded_with_other_strategies(sessions: dict[int, Session], tmp_path: Pa
         torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
 
 
-def test_sequences_of_different_lengths(sessions: dict[int, Session]) -> None:
+def test_sequences_of_different_lengths(sessions: Sessions) -> None:
     def losses(strategies: dict[str, str]) -> list[list[float]]:
         return sessions[4].run_all(lambda: fit(build(strategies), range(4), (8, 1, 3, 5)))
 
@@ -546,7 +535,7 @@ def test_sequences_of_different_lengths(sessions: dict[int, Session]) -> None:
         torch.testing.assert_close(torch.tensor(losses(strategies))[:, 0], torch.tensor(first)[:, 0], rtol=0, atol=1e-6)
 
 
-def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -> None:
+def test_ranks_with_more_batches_wait_for_nobody(sessions: Sessions) -> None:
     def steps() -> list[int]:
         return list(equal_steps(range(3 + 2 * dist.get_rank())))
 
@@ -555,14 +544,14 @@ def test_ranks_with_more_batches_wait_for_nobody(sessions: dict[int, Session]) -
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_outputs_are_in_the_order_of_the_features(sessions: dict[int, Session], strategy: str) -> None:
+def test_outputs_are_in_the_order_of_the_features(sessions: Sessions, strategy: str) -> None:
     """TorchRec's own are in the order of the ranks that hold them."""
     assert_same(sessions[2], Case(strategy, rows=(2, 30, 7, 50, 6), mean=True, steps=3))
 
 
 @pytest.mark.parametrize("other", STRATEGIES)
 @pytest.mark.parametrize("strategy", ROW_STRATEGIES)
-def test_means_in_a_collection_of_several_strategies(sessions: dict[int, Session], strategy: str, other: str) -> None:
+def test_means_in_a_collection_of_several_strategies(sessions: Sessions, strategy: str, other: str) -> None:
     assert_same(sessions[2], Case(strategy, {"table_1": other}, mean=True, batches=(5, 2, 5, 5)))
 
 
@@ -623,7 +612,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ({"model": Clicks()}, r"parameters beside its tables \(over.0.weight, .*dense_optimizer"),
     ],
 )
-def test_what_cannot_work_is_said_before(sessions: dict[int, Session], options: dict[str, Any], pattern: str) -> None:
+def test_what_cannot_work_is_said_before(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
     options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("strategies")) else options
     answers = sessions[4].run_all(refused, **options)
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
@@ -634,7 +623,7 @@ def test_not_outside_a_rank() -> None:
         shard(bags("meta", ("a", 8, 8)), batch_size=8)
 
 
-def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: dict[int, Session]) -> None:
+def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: Sessions) -> None:
     def plan() -> Plan:
         model = bags("meta", *((name, 64, 16) for name in ("user_a", "user_b", "movie", "other")))
         return shard(model, {"user_*": "row_wise", "user_b": "table_wise", "m*": "column_wise"}, batch_size=8).plan
@@ -649,7 +638,7 @@ def test_names_go_before_globs_and_the_planner_takes_the_rest(sessions: dict[int
     assert strategies["other"] in STRATEGIES
 
 
-def test_large_tables_are_not_copied_unasked(sessions: dict[int, Session]) -> None:
+def test_large_tables_are_not_copied_unasked(sessions: Sessions) -> None:
     def plan(strategies: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         configs = [
             EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=16, feature_names=[name])
@@ -677,7 +666,7 @@ def two_tables() -> Sharded:
     return shard(bags("cpu", ("a", 40, 16), ("b", 30, 16)), {"a": "table_wise", "b": "row_wise"}, batch_size=2)
 
 
-def test_ids_and_how_many_there_are_go_at_once(sessions: dict[int, Session]) -> None:
+def test_ids_and_how_many_there_are_go_at_once(sessions: Sessions) -> None:
     def meetings() -> int:
         group, sharded = shared_group(), two_tables()
         a_step(sharded)
@@ -689,7 +678,7 @@ def test_ids_and_how_many_there_are_go_at_once(sessions: dict[int, Session]) -> 
     assert sessions[2].run_all(meetings) == [6, 6]
 
 
-def test_ids_that_lie_apart_in_memory(sessions: dict[int, Session]) -> None:
+def test_ids_that_lie_apart_in_memory(sessions: Sessions) -> None:
     def outputs() -> bool:
         sharded, lengths = two_tables(), torch.tensor([1, 1, 0, 1])
         apart = torch.tensor([[1, 9], [2, 9], [0, 9]])[:, 0]
@@ -703,7 +692,7 @@ def test_ids_that_lie_apart_in_memory(sessions: dict[int, Session]) -> None:
     assert sessions[2].run_all(outputs) == [True, True]
 
 
-def test_tables_are_in_huge_pages(sessions: dict[int, Session]) -> None:
+def test_tables_are_in_huge_pages(sessions: Sessions) -> None:
     def huge(start: int, size: int) -> int:
         """How many bytes of the mappings that have these bytes are in huge pages."""
         inside, found = False, 0
@@ -732,7 +721,7 @@ def test_tables_are_in_huge_pages(sessions: dict[int, Session]) -> None:
         assert min(found) >= (size - 2**22 if possible else 0), (possible, size, found)
 
 
-def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: dict[int, Session]) -> None:
+def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: Sessions) -> None:
     def names(profiled: bool) -> list[str]:
         given: list[str] = []
         sharded, begin = two_tables(), record_function.__enter__
@@ -752,13 +741,20 @@ def test_names_of_pieces_are_given_to_a_profiler_alone(sessions: dict[int, Sessi
     assert any("All2All_Pooled_fwd" in name for name in all_of_them)
 
 
-def test_the_planner_knows_how_fast_this_machine_is(sessions: dict[int, Session]) -> None:
-    def measured() -> tuple[float, float]:
-        found = measure(torch.device("cpu"), shared_group())
+def test_the_planner_knows_how_fast_this_machine_is(sessions: Sessions) -> None:
+    def measured(group: Any) -> tuple[float, float]:
+        found = measure(torch.device("cpu"), group)
         return found.memory, found.ranks
 
-    first, second = sessions[2].run_all(measured)
-    assert first == second and all(1e8 < speed < 1e12 for speed in first)
+    def in_a_millisecond() -> tuple[float, float]:
+        looks, group = itertools.count(), shared_group()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bandwidth, "time", SimpleNamespace(perf_counter=lambda: next(looks) / 1000))
+            return measured(group)
+
+    first, second = sessions[2].run_all(lambda: measured(shared_group()))
+    assert first == second and min(first) > 0
+    assert sessions[2].run_all(in_a_millisecond) == [(2.0**33, 2.0**32)] * 2, "8 MB, and 4 MB, in powers of two"
 
     def work(memory: float, ranks: float) -> float:
         with pytest.MonkeyPatch.context() as patch:
@@ -779,7 +775,7 @@ def test_works_again_after_a_rank_has_failed() -> None:
             raise ZeroDivisionError
         dist.barrier()
 
-    with Session(2, timeout=60) as session:
+    with Session(2) as session:
         with pytest.raises(ZeroDivisionError):
             session.run(fail)
         assert_same(session, Case("table_row_wise", steps=2))
@@ -908,7 +904,7 @@ hide = lambda cls, name, *rest: None if name.partition(".")[0] == {hidden!r} els
 importlib.machinery.PathFinder.find_spec = classmethod(hide)
 import nbdist.recsys.sharding
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and says in done.stderr and "ImportError" in done.stderr, done.stderr
     assert "torchrec==" in done.stderr and "--no-deps" in done.stderr
 
@@ -917,4 +913,4 @@ def test_import_nbdist_leaves_torchrec_out() -> None:
     code = (
         "import sys, nbdist, nbdist.recsys.datasets; assert not {'torch', 'torchrec', 'fbgemm_gpu'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

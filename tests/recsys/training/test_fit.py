@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +13,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from clicks import Clicks, build, clicks, loaders, noisy, predict
-from conftest import Kernel
+from conftest import Kernel, Sessions
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from nbdist import Session, warm
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
 from nbdist.recsys.parallel.sharded import kernels
 from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
 from nbdist.recsys.training.history import History, Record
 
+WARM = "import torchrec.distributed"
 HOWS = ("sharded", "replicated")
 States = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def sessions() -> Iterator[dict[int, Session]]:
-    warm("import torchrec.distributed")
-    with Session(1, timeout=100) as one, Session(2, timeout=100) as two, Session(4, timeout=100) as four:
-        yield {1: one, 2: two, 4: four}
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared sessions' ranks may stay."""
 
 
 def numbers(history: History) -> list[Any]:
@@ -67,21 +54,21 @@ def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, Sta
 
 
 @pytest.mark.slow
-def test_the_same_on_any_number_of_ranks_and_either_way(sessions: dict[int, Session]) -> None:
+def test_the_same_on_any_number_of_ranks_and_either_way(sessions: Sessions) -> None:
     aucs = {}
-    for (nranks, session), how in itertools.product(sessions.items(), HOWS):
-        history, _ = session.run(train, how, 8192, 512 // nranks, epochs=4, show=False)
+    for nranks, how in itertools.product((1, 2, 4), HOWS):
+        history, _ = sessions[nranks].run(train, how, 8192, 512 // nranks, epochs=4, show=False)
         assert [record.step for record in history] == [16, 32, 48, 64]
         aucs[nranks, how] = history[-1].metrics["auc"]
     assert min(aucs.values()) > 0.85, aucs
     assert max(aucs.values()) - min(aucs.values()) < 0.005, aucs
-    for nranks in sessions:
+    for nranks in (1, 2, 4):
         assert aucs[nranks, "sharded"] == pytest.approx(aucs[nranks, "replicated"], abs=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_the_schedule_holds_for_tables_and_dense_layers(sessions: dict[int, Session], how: str) -> None:
+def test_the_schedule_holds_for_tables_and_dense_layers(sessions: Sessions, how: str) -> None:
     """Against a plain loop in this process, over the rows of both ranks; the last batches are uneven."""
     rows, batch, steps = 325, 64, 7
     schedule = warmup_decay(steps, warmup=3, final=0.1)
@@ -113,7 +100,7 @@ def test_the_schedule_holds_for_tables_and_dense_layers(sessions: dict[int, Sess
 
 
 @pytest.mark.slow
-def test_evaluation_is_of_every_row_once(sessions: dict[int, Session]) -> None:
+def test_evaluation_is_of_every_row_once(sessions: Sessions) -> None:
     def check() -> tuple[dict[str, float], int, bool]:
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
         x = torch.arange(103.0)[:, None]
@@ -137,7 +124,7 @@ def test_evaluation_is_of_every_row_once(sessions: dict[int, Session]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [103, 9, 5])
-def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: dict[int, Session], rows: int) -> None:
+def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: Sessions, rows: int) -> None:
     def check(remainder: str) -> float:
         torch.manual_seed(0)
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
@@ -149,7 +136,7 @@ def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: dict[int, Sessi
 
 
 @pytest.mark.slow
-def test_other_losses_and_metrics(sessions: dict[int, Session]) -> None:
+def test_other_losses_and_metrics(sessions: Sessions) -> None:
     def regress() -> tuple[History, float]:
         torch.manual_seed(0)
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
@@ -172,7 +159,7 @@ def test_other_losses_and_metrics(sessions: dict[int, Session]) -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_the_ranks_own(sessions: dict[int, Session]) -> None:
+def test_parts_of_the_ranks_own(sessions: Sessions) -> None:
     """Each rank with rows of its own, as when it reads its own file."""
 
     def own(rows: tuple[int, int]) -> tuple[History, States]:
@@ -202,7 +189,7 @@ def test_parts_of_the_ranks_own(sessions: dict[int, Session]) -> None:
 
 
 @pytest.mark.slow
-def test_autocast(sessions: dict[int, Session]) -> None:
+def test_autocast(sessions: Sessions) -> None:
     def dtypes(bf16: bool) -> tuple[set[torch.dtype], float]:
         model, seen = build("sharded"), set()
 
@@ -221,7 +208,7 @@ def test_autocast(sessions: dict[int, Session]) -> None:
 
 
 @pytest.mark.slow
-def test_early_stop(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_early_stop(sessions: Sessions, tmp_path: Path) -> None:
     """A learning rate of 0 after the first steps: nothing gets better any more."""
 
     def stopped(resume: bool) -> History:
@@ -245,7 +232,7 @@ WAITING: dict[str, dict[str, Any]] = {"sharded": {"tables": {"fused": False}}, "
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_accumulated_batches_are_one_large_batch(sessions: dict[int, Session], how: str) -> None:
+def test_accumulated_batches_are_one_large_batch(sessions: Sessions, how: str) -> None:
     """325 rows: the last step of an epoch has fewer batches, and fewer rows in them."""
     options = {"steps": 7, "every": 2, "show": False, **WAITING[how]}
     large, expected = sessions[2].run(train, how, 325, 96, **options)
@@ -257,7 +244,7 @@ def test_accumulated_batches_are_one_large_batch(sessions: dict[int, Session], h
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_gradients_are_clipped_by_the_norm_of_all(sessions: dict[int, Session], how: str) -> None:
+def test_gradients_are_clipped_by_the_norm_of_all(sessions: Sessions, how: str) -> None:
     """Against a plain loop in this process, over the rows of both ranks."""
     clip, steps = 0.02, 6
     _, trained = sessions[2].run(train, how, 400, 50, steps=steps, clip=clip, show=False, **WAITING[how])
@@ -300,7 +287,7 @@ def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_ids_that_are_sent_ahead_change_nothing(sessions: dict[int, Session], tmp_path: Path, accumulate: int) -> None:
+def test_ids_that_are_sent_ahead_change_nothing(sessions: Sessions, tmp_path: Path, accumulate: int) -> None:
     """Ten full batches and an uneven one an epoch, evaluations and snapshots between; broken off and resumed."""
     options: dict[str, Any] = {"keyed": ["user", "movie"], "accumulate": accumulate, **LONG, **WAITING["sharded"]}
     one = sessions[2].run(ahead, train, "sharded", 1300, 64, **options)
@@ -329,7 +316,7 @@ def test_ids_that_are_sent_ahead_change_nothing(sessions: dict[int, Session], tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
-def test_resumed_as_if_never_broken_off(sessions: dict[int, Session], tmp_path: Path, how: str) -> None:
+def test_resumed_as_if_never_broken_off(sessions: Sessions, tmp_path: Path, how: str) -> None:
     """In mid-epoch, between two records, with dropout and everybody's random generators in use: bit for bit."""
     history, expected = sessions[2].run(train, how, 1200, 64, **LONG)
     options = {"snapshots": Snapshots(tmp_path, every=3, keep=1, resume=True), **LONG}
@@ -346,7 +333,7 @@ def test_resumed_as_if_never_broken_off(sessions: dict[int, Session], tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
-    sessions: dict[int, Session], tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+    sessions: Sessions, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In mid-epoch on fewer ranks and then on more than at first, each time with as many rows in a step."""
     rows, a_step, options = 8192, 512, {"epochs": 4, "every": 8, "metrics": None}
@@ -369,7 +356,7 @@ def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
 
 
 @pytest.mark.slow
-def test_other_batches_make_other_epochs(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_other_batches_make_other_epochs(sessions: Sessions, tmp_path: Path) -> None:
     """On half as many ranks with the same batches, an epoch has twice the steps, and the run as many epochs."""
     options = {"epochs": 3, "show": False, "snapshots": Snapshots(tmp_path, every=4, resume=True)}
     with pytest.raises(ZeroDivisionError):
@@ -381,7 +368,7 @@ def test_other_batches_make_other_epochs(sessions: dict[int, Session], tmp_path:
 
 
 @pytest.mark.slow
-def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: Sessions, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, resume=True)
 
     def own() -> None:
@@ -394,9 +381,7 @@ def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: dict[int, Session], t
 
 
 @pytest.mark.slow
-def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(
-    sessions: dict[int, Session], tmp_path: Path
-) -> None:
+def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Sessions, tmp_path: Path) -> None:
     def warned() -> None:
         """In a rank: as on a cluster, where one of the ranks is told in the third step."""
         from nbdist.rank import preemption
@@ -423,7 +408,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(
 
 
 @pytest.mark.slow
-def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: Sessions, tmp_path: Path) -> None:
     options = LONG | {"tables": {"optimizer": {"user": "adam", "*": "adagrad"}, "lr": 0.01, "fused": False}}
     options |= {"clip": 0.05, "accumulate": 2}
     history, expected = sessions[2].run(train, "sharded", 1200, 32, **options)
@@ -437,7 +422,7 @@ def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: dict[int,
 
 
 @pytest.mark.slow
-def test_the_best_snapshot_is_kept(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_the_best_snapshot_is_kept(sessions: Sessions, tmp_path: Path) -> None:
     """Training first makes it better, and then, with labels turned round, worse."""
 
     def turning(left: int, folder: Path) -> tuple[History, float, Path]:
@@ -479,7 +464,7 @@ def test_the_best_snapshot_is_kept(sessions: dict[int, Session], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_fails_costs_no_training(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_an_evaluation_that_fails_costs_no_training(sessions: Sessions, tmp_path: Path) -> None:
     def evaluated(fails_at: int | None, folder: Path | None) -> tuple[History, States]:
         model, seen = build("sharded", 0.2), 0
 
@@ -506,7 +491,7 @@ def test_an_evaluation_that_fails_costs_no_training(sessions: dict[int, Session]
 
 
 @pytest.mark.slow
-def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: dict[int, Session]) -> None:
+def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> None:
     def one_label(alone: bool) -> History:
         model, (train, _) = build("replicated"), loaders(600, 64)
         rows = clicks(100, 2)
@@ -529,7 +514,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: dict[int, Sess
 
 
 @pytest.mark.slow
-def test_what_is_kept(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_what_is_kept(sessions: Sessions, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "by it"
     snapshots = Snapshots(folder, every=2, keep=3)
     run = sessions[2].run(train, "sharded", 1200, 64, steps=11, snapshots=snapshots, show=False)
@@ -546,7 +531,7 @@ def test_what_is_kept(sessions: dict[int, Session], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_snapshots_that_do_not_fit(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_snapshots_that_do_not_fit(sessions: Sessions, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, every=2, resume=True)
     sessions[2].run(train, "sharded", 1200, 64, steps=4, snapshots=snapshots, show=False)
     with pytest.raises(ValueError, match=r"has snapshots of a run, the newest step-4: say resume=True"):
@@ -558,7 +543,7 @@ def test_snapshots_that_do_not_fit(sessions: dict[int, Session], tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_snapshot_that_fails_leaves_the_one_before(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_a_snapshot_that_fails_leaves_the_one_before(sessions: Sessions, tmp_path: Path) -> None:
     class Broken:
         """Writes something, and then the disk is full on the last rank."""
 
@@ -589,7 +574,7 @@ def test_a_snapshot_that_fails_leaves_the_one_before(sessions: dict[int, Session
 
 
 @pytest.mark.slow
-def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_the_steps_of_fused_optimizers_are_saved(sessions: Sessions, tmp_path: Path) -> None:
     """FBGEMM's Adam corrects its bias by them. On CPUs it has no optimizer that counts, so here they are made up."""
 
     def counts(load: bool) -> set[tuple[int, int]]:
@@ -631,7 +616,7 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: dict[int, Session], t
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
     ],
 )
-def test_what_makes_no_sense(sessions: dict[int, Session], options: dict[str, Any], pattern: str) -> None:
+def test_what_makes_no_sense(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
     def refused() -> str:
         data, valid = loaders(100, 10)
         valid.remainder = options.pop("remainder", "keep")
@@ -656,7 +641,7 @@ def test_not_outside_a_rank() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_on_meta_is_not_replicated(sessions: dict[int, Session]) -> None:
+def test_a_model_on_meta_is_not_replicated(sessions: Sessions) -> None:
     with pytest.raises(ValueError, match="weight is on the meta device"):
         sessions[2].run(lambda: replicate(nn.Linear(2, 2, device="meta"), torch.optim.SGD) and None)
 
@@ -716,7 +701,7 @@ def test_a_history_to_look_at() -> None:
 
 
 @pytest.mark.slow
-def test_shown_as_lines_where_there_is_no_notebook(sessions: dict[int, Session], tmp_path: Path) -> None:
+def test_shown_as_lines_where_there_is_no_notebook(sessions: Sessions, tmp_path: Path) -> None:
     session = sessions[2]
     before = len(session.logs(0))
     for steps in (4, 8):
@@ -729,14 +714,18 @@ def test_shown_as_lines_where_there_is_no_notebook(sessions: dict[int, Session],
 
 
 CELL = f"""
-import sys, time
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from clicks import build, loaders, predict
 from nbdist import in_ddp
 from nbdist.recsys.training import fit
 
+steps = []
+
 def slowly(model, batch):
-    time.sleep(0.05)  # the cell shows a table that grows faster at most three times a second
+    steps.extend([batch] if model.training else [])
+    while len(steps) in (11, 21) and not os.path.exists(f"seen {{len(steps) - 1}}"):
+        time.sleep(0.01)  # what the next table overtakes is not shown
     return predict(model, batch)
 
 def train():
@@ -748,9 +737,13 @@ history = in_ddp(2, train)
 
 @pytest.mark.slow
 def test_shown_in_the_cell_as_it_goes(kernel: Kernel) -> None:
-    result = kernel.ok(CELL)
-    shown = [out for out in result.outputs if out["kind"] == "display_data"]
-    updates = [out for out in result.outputs if out["kind"] == "update_display_data"]
+    cell, outputs = kernel.start(CELL), []
+    for step in (10, 20):
+        outputs += kernel.finish(cell, until=lambda result: f"<td>{step}</td>" in str(result.outputs)).outputs  # noqa: B023
+        (kernel.cwd / f"seen {step}").touch()
+    outputs += kernel.finish(cell).outputs
+    shown = [out for out in outputs if out["kind"] == "display_data"]
+    updates = [out for out in outputs if out["kind"] == "update_display_data"]
     assert [sorted(out["data"]) for out in shown] == [["text/html", "text/plain"], ["image/png", "text/plain"]]
     table, plot = (out["transient"]["display_id"] for out in shown)
     tables = [out["data"]["text/html"] for out in updates if out["transient"]["display_id"] == table]

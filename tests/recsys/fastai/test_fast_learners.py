@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,28 +18,17 @@ from fastai.tabular.data import TabularDataLoaders
 from fastai.tabular.learner import tabular_learner
 from fastai.torch_core import set_seed
 
-from nbdist import Session, warm
+from nbdist import Session
 from nbdist.recsys.datasets import synthetic_ratings
 from nbdist.recsys.fastai import FusedAdam, TabularLoader, fast
 
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
+WARM = IMPORTS
 
 
 @pytest.fixture(scope="module")
 def ratings() -> pd.DataFrame:
     return synthetic_ratings(n_users=200, n_items=150, n_ratings=6000).with_titles().to_pandas()
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    warm(IMPORTS)
-    with Session(2) as session:
-        yield session
-
-
-@pytest.fixture(autouse=True)
-def nothing_survives() -> None:
-    """The shared session's ranks may stay."""
 
 
 def collab(ratings: pd.DataFrame, bs: int = 64, **options: Any) -> Learner:

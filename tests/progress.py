@@ -1,0 +1,126 @@
+"""What a run of the tests shows: how far it is, how long it will take, each failure at once, and what was left out.
+
+`seconds.json` holds the seconds of each file of tests, from a run on two quiet cores (`python -m benchmarks.suite`).
+Files that take longest begin first. The time left follows from these seconds and from the speed of the run so far.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SECONDS: dict[str, float] = json.loads((HERE / "seconds.json").read_text())
+#: Seconds of a file that is not there, of which nothing is known.
+UNKNOWN = 2.0
+#: Seconds between two lines about the progress.
+INTERVAL = 15.0
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def reason(item: pytest.Item) -> str:
+    """Why a test is not in `make test`, or else not in `make quick`."""
+    long = item.get_closest_marker("long")
+    return str(long.args[0]) if long is not None else "takes more than a few seconds"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest; the order within a file stays."""
+    order = {file: rank for rank, file in enumerate(sorted(SECONDS, key=lambda file: -SECONDS[file]))}
+    items.sort(key=lambda item: order.get(file_of(item.nodeid), len(order)))
+
+
+class Progress:
+    """Lines about a run, and its summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._begin = self._shown = time.monotonic()
+        self._left: dict[str, int] = {}
+        self._sizes: Counter[str] = Counter()
+        self._failed = 0
+        self._left_out: Counter[str] = Counter()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._expect([item.nodeid for item in session.items])
+
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._expect(ids)
+
+    def _expect(self, ids: list[str]) -> None:
+        if ids and not self._sizes:
+            self._sizes = Counter(map(file_of, ids))
+            self._left = dict(self._sizes)
+            self._begin = self._shown = time.monotonic()
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if self._config.option.markexpr:
+            marked = [item for item in items if {"slow", "long"} & {mark.name for mark in item.iter_markers()}]
+            self._left_out.update(map(reason, marked))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take over what a worker has left out: each worker leaves out the same."""
+        self._left_out = Counter(getattr(node, "workeroutput", {}).get("left_out", self._left_out))
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["left_out"] = dict(self._left_out)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self) -> Any:
+        """Show no letter for each test."""
+        category, _, word = yield
+        return category, "", word
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed += 1
+            self._say(f"FAILED {report.nodeid}" + f" in {report.when}" * (report.when != "call"))
+        if report.when == "teardown":
+            file = file_of(report.nodeid)
+            self._left[file] = self._left.get(file, 1) - 1
+            if time.monotonic() - self._shown >= INTERVAL:
+                self._shown = time.monotonic()
+                self._say(self.line())
+
+    def line(self) -> str:
+        """How far the run is, and how long it will take."""
+
+        def seconds(counts: dict[str, int]) -> float:
+            return sum(SECONDS.get(file, UNKNOWN) * count / self._sizes[file] for file, count in counts.items())
+
+        whole, left = seconds(self._sizes), seconds({file: n for file, n in self._left.items() if file in self._sizes})
+        passed = time.monotonic() - self._begin
+        total, open_ = self._sizes.total(), sum(self._left.values())
+        text = f"{passed / 60:4.1f} min: {total - open_:,} of {total:,} tests"
+        text += f", {self._failed} failed" * bool(self._failed)
+        if whole > left:
+            text += f", about {passed * left / (whole - left) / 60:.1f} min left"
+        return text
+
+    def _say(self, text: str) -> None:
+        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and not hasattr(self._config, "workerinput"):
+            reporter.ensure_newline()
+            reporter.write_line(text)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._left_out:
+            terminalreporter.section("left out")
+            for why, count in sorted(self._left_out.items()):
+                terminalreporter.write_line(f"{count:5,} tests: {why}")
+            terminalreporter.write_line("`make test-all` runs them.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Progress(config), "nbdist-progress")
