@@ -5,7 +5,8 @@ the kernel's accounts of ended children. Several times a second the CPU seconds 
 and what was added is booked on the kind of process and on the file of tests that its nearest pytest worker was running.
 CPU seconds that no look saw, of processes that began and ended between two looks, are shown as "not seen".
 
-As a pytest plugin (`-p benchmarks.suite`, given by `PYTEST_ARGS`), this module notes which test a worker is running.
+As a pytest plugin (`-p benchmarks.suite`, given by `PYTEST_ARGS`), this module notes which test a worker is running,
+and keeps the seconds that each file took in tests/seconds.json, by which `tests/progress.py` tells the time left.
 """
 
 from __future__ import annotations
@@ -53,6 +54,22 @@ def pytest_runtest_logstart(nodeid: str) -> None:
     folder = os.environ.get(NOTES)
     if folder:
         Path(folder, str(os.getpid())).write_text(nodeid)
+
+
+_seconds: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Add what a phase of a test took."""
+    _seconds[report.nodeid.partition("::")[0]] += report.duration
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    """Keep the seconds of each file, beside those of files that were not run."""
+    if not hasattr(session.config, "workerinput") and _seconds:
+        path = ROOT / "tests" / "seconds.json"
+        seconds = {**json.loads(path.read_text()), **{file: round(taken, 1) for file, taken in _seconds.items()}}
+        path.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n")
 
 
 @dataclass

@@ -484,12 +484,13 @@ def test_data_loader_whose_workers_stay() -> None:
     gc.collect()
 
 
-def test_data_loader_loses_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [0, 200], ids=["before it has sent anything", "later"])
+def test_data_loader_loses_a_worker(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told; torch itself looks after five seconds, and here it does not."""
     look = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(look, "__defaults__", (10_000.0,))  # its `timeout`
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        list(loader(Rows(200, lambda: os.kill(os.getpid(), signal.SIGKILL))))
+        list(loader(Rows(at, lambda: os.kill(os.getpid(), signal.SIGKILL))))
 
 
 def test_data_loader_raises() -> None:

@@ -28,6 +28,11 @@ class Point:
         self.x = x
 
 
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other workers get to end after the first failure has no end itself: a call must not use it up."""
@@ -85,14 +90,16 @@ def test_imports_and_need() -> None:
     assert [str(value) for value in values] == ["1/4", "1/2"]
 
 
-def test_first_exception(patient: None) -> None:
+def test_first_exception(patient: None, tmp_path: Path) -> None:
     class Mine(Exception):
         pass
 
     def work(i: int) -> int:
         if i == 13:
+            wait_for(tmp_path / "busy")
             raise Mine(f"no {i}")
         if i > 13:
+            (tmp_path / "busy").touch()
             time.sleep(1000)
         return i
 
@@ -108,12 +115,14 @@ def test_first_exception(patient: None) -> None:
     [(lambda: os.kill(os.getpid(), signal.SIGKILL), -9), (lambda: os._exit(0), 0)],
     ids=["killed", "_exit(0)"],
 )
-def test_lost_worker(patient: None, end: Callable[[], Any], status: int, chunk: int) -> None:
+def test_lost_worker(patient: None, end: Callable[[], Any], status: int, chunk: int, tmp_path: Path) -> None:
     def work(i: int) -> int:
         if i == 13:
+            wait_for(tmp_path / "busy")
             print("last words")
             end()
-        if i > 15:
+        if i > 14:
+            (tmp_path / "busy").touch()
             time.sleep(1000)
         return i
 
@@ -205,8 +214,8 @@ def test_what_is_big_is_shared(tmp_path: Path) -> None:
     def memory(i: int) -> tuple[float, int]:
         total = float(table.sum())
         (tmp_path / str(i)).touch()
-        while len(os.listdir(tmp_path)) < 3:  # what one alone had read would count as its own
-            time.sleep(0.01)
+        for other in range(3):  # what one alone had read would count as its own
+            wait_for(tmp_path / str(other))
         return total, psutil.Process().memory_full_info().uss
 
     found = parallel_map(memory, range(3), 3, progress=False)

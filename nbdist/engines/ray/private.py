@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+from typing import Any
 
 from .starting import agent_ports, announced, why
 
@@ -26,7 +27,7 @@ def main(kernel: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     logging.disable(logging.WARNING)  # Ray's notices about its start
-    ports = agent_ports()
+    ports: dict[str, Any] = agent_ports()
     try:
         with announced(ports):
             # As `ray.init(address="local")` does, which takes no ports.
