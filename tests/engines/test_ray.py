@@ -235,7 +235,7 @@ def test_captured_data_goes_to_each_node_once(options: RayOptions) -> None:
         return float(data.sum())
 
     def private() -> list[int]:
-        """Bytes that are a rank's own: not those of the segment that it maps, whoever else has looked at them by now."""
+        """Bytes that are a rank's own: not those of a segment that it maps, whoever else has read them by now."""
         found = [psutil.Process(pid).memory_info() for pid in own.run_all(os.getpid)]
         return [info.rss - info.shared for info in found]
 
