@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, settings
 from jupyter_client.manager import KernelManager
 
 from nbdist import Session, warm
-from nbdist.engines.ray.starting import agent_ports, announced, environment
+from nbdist.engines.ray.starting import agent_ports, announced, environment, patiently
 from nbdist.wire import rank_memory
 
 pytest_plugins = ["progress"]
@@ -202,7 +202,7 @@ def add_node(cluster: Any, **options: Any) -> Any:
     """Add a node of Ray to a cluster, as nbdist starts one: also on a busy machine."""
     ports = agent_ports()
     with mock.patch.dict(os.environ, environment(os.environ)), announced(ports):
-        return cluster.add_node(**ports, **options)
+        return patiently(lambda: cluster.add_node(**ports, **options))
 
 
 def stop_cluster(cluster: Any) -> None:

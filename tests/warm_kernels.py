@@ -94,6 +94,7 @@ class Template:
                 start_new_session=True,
             )
         self._environ = dict(os.environ)
+        assert self._socket.recv(1), "the template process has failed"
 
     def fits(self, environ: Mapping[str, str]) -> bool:
         """Whether libraries, once imported in the template, are as they would be if imported with these variables."""
@@ -132,6 +133,7 @@ def main(fd: str, _mark: str) -> None:
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended kernels leave no zombies
+    control.send(b"!")
     while True:
         request = control.recv(_LIMIT)
         if not request:

@@ -9,9 +9,10 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from .starting import agent_ports, announced, why
+from .starting import agent_ports, announced, patiently, why
 
 
 def main(kernel: str) -> None:
@@ -21,18 +22,13 @@ def main(kernel: str) -> None:
 
     `kernel` is a descriptor that tells the end of the process that it is for, whose children may hold the input.
     """
-    import ray._private.node
-    import ray._private.parameter
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     logging.disable(logging.WARNING)  # Ray's notices about its start
-    ports: dict[str, Any] = agent_ports()
+    ports = agent_ports()
     try:
         with announced(ports):
-            # As `ray.init(address="local")` does, which takes no ports.
-            parameters = ray._private.parameter.RayParams(include_dashboard=False, **ports)
-            node = ray._private.node.Node(parameters, head=True, spawn_reaper=True, ray_init_cluster=True)
+            node = patiently(lambda: _start(ports))
     except Exception as exc:
         print(json.dumps({"refused": why(_session(), str(exc))}), flush=True)
         sys.exit(1)
@@ -43,6 +39,15 @@ def main(kernel: str) -> None:
             ends.register(fd, select.POLLIN)
     ends.poll()
     node.kill_all_processes(check_alive=False)
+
+
+def _start(ports: Mapping[str, Any]) -> Any:
+    """Start Ray as `ray.init(address="local")` does, which takes no ports."""
+    import ray._private.node
+    import ray._private.parameter
+
+    parameters = ray._private.parameter.RayParams(include_dashboard=False, **ports)
+    return ray._private.node.Node(parameters, head=True, spawn_reaper=True, ray_init_cluster=True)
 
 
 def _session() -> str:

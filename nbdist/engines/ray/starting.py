@@ -14,7 +14,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 #: On the path of Ray's processes: modules that stand in for others whose import takes seconds.
 LIGHT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "light")
@@ -28,6 +29,8 @@ _PORTS = {
 _ANSWERED_BY_FILE = "dashboard_agent_listen_port"
 #: How long a raylet waits otherwise, for an agent's answers and for a worker: by default half a minute and a minute.
 _PATIENCE = {"RAY_agent_register_timeout_ms": "600000", "RAY_worker_register_timeout_seconds": "600"}
+#: How often a node is started that is not there after Ray's half minute.
+ATTEMPTS = 4
 #: What the raylet writes before it ends because an agent was slow.
 _SLOW = re.compile(r"Timed out waiting for file \S*/(\w+?)_port_\w+")
 #: Where Ray's processes say why they end.
@@ -83,6 +86,24 @@ def _write_port(port: int, options: Mapping[str, str]) -> None:
         with open(f"{path}.nbdist", "w") as file:
             file.write(str(port))
         os.rename(file.name, path)
+
+
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start a node, again where it was not there after the 30 seconds that Ray gives it. Returns what `start` does."""
+    import psutil
+
+    for attempt in range(ATTEMPTS):
+        before = set(psutil.Process().children())
+        try:
+            return start()
+        except Exception as exc:
+            if attempt + 1 == ATTEMPTS or "timed out during startup" not in str(exc):
+                raise
+            for process in set(psutil.Process().children()) - before:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    for one in (*process.children(recursive=True), process):
+                        one.kill()
+    raise AssertionError("unreachable")
 
 
 def why(session: str, said: str) -> str:
