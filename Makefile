@@ -2,7 +2,7 @@
 # make quick   what to run between edits: format, lint, type checks, and the tests that take no more than seconds
 # make test    the same with the slow tests: all that proves nbdist on CPUs
 # make test-all  that, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
-#              plans, other projects' suites, Colab's kernel, the site. CI runs it
+#              plans (make long), other projects' suites, Colab's kernel, the site
 # make mutations  put 30 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
@@ -43,7 +43,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
+.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -67,12 +67,15 @@ test: checks
 quick: checks
 	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
 
+long: setup
+	@$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
+
 # Other projects' suites run beside the rest, and are shown at the end.
 test-all: test
 	@mkdir -p build; { $(MAKE) --no-print-directory cloudpickle && \
 	    $(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'"; } >build/suites.log 2>&1 </dev/null & \
 	failed=0; \
-	$(PYTEST) -n 2 -m long $(PYTEST_ARGS) || failed=1; \
+	$(MAKE) --no-print-directory long || failed=1; \
 	$(MAKE) --no-print-directory docs || failed=1; \
 	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
 	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|Error" build/suites.log; exit $$failed
