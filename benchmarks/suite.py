@@ -66,7 +66,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    """Keep the seconds of each file, beside those of files that were not run."""
+    """Keep the seconds of each file. The seconds of a file that was not run stay."""
     if not hasattr(session.config, "workerinput") and _seconds:
         path = ROOT / "tests" / "seconds.json"
         seconds = {**json.loads(path.read_text()), **{file: round(taken, 1) for file, taken in _seconds.items()}}
@@ -75,7 +75,7 @@ def pytest_sessionfinish(session: Any) -> None:
 
 @dataclass
 class Process:
-    """What is known of one process: its parent, its command line, its CPU seconds so far."""
+    """A process: its parent, its command line, its CPU seconds so far, and whether it imported torch."""
 
     parent: int
     command: str
@@ -234,7 +234,7 @@ def report(runs: dict[str, dict[str, Any]]) -> list[str]:
         ]
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     lines.append(row("not seen", [run["total"] - sum(run["kinds"].values()) for run in found]))
-    lines += ["", "By file of tests, those of 10 CPU seconds or more:", *head]
+    lines += ["", "Files of tests that took 10 CPU seconds or more:", *head]
     sums = [{file: sum(kinds.values()) for file, kinds in run["files"].items()} for run in found]
     for file in sorted(set().union(*sums), key=lambda file: -max(one.get(file, 0.0) for one in sums)):
         if max(one.get(file, 0.0) for one in sums) >= 10:

@@ -1,4 +1,4 @@
-"""What a run of the tests shows: how far it is, how long it will take, each failure at once, and what was left out.
+"""Show the progress of a run of tests, the time left, each failure at once, and at the end what was left out.
 
 `seconds.json` holds the seconds of each file of tests, from a run on two quiet cores (`python -m benchmarks.suite`).
 Files that take longest begin first. The time left follows from these seconds and from the speed of the run so far.
@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SECONDS: dict[str, float] = json.loads((HERE / "seconds.json").read_text())
-#: Seconds of a file that is not there, of which nothing is known.
+#: Seconds of a file that is not in `SECONDS`.
 UNKNOWN = 2.0
 #: Seconds between two lines about the progress.
 INTERVAL = 15.0
@@ -94,7 +94,7 @@ class Progress:
                 self._say(self.line())
 
     def line(self) -> str:
-        """How far the run is, and how long it will take."""
+        """Return the number of tests that have run, and the time left."""
 
         def seconds(counts: dict[str, int]) -> float:
             return sum(SECONDS.get(file, UNKNOWN) * count / self._sizes[file] for file, count in counts.items())

@@ -56,7 +56,7 @@ class Forked:
         return status
 
     def _ended(self, timeout: float | None) -> int | None:
-        """Whether the process has ended: its status, or 0 where another process is its parent."""
+        """Return the status of an ended process, 0 if another process is its parent, None if it still runs."""
         if self.returncode is None and select.select([self._pidfd], [], [], timeout)[0]:
             self.returncode: int | None = 0
             with contextlib.suppress(ChildProcessError):
@@ -97,7 +97,7 @@ class Template:
         assert self._socket.recv(1), "the template process has failed"
 
     def fits(self, environ: Mapping[str, str]) -> bool:
-        """Whether libraries, once imported in the template, are as they would be if imported with these variables."""
+        """Return whether libraries would be the same if they were imported with these variables."""
         from nbdist.engines.forkserver import read_at_import
 
         names = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
@@ -181,7 +181,7 @@ def _kernel(arguments: list[str], paths: list[str]) -> None:
 
 
 def _give_to_nbdist(control: socket.socket, pid: int) -> None:
-    """Let nbdist take the waiting child for its first fork server, if the server may have what is imported there."""
+    """Make nbdist take the waiting child for its first fork server, if the server may have what is imported there."""
     from nbdist import interpreter
 
     start = interpreter.start

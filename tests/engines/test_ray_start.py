@@ -16,7 +16,7 @@ from nbdist.engines.ray.starting import LIGHT, agent_ports, announced, as_option
 
 pytest.importorskip("ray", reason="needs Ray")
 
-#: What a process does whose command line is that of a raylet.
+#: Program with the name of a raylet.
 RAYLET = f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n"
 GAVE_UP = (
     "[2026-11-26 20:25:17,026 C 9747 9747] (raylet) node_manager.cc:3576:  An unexpected system state has occurred. "

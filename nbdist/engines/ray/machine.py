@@ -103,7 +103,7 @@ def _own_ip() -> str:
 def _watch(
     ray: subprocess.Popen[str], session: str, number: int, about: Mapping[str, Any], lines: queue.Queue[str]
 ) -> None:
-    """Tell that Ray has started, and how it ends; its logs are in the folder `session`."""
+    """Report that Ray has started, and how it ends. Ray's logs are in the folder `session`."""
     from nbdist.engines.ray.starting import why
 
     last: collections.deque[str] = collections.deque(maxlen=15)

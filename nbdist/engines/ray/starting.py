@@ -57,7 +57,7 @@ def as_options(ports: Mapping[str, int]) -> list[str]:
 
 @contextlib.contextmanager
 def announced(ports: Mapping[str, int]) -> Iterator[None]:
-    """Tell raylets that are started meanwhile below this process the port of which Ray tells them nothing."""
+    """Give the port that Ray does not pass on to each raylet that starts below this process meanwhile."""
     over = threading.Event()
     thread = threading.Thread(target=_announce, args=(ports[_ANSWERED_BY_FILE], over), daemon=True)
     thread.start()
