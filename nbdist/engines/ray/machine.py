@@ -38,13 +38,15 @@ def main(config: dict[str, Any]) -> None:
     if wrong := _differences(config["versions"]) or _missing_gpus(config["gpus"]):
         _say(number, "refused", text=wrong)
         return
+    from nbdist.engines.ray.starting import agent_ports, as_options, environment, free_ports
+
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     # By the interface at which ssh has reached this machine, others reach it, too.
     ip = os.environ["SSH_CONNECTION"].split()[2] if "SSH_CONNECTION" in os.environ else ""
     if number == 0:
         ip = ip or _own_ip()
-        port, client = _free_ports(2)
+        port, client = free_ports(2)
         first = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
         first += [f"--temp-dir={config['folder']}"]
     else:
@@ -53,8 +55,6 @@ def main(config: dict[str, Any]) -> None:
         if not joined:
             return
         first = ["--address=" + json.loads(joined)["address"]]
-    from nbdist.engines.ray.starting import agent_ports, announced, as_options, environment
-
     ports = agent_ports()
     options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *as_options(ports)]
     options += [f"--node-ip-address={ip}"] * bool(ip)
@@ -73,11 +73,10 @@ def main(config: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
     about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
     session = os.path.join(config["folder"], "session_latest")
-    threading.Thread(target=_watch, args=(ray, session, number, about, lines), daemon=True).start()
+    threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
     try:
-        with announced(ports):
-            while lines.get():  # a head is told of itself, too
-                pass
+        while lines.get():  # a head is told of itself, too
+            pass
     finally:
         _end(ray, config["folder"])
 
@@ -101,19 +100,27 @@ def _own_ip() -> str:
 
 
 def _watch(
-    ray: subprocess.Popen[str], session: str, number: int, about: Mapping[str, Any], lines: queue.Queue[str]
+    ray: subprocess.Popen[str],
+    ports: Mapping[str, int],
+    session: str,
+    number: int,
+    about: Mapping[str, Any],
+    lines: queue.Queue[str],
 ) -> None:
-    """Report that Ray has started, and how it ends. Ray's logs are in the folder `session`."""
-    from nbdist.engines.ray.starting import why
+    """Report that Ray has started, with `ports` for its agents, and how it ends; its logs are in `session`."""
+    from nbdist.engines.ray.starting import announced, why
 
     last: collections.deque[str] = collections.deque(maxlen=15)
     started = False
     assert ray.stdout is not None
-    for line in ray.stdout:
-        last.append(line)
-        if "Ray runtime started." in line:
-            started = True
-            _say(number, "ready", **about)
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(announced(ports))
+        for line in ray.stdout:
+            last.append(line)
+            if "Ray runtime started." in line:
+                started = True
+                starting.close()  # the processes below this one are looked at until then only
+                _say(number, "ready", **about)
     ray.wait()
     text = "".join(last).strip()
     _say(number, "ended", text=text if started else why(session, text))
@@ -149,12 +156,6 @@ def _missing_gpus(gpus: int) -> str:
 
     found = visible_gpus()
     return f"gpus={gpus}, and torch finds {found} there" if found < gpus else ""
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _end(ray: subprocess.Popen[str], folder: str) -> None:

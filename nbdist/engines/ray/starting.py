@@ -43,11 +43,16 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in _PATIENCE.items() if name not in environ}, "PYTHONPATH": path}
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different ports of this machine at which no process listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
 def agent_ports() -> dict[str, int]:
     """Free ports for the agents of a node, by the names of the parameters of Ray's node."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("", 0))) for _ in _PORTS]
-        return {name: sock.getsockname()[1] for name, sock in zip(_PORTS, sockets, strict=True)}
+    return dict(zip(_PORTS, free_ports(len(_PORTS)), strict=True))
 
 
 def as_options(ports: Mapping[str, int]) -> list[str]:
