@@ -40,7 +40,7 @@ KINDS = {
     "browsers": r"chrom|playwright",
     "Jupyter servers": r"jupyter",
     "notebooks and site": r"zensical|notebooks/\w+\.py|nbconvert",
-    "kernels forked from a template, their fork servers and ranks": r"warm_kernels",
+    "templates that programs are forked from": r"from warm import main",
     "kernels": r"ipykernel_launcher",
     "ruff and mypy": r"\bruff\b|\bmypy\b",
     "installation: pip, uv, nox, builds": r"\bpip\b|\buv\b|\bnox\b|ensurepip|\bbuild\b",

@@ -20,7 +20,7 @@ from unittest import mock
 
 import psutil
 import pytest
-import warm_kernels
+import warm as warm_programs
 from hypothesis import HealthCheck, settings
 from jupyter_client.manager import KernelManager
 
@@ -37,12 +37,30 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_programs = contextlib.ExitStack()
+
+
 def pytest_configure() -> None:
-    """Take signals as in the foreground: a run in the background (`nohup make test &`) ignores some of them, and so
-    would all that it starts."""
+    """Fork programs rather than start them, and take signals as in the foreground: a run in the background
+    (`nohup make test &`) ignores some of them, and so would all that it starts."""
+    if LINUX:
+        _programs.enter_context(warm_programs.installed())
     for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_unconfigure() -> None:
+    """End the process that programs are forked from."""
+    _programs.close()
+
+
+@pytest.fixture(autouse=True)
+def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start what a test marked `started` starts."""
+    marked = request.node.get_closest_marker("started") is not None
+    with warm_programs.all_started() if marked else contextlib.nullcontext():
+        yield
 
 
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.
@@ -102,9 +120,7 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
                 family += child.children(recursive=True)
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = child.cmdline()
-            forked = warm_kernels.MARK in command and pid not in (None, os.getpid())
-            if forked or any("nbdist.server.main" in part for part in command):
+            if any("nbdist.server.main" in part for part in child.cmdline()):
                 found.update(living(child.children(recursive=True)))
     return list(found)
 
@@ -139,6 +155,7 @@ class Sessions:
     def __init__(self, imports: str = "") -> None:
         self._imports = imports
         self._made: dict[int, Session] = {}
+        self._ranks: set[psutil.Process] = set()
 
     def __getitem__(self, nranks: int) -> Session:
         if self._imports and not self._made:
@@ -150,10 +167,12 @@ class Sessions:
 
     def outlived_by(self) -> list[psutil.Process]:
         """What `ranks_of` finds, but for the ranks of these sessions. What these ranks start ends with its call."""
-        found = ranks_of()
-        tables = "\n".join(str(session.status()) for session in self._made.values()) if found else ""
-        own = set(map(int, re.findall(r"^\d+ +(\d+) ", tables, re.MULTILINE)))
-        return [process for process in found if process.pid not in own]
+        found = set(ranks_of()) - self._ranks
+        if found:  # the tables need milliseconds for each rank: its memory
+            tables = "\n".join(str(session.status()) for session in self._made.values())
+            own = set(map(int, re.findall(r"^\d+ +(\d+) ", tables, re.MULTILINE)))
+            self._ranks |= {process for process in found if process.pid in own}
+        return list(found - self._ranks)
 
     def close(self) -> None:
         for session in self._made.values():
@@ -234,26 +253,6 @@ def ray_cluster() -> Iterator[Any]:
             stop_cluster(cluster)
 
 
-#: Where jupyter_client starts a kernel's process.
-LAUNCH = "jupyter_client.provisioning.local_provisioner.launch_kernel"
-_templates: list[warm_kernels.Template] = []
-
-
-def launch_warm(environ: Mapping[str, str]) -> Callable[..., Any] | None:
-    """What forks a kernel with this environment; None where it has to be started."""
-    if not LINUX:
-        return None
-    if not _templates:
-        _templates.append(warm_kernels.Template())
-    return _templates[0].launch if _templates[0].fits(environ) else None
-
-
-def pytest_sessionfinish() -> None:
-    """End the process that kernels are forked from."""
-    while _templates:
-        _templates.pop().close()
-
-
 @dataclass
 class Result:
     """What one cell did, as a front end sees it."""
@@ -280,7 +279,7 @@ class Kernel:
     ) -> None:
         """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command.
 
-        Unless `started`, or one of these asks for more, the kernel is forked from a process with torch imported.
+        Unless `started` or wrapped, the kernel is forked from a process with torch imported.
         """
         self.cwd = cwd
         self._stuck = False
@@ -291,8 +290,7 @@ class Kernel:
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self.environ = environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
-        launch = None if started or wrapper else launch_warm(environ)
-        with mock.patch(LAUNCH, launch) if launch is not None else contextlib.nullcontext():
+        with warm_programs.all_started() if started else contextlib.nullcontext():
             self.manager.start_kernel(cwd=str(cwd), env=environ)
         self.client = self.manager.client()
         self.client.start_channels()
@@ -402,7 +400,7 @@ def typed(kernel: Kernel, code: str, *lines: str) -> tuple[list[str], str]:
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kernel]:
     """A fresh kernel in an empty folder; whatever it started must be gone soon after it."""
-    kernel = Kernel(tmp_path, started=request.node.get_closest_marker("started") is not None)
+    kernel = Kernel(tmp_path)
     children = set()
     try:
         yield kernel

@@ -20,7 +20,7 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "annotations", "postponing"}
+COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "annotations", "postponing", "ending"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),
@@ -102,6 +102,7 @@ def test_no_circle_of_files() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # it says which, where there is one
 
 
+@pytest.mark.started
 @pytest.mark.parametrize(
     "line", ["import nbdist", "import nbdist.integrations.pytest", "from nbdist import NbdistError, RayOptions"]
 )
@@ -111,6 +112,7 @@ def test_an_import_is_light(line: str) -> None:
     assert done.stdout.split() == [], done
 
 
+@pytest.mark.started
 def test_pytest_loads_next_to_nothing_of_it() -> None:
     code = "import sys, nbdist.integrations.pytest; print(*[name for name in sys.modules if name.startswith('nbdist')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -125,6 +127,7 @@ def test_public_names() -> None:
         nbdist.in_dpp  # noqa: B018
 
 
+@pytest.mark.started
 def test_windows_is_told_what_to_do_where_in_ddp_is_imported() -> None:
     code = "import sys; sys.platform = 'win32'\ntry: from nbdist import in_ddp\nfinally: print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..devices import VISIBLE, own_gpus, place_ranks
+from ..ending import before_servers
 from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
 from ..postponing import postponed_interrupts
@@ -82,6 +83,7 @@ class Group:
             self.number = 0
             self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
             self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
+            before_servers(self._end)
             self.underway = False
             """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
             self._memory: dict[int, int | None] = {}

@@ -159,6 +159,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         resolve_need("zzzzzz", uses_nothing)
 
 
+@pytest.mark.started  # no child that waits to become a server
 def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
     out = run_python(["-c", CELLS["mistakes"]], tmp_path)
     assert out.splitlines() == ["NameError []", "ValueError []", "TypeError []", "CaptureError []"]

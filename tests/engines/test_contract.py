@@ -28,7 +28,7 @@ from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, RayOptions,
 Engine = str | RayOptions
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)], scope="module")
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))], scope="module")
 def engine(request: pytest.FixtureRequest) -> Engine:
     """This machine, or a cluster of two nodes, over which ranks are spread."""
     if request.param == "local":

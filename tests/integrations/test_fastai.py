@@ -97,11 +97,11 @@ def test_two_ranks_learn_what_one_process_learns(session: Session, ratings: pd.D
     set_seed(42, reproducible=True)
     alone = learner(ratings, 64)
     with alone.no_bar(), alone.no_logging():
-        alone.fit_one_cycle(3, 5e-3, wd=0.1)
+        alone.fit_one_cycle(2, 5e-3, wd=0.1)
 
     def seeded(ratings: pd.DataFrame) -> tuple[list[float], float]:
         set_seed(42, reproducible=True)
-        learn = train(ratings, 3)
+        learn = train(ratings, 2)
         return losses(learn), float(learn.model.i_weight.weight.sum())
 
     first, second = session.run_all(seeded, ratings)
@@ -126,8 +126,8 @@ def test_a_training_waits_for_gloo_once(
             learn.fit_one_cycle(2, 5e-3)
         return sorted(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
-    session.run_all(train, ratings[:4000], imports=IMPORTS)  # the first one sets that memory up
-    assert session.run_all(asked, ratings[:4000], imports=IMPORTS) == [["gloo:all_reduce"]] * 2
+    session.run_all(train, ratings[:640], imports=IMPORTS)  # the first one sets that memory up
+    assert session.run_all(asked, ratings[:640], imports=IMPORTS) == [["gloo:all_reduce"]] * 2
 
 
 def test_options_for_ddp_are_the_users(session: Session, ratings: pd.DataFrame) -> None:
@@ -143,7 +143,7 @@ def test_options_for_ddp_are_the_users(session: Session, ratings: pd.DataFrame) 
             learn.fit(1, 5e-3)
         return found[0].find_unused_parameters, found[0].broadcast_buffers, accelerator.ddp_handler is options
 
-    assert session.run_all(chosen, ratings[:4000], imports=IMPORTS) == [(True, True, True)] * 2
+    assert session.run_all(chosen, ratings[:640], imports=IMPORTS) == [(True, True, True)] * 2
 
 
 def test_the_loss_shown_is_the_mean_of_all_ranks(session: Session, ratings: pd.DataFrame) -> None:
@@ -165,8 +165,8 @@ def test_the_loss_shown_is_the_mean_of_all_ranks(session: Session, ratings: pd.D
         return own, [float(loss) for loss in learn.recorder.losses]
 
     for doubled in (False, True):
-        (first, shown), (second, also_shown) = session.run_all(recorded, ratings[:4000], doubled, imports=IMPORTS)
-        assert shown == also_shown and len(shown) == 50 and first != second
+        (first, shown), (second, also_shown) = session.run_all(recorded, ratings[:1600], doubled, imports=IMPORTS)
+        assert shown == also_shown and len(shown) == 20 and first != second
         smooth = 0.0
         for step, (one, other) in enumerate(zip(first, second, strict=True), 1):
             smooth = 0.98 * smooth + 0.02 * (one + other) / 2
@@ -240,7 +240,7 @@ def test_a_learner_of_the_caller_is_trained(session: Session, ratings: pd.DataFr
             learn.fit_one_cycle(1, 5e-3)
         return learn, float(learn.model.u_bias.weight.detach().abs().sum())
 
-    mine = learner(ratings[:4000], 32, n_factors=5)
+    mine = learner(ratings[:1600], 32, n_factors=5)
     before = mine.model.u_bias.weight.detach().clone()
     learn, total = session.run(more, mine, imports=IMPORTS)
     assert torch.equal(mine.model.u_bias.weight, before), "the caller's own is left as it was"

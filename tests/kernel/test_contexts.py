@@ -603,8 +603,10 @@ def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
     assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
 
 
-def test_script_ends_with_its_processes(tmp_path: Any) -> None:
+@pytest.mark.started
+@pytest.mark.parametrize("first", ["", "import multiprocess.util, multiprocessing.util\n"])
+def test_script_ends_with_its_processes(tmp_path: Any, first: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(CELLS["a script that ends before its process"])
+    script.write_text(first + CELLS["a script that ends before its process"])
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.stdout.split("\n")[:2] == ["end of script", "worked"] and not done.stderr, done

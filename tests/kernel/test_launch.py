@@ -93,6 +93,7 @@ def test_more_ranks_than_gpus_names_the_way_to_cpu_ranks(monkeypatch: pytest.Mon
         assert cpu.run(all_reduce_of_ones) == 2.0
 
 
+@pytest.mark.started
 @pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="a torch with CUDA has to be asked for GPUs")
 def test_a_notebook_that_has_not_imported_torch_need_not_do_so() -> None:
     code = "import sys; from nbdist import in_ddp; print(in_ddp(1, len, 'ab'), 'torch' in sys.modules)"

@@ -25,11 +25,17 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.started]
 
 #: Each starts an interpreter and a fork server.
 SCRIPTS = pytest.mark.long("more ways for a script to end")
 ROOT = str(Path(__file__).parent.parent.parent)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def not_that_of_other_tests() -> None:
+    """Stop a server that may have been forked with modules of its own."""
+    forkserver._stop_server()
 
 
 def all_reduce_of_ones() -> float:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import interpreter
+from ...ending import end_what_servers_run
 from ...errors import NbdistError
 from ...postponing import postponed_interrupts
 from ...wire.channel import Channel
@@ -305,6 +306,13 @@ def release_at(address: str) -> None:
 
 
 @atexit.register
+def _at_exit() -> None:
+    try:
+        end_what_servers_run()
+    finally:
+        release()
+
+
 def release() -> None:
     """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
     with _lock:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,25 @@ class Bandwidth:
 
 
 def measure(device: torch.device, group: Any) -> Bandwidth:
-    """In some 50 ms. All ranks have to call it, and get the same.
+    """Measure, once for a process group, in some 50 ms. All ranks have to call this function, and get the same result.
 
     Args:
-        device: Where tables are to be.
-        group: The process group through which their rows will be sent; None: the default one.
+        device: Device of the tables.
+        group: Process group that sends their rows; None: the default group.
     """
+    known = _measured.setdefault(group or dist.group.WORLD, {})
+    all_know = torch.tensor(int(device.type in known), device=device)  # a rank may have been interrupted
+    dist.all_reduce(all_know, dist.ReduceOp.MIN, group=group)
+    if not all_know:
+        known[device.type] = _measure(device, group)
+    return known[device.type]
+
+
+#: Process group → type of device → what was measured.
+_measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
+
+
+def _measure(device: torch.device, group: Any) -> Bandwidth:
     more, size = _ON_GPU if device.type == "cuda" else 1, dist.get_world_size()
     table = _ones(more * _ROWS * _COLUMNS, device).view(-1, _COLUMNS)
     read = _ones(more * _READ * _COLUMNS, device).view(-1, _COLUMNS)

@@ -1,0 +1,27 @@
+"""The order in which things end with the program: sessions and processes before the servers that run them.
+
+`atexit` calls the last registered function first. A server is stopped by such a function, and what ends sessions
+(`weakref.finalize`) and processes (`multiprocessing`) may have been registered before nbdist was imported: both are, by
+torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+
+_ends: list[weakref.finalize[..., object]] = []
+
+
+def before_servers(end: weakref.finalize[..., object]) -> None:
+    """Call `end` before a server is stopped at the end of the program, unless it has been called."""
+    _ends[:] = [*(one for one in _ends if one.alive), end]
+
+
+def end_what_servers_run() -> None:
+    """End sessions and processes, the newest first. Processes that are not daemons are waited for, as by Python."""
+    for name in ("multiprocessing.util", "multiprocess.util"):
+        if name in sys.modules:
+            sys.modules[name]._exit_function()  # does nothing when it is called again
+    for end in reversed(_ends):
+        end()

@@ -1,0 +1,405 @@
+"""Python programs that are forked from a process with torch imported: a quarter of the CPU time of a started one.
+
+A template process imports what nearly every kernel, script and fork server imports, and starts no thread. `install`
+replaces `subprocess.Popen`: where a program of this interpreter is to start, the template forks it. The program becomes
+a child of the process that asked, with the descriptors, folder, environment and command line asked for, and runs the
+code that a fresh interpreter runs. A program first forks a child of its own, which waits. When nbdist starts its fork
+server in the program, that child becomes the server. The fork servers of the tests' own processes come from a second
+template, with what tests import besides: a rank imports the file of the test whose functions it runs. Tests about a
+start are marked `started`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import io
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: Imported by the template. IPython: a fork server makes a shell of its own for ranks. What ipykernel brings along is
+#: for the kernel alone.
+MODULES = ("torch", "torch.distributed", "torch._dynamo", "numpy", "psutil", "threadpoolctl", "cloudpickle", "IPython")
+#: Imported by the second template, too.
+OF_TESTS = (
+    "hypothesis",
+    "pytest",
+    "jupyter_client.manager",
+    "pandas",
+    "torchrec.distributed",
+    "torchmetrics",
+    "fastai.collab",
+)
+#: Set while a template imports, as in nbdist's server: no thread may start, CUDA must not be initialized.
+WHILE_IMPORTED = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+#: Prefixes of variables that an interpreter and its libraries read once.
+READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
+_HERE = str(Path(__file__).parent)
+_LIMIT = 1 << 20
+#: Bytes of a command line that a forked program can show.
+_SHOWN = 4096
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_WITH_ARGUMENT = "-c", "-m"
+_started_popen = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
+_libc = ctypes.CDLL(None)
+#: What forks programs in this process, if there is something.
+_source: Templates | Waiting | None = None
+
+
+def read_once(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables without which an imported library is another one."""
+    from nbdist.engines.forkserver import read_at_import
+
+    names = [name for name in environ if name.startswith(READ_ONCE) and name != "PYTHONPATH" and environ[name]]
+    return {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
+
+
+class Popen(_started_popen):  # type: ignore[type-arg,misc]
+    """`subprocess.Popen`, but a program of this interpreter is forked where that makes no difference."""
+
+    __wrapped__ = _started_popen
+
+    def _execute_child(self, *args: Any, **kwargs: Any) -> None:
+        asked = inspect.signature(_started_popen._execute_child).bind(self, *args, **kwargs).arguments  # type: ignore[attr-defined]
+        request = _request(asked)
+        pid = None
+        if _source is not None and request is not None:
+            fds = [*(asked[name] for name in ("p2cread", "c2pwrite", "errwrite")), *asked["pass_fds"]]
+            pid = _source.launch(request, [standard if fd < 0 else fd for standard, fd in enumerate(fds)])
+        if pid is None:
+            super()._execute_child(*args, **kwargs)  # type: ignore[misc]
+            return
+        self.pid, self._child_created = pid, True
+        if asked["p2cwrite"] != -1 and asked["p2cread"] != -1:
+            os.close(asked["p2cread"])
+        if asked["c2pread"] != -1 and asked["c2pwrite"] not in (-1, asked["errwrite"]):
+            os.close(asked["c2pwrite"])
+        if asked["errwrite"] != -1 and (asked["errread"] != -1 or asked["c2pwrite"] == asked["errwrite"]):
+            os.close(asked["errwrite"])
+        if getattr(self, "_devnull", None) is not None:
+            os.close(self._devnull)
+        self._closed_child_pipe_fds = True
+
+
+def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a fork has to become; None where the program has to be started."""
+    command = asked["args"]
+    if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"] or asked["preexec_fn"] is not None:
+        return None
+    command, flags = [os.fsdecode(part) for part in command], subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if flags and command[1 : 1 + len(flags)] == flags:  # those of the template, too
+        del command[1 : 1 + len(flags)]
+    plain = asked["executable"] in (None, sys.executable) and asked.get("process_group", -1) in (-1, None)
+    plain &= all(asked[name] in (None, -1) for name in ("gid", "gids", "uid", "umask"))
+    if not plain or command[0] != sys.executable or len(command) < 2:
+        return None
+    if command[1].startswith("-") and (command[1] not in _WITH_ARGUMENT or len(command) < 3):
+        return None
+    if command[1:3] == ["-m", "pytest"]:  # which has a template of its own
+        return None
+    environ = dict(os.environ if asked["env"] is None else asked["env"])
+    environ = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
+    return {
+        "command": command,
+        "environ": environ,
+        "cwd": os.fspath(asked["cwd"] or os.getcwd()),
+        "fds": [0, 1, 2, *asked["pass_fds"]],
+        "session": bool(asked["start_new_session"]),
+        "server": any("nbdist.server.main" in part for part in command),
+        "asker": os.getpid(),
+    }
+
+
+# --- in the process that asks ---
+
+
+class Template:
+    """The template process of one pytest worker. It ends with the worker."""
+
+    def __init__(self, *modules: str) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        with theirs:
+            code = "import sys; from warm import main; main(*sys.argv[1:-1])"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno()), *modules, " " * _SHOWN],
+                env={**os.environ, **WHILE_IMPORTED, "PYTHONPATH": _HERE},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._environ = read_once(os.environ)
+        assert self._socket.recv(1), "the template process has failed"
+
+    def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
+        """Fork a program; its process id, None where that would not be the same as a start."""
+        if os.getpid() != self._owner or read_once(request["environ"]) != self._environ:
+            return None
+        with self._lock:
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's parent ends at once
+            try:
+                socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+                return int(self._socket.recv(32))
+            finally:
+                _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.wait()
+
+
+class Waiting:
+    """A child of a forked program, which becomes its first fork server."""
+
+    def __init__(self, pid: int, control: socket.socket) -> None:
+        self._pid, self._socket, self._owner = pid, control, os.getpid()
+        self._environ = dict(os.environ)
+
+    def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
+        """Let the child become a server, once."""
+        same = read_once(request["environ"]) == read_once(self._environ)
+        if not request["server"] or os.getpid() != self._owner or not same:
+            return None
+        global _source
+        _source = None
+        with self._socket:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
+            socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+            self._socket.recv(1)
+        return self._pid
+
+
+class Templates:
+    """Both templates of a pytest worker. Each starts when a program is asked of it."""
+
+    def __init__(self) -> None:
+        self._made: list[Template] = []
+        self._lock = threading.RLock()
+
+    def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
+        with self._lock:
+            if not self._made:
+                with all_started():
+                    self._made.append(Template(*MODULES))
+            if request["server"] and len(self._made) == 1:
+                self._made.append(Template(*MODULES, *OF_TESTS))
+            return self._made[request["server"]].launch(request, fds)
+
+    def close(self) -> None:
+        for one in reversed(self._made):
+            one.close()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Fork programs rather than start them."""
+    global _source
+    _source = templates = Templates()
+    _replace_popen()
+    try:
+        yield
+    finally:
+        _source = None
+        templates.close()
+
+
+def _replace_popen() -> None:
+    subprocess.Popen = Popen  # type: ignore[misc]
+    launcher = sys.modules.get("jupyter_client.launcher")
+    if launcher is not None:
+        launcher.Popen = Popen  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def all_started() -> Iterator[None]:
+    """Start all programs meanwhile."""
+    global _source
+    source, _source = _source, None
+    try:
+        yield
+    finally:
+        _source = source
+
+
+# --- in the template ---
+
+
+def main(fd: str, *modules: str) -> None:
+    """Import, then fork a program for each request until the asker's end of the socket is closed."""
+    for name in modules:
+        importlib.import_module(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
+    gc.collect()
+    gc.freeze()
+    paths = [path for path in sys.path if path not in ("", _HERE)]
+    control = socket.socket(fileno=int(fd))
+    control.set_inheritable(False)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTSTP, signal.SIGQUIT):  # of a terminal
+        signal.signal(number, signal.SIG_IGN)
+    control.send(b"!")
+    while True:
+        request, given, _, _ = socket.recv_fds(control, _LIMIT, 64)
+        if not request:
+            return
+        if not os.fork():
+            break
+        for one in given:
+            os.close(one)
+    asked = pickle.loads(request)
+    if os.fork():
+        os._exit(0)
+    while os.getppid() != asked["asker"]:
+        time.sleep(0.0005)
+    if asked["session"]:
+        os.setsid()
+    control.send(str(os.getpid()).encode())
+    control.detach()
+    _take(given, asked["fds"])
+    if asked["server"] or "from warm import" in "".join(asked["command"]):
+        _become(asked, paths)
+        _run(asked["command"])
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    program = os.getpid()
+    waiting = os.fork()
+    if waiting:
+        theirs.close()
+        _become(asked, paths)
+        _wait_for(waiting, ours)
+    else:
+        ours.close()
+        asked = _wait_to_be_server(theirs, program)
+        _become(asked, paths)
+    _run(asked["command"])
+
+
+def _take(given: Sequence[int], wanted: Sequence[int]) -> None:
+    """Make descriptors have the numbers wanted, and close all others."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(63, *wanted) + 1) for fd in given]
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in high:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+    for fd, number in zip(high, wanted, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
+    """Take the session, environment, folder and standard streams asked for, and forget this module."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTSTP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(asked["environ"])
+    os.chdir(asked["cwd"])
+    tempfile.tempdir = None  # found by the old environment
+    _show(asked["command"])
+    sys.orig_argv[:] = asked["command"]
+    sys.path[:] = [*filter(None, asked["environ"].get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+        raw: Any = io.FileIO(fd, "w", closefd=False)
+        raw = raw if unbuffered else io.BufferedWriter(raw)
+        by_line = fd == 2 or os.isatty(fd)
+        stream = io.TextIOWrapper(raw, sys.stdout.encoding, errors, line_buffering=by_line, write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    importlib.invalidate_caches()
+    sys.modules["numpy"].random.seed()
+    del sys.modules[__name__]
+
+
+def _show(command: Sequence[str]) -> None:
+    """Make the command line of this process what other processes are to see."""
+    stat = Path("/proc/self/stat").read_text()
+    start, end = map(int, stat[stat.rindex(")") + 2 :].split()[45:47])
+    shown = " ".join(command).encode()[: end - start - 2] + b"\0"
+    # Linux shows the text up to the first zero where the last byte is not zero.
+    ctypes.memmove(start, shown.ljust(end - start, b" "), end - start)
+
+
+# --- in a forked program ---
+
+
+def _wait_for(waiting: int, control: socket.socket) -> None:
+    """Let nbdist, which starts its fork server by `subprocess.Popen`, take the waiting child for it."""
+    global _source
+    _source = Waiting(waiting, control)
+    _replace_popen()
+
+
+def _wait_to_be_server(control: socket.socket, program: int) -> Any:
+    """In the child that waits: return what it has to become."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # unless it is asked, it ends with the program
+    if os.getppid() != program:
+        os._exit(0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # who reads what the program writes waits for the end of all who could write
+        os.dup2(null, fd)
+    request, given, _, _ = socket.recv_fds(control, _LIMIT, 64)
+    if not request:
+        os._exit(0)
+    asked = pickle.loads(request)
+    if asked["session"]:
+        os.setsid()
+    control.send(b"!")
+    _take(given, asked["fds"])
+    control.detach()
+    _libc.prctl(_PR_SET_PDEATHSIG, 0)
+    return asked
+
+
+def _run(command: list[str]) -> None:
+    """Run a program as `python` does with these arguments."""
+    kind, code, rest = command[1], "", command[2:]
+    if kind in _WITH_ARGUMENT:
+        code, rest = command[2], command[3:]
+    module = types.ModuleType("__main__")
+    module.__dict__.update({"__builtins__": builtins, "__annotations__": {}})
+    sys.modules["__main__"] = module
+    sys.argv = [kind, *rest]
+    try:
+        if kind == "-m":
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(code)  # type: ignore[attr-defined]
+        elif kind == "-c":
+            sys.path.insert(0, "")
+            exec(compile(code, "<string>", "exec"), module.__dict__)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(kind)))
+            module.__file__, module.__cached__ = kind, None  # type: ignore[attr-defined]
+            loader = importlib.machinery.SourceFileLoader("__main__", kind)
+            module.__loader__ = loader
+            exec(compile(Path(kind).read_bytes(), kind, "exec"), module.__dict__)
+    except Exception as error:
+        below = error.__traceback__
+        while below is not None and below.tb_frame.f_code.co_filename == __file__:
+            below = below.tb_next
+        sys.excepthook(type(error), error.with_traceback(below), below)
+        sys.exit(1)
