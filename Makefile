@@ -43,7 +43,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs checks format setup clean
+.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs lint format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -61,11 +61,14 @@ demo: $(DEMO_STAMP)
 # Three files of tests at a time, for many wait.
 PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
 
-test: checks
-	@$(PYTEST) -m "not long" $(PYTEST_ARGS)
+test: TESTS := not long
+quick: TESTS := not long and not slow
 
-quick: checks
-	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
+# The type checker, a minute of one core where it has kept nothing, runs beside the tests, and is shown at the end.
+test quick: lint
+	@mkdir -p build; $(PY) -m mypy >build/types.log 2>&1 </dev/null & \
+	failed=0; $(PYTEST) -m "$(TESTS)" $(PYTEST_ARGS) || failed=1; \
+	wait $$! || failed=1; tail -n 25 build/types.log; exit $$failed
 
 long: setup
 	@$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
@@ -124,10 +127,9 @@ docs: setup
 	@$(PY) notebooks/pages.py
 	@$(PY) -m zensical build --clean --strict
 
-checks: setup
+lint: setup
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
-	@$(PY) -m mypy
 
 format: setup
 	@$(PY) -m ruff check --fix-only .
