@@ -70,7 +70,7 @@ NUMBERS_CELLS = int(version("ipython").split(".")[0]) >= 8
 
 
 # How fast the machine is decides no test: Hypothesis would say that an example takes too long.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("any machine", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 

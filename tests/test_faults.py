@@ -92,7 +92,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         kernel.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long("each fault once more, in a live session")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
     """The same is seen, and `restart` gives a session like the one before."""

@@ -83,6 +83,7 @@ def test_floors_are_what_the_oldest_environment_has() -> None:
         assert re.fullmatch(rf"{re.escape(floor)}(\.0)*", pins[package]), (requirement, pins[package])
 
 
+@pytest.mark.long("installation plans")
 def test_uv_looks_where_pip_is_told_to(tmp_path: Path) -> None:
     """The variables hold over the files, and the section `install` over `global`, as in pip."""
     (tmp_path / "pip.conf").write_text(

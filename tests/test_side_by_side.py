@@ -46,6 +46,7 @@ def meanwhile(trouble: Callable[[], object], steady: Callable[[], object]) -> No
     steady()
 
 
+@pytest.mark.long("other test runs")
 def test_a_session_beside_one_in_trouble() -> None:
     def trouble() -> None:
         for fault in (kill, leave, throw) * 2:
@@ -61,6 +62,7 @@ def test_a_session_beside_one_in_trouble() -> None:
         meanwhile(trouble, steady)
 
 
+@pytest.mark.long("other test runs")
 def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None:
     kernel.ok(STEADY)
     other.ok(TROUBLED)
@@ -72,7 +74,7 @@ def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None
     kernel.ok("session.close()")
 
 
-@pytest.mark.slow
+@pytest.mark.long("other test runs")
 def test_a_notebook_beside_a_test_run(kernel: Kernel, tmp_path: Path) -> None:
     """`pytest -n 2` with ranks of its own, some of which fail."""
     (tmp_path / "test_in_ranks.py").write_text(

@@ -51,7 +51,7 @@ def closures(draw: st.DrawFn) -> Any:
     return inner
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(instances())
 def test_classes_and_their_instances(value: Any) -> None:
     got = there_and_back(value)
@@ -63,14 +63,14 @@ def test_classes_and_their_instances(value: Any) -> None:
         assert got[0] is got[1]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(closures())
 def test_closures(fn: Any) -> None:
     got = there_and_back(fn)
     assert same(got(), fn()) and got.__name__ == fn.__name__
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(SIMPLE, max_size=4), st.dictionaries(st.text(max_size=3), SIMPLE, max_size=3))
 def test_sharing_and_cycles(items: list[Any], table: dict[str, Any]) -> None:
     shared = [*items]
@@ -81,7 +81,7 @@ def test_sharing_and_cycles(items: list[Any], table: dict[str, Any]) -> None:
     assert got["list"][-1] is got and same(got["list"][:-1], items)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     nps.arrays(nps.scalar_dtypes(), nps.array_shapes(min_dims=0, min_side=0, max_dims=3)),
     st.sampled_from("CF"),
@@ -94,7 +94,7 @@ def test_arrays_share_with_none(array: np.ndarray, order: Any, data: st.DataObje
     assert (got.flags.f_contiguous, got.flags.c_contiguous) == (array.flags.f_contiguous, array.flags.c_contiguous)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(st.tuples(st.integers(-(2**60), 2**60), st.floats(), st.text(max_size=5), st.none() | st.booleans())))
 def test_frames(rows: list[tuple[Any, ...]]) -> None:
     frame = pl.DataFrame(rows, schema={"i": pl.Int64, "x": pl.Float64, "s": pl.String, "b": pl.Boolean}, orient="row")

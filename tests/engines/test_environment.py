@@ -98,7 +98,7 @@ seen = os.environ.get("READ_AT_IMPORT"), os.environ["LOCAL_RANK"]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long("interpreters of their own")
 def test_fresh_interpreters_have_all_variables_before_any_import(kernel: Kernel) -> None:
     """What a library reads when it is imported comes too late for the fork server, unless it is known to be read."""
     (kernel.cwd / "reads_variables.py").write_text(OWN_VARIABLE)

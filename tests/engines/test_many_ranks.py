@@ -32,6 +32,7 @@ MANY = 64
 ROOT = str(Path(__file__).parent.parent.parent)
 
 
+@pytest.mark.long("many ranks")
 def test_a_failure_leaves_the_same_ranks_however_many_there_are() -> None:
     with Session(MANY) as session:
         pids = session.run_all(os.getpid)
@@ -46,6 +47,7 @@ def connected() -> int:
     return len({one.raddr for one in sockets(psutil.Process()) if one.status == psutil.CONN_ESTABLISHED})
 
 
+@pytest.mark.long("many ranks")
 def test_ranks_that_connect_late_have_few_connections_and_fail_as_others_do() -> None:
     def from_now_on() -> None:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -84,12 +86,14 @@ def limited(tmp_path: Path, ranks: int, soft: int, hard: int) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.long("many ranks")
 def test_the_limit_of_open_files_is_raised_where_ranks_need_more(tmp_path: Path) -> None:
     few, many = limited(tmp_path, MANY, 256, 2000)
     assert few == "4.0 256 256", "nothing is raised where there is no need"
     assert many == f"{MANY}.0 2000 2000"
 
 
+@pytest.mark.long("many ranks")
 def test_where_even_the_hard_limit_is_too_low_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
     few, many = limited(tmp_path, MANY, 200, 200)
     assert few == "4.0 200 200"

@@ -92,7 +92,7 @@ def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) 
     assert type(learn.model).__name__ == "EmbeddingDotBias" and len(learn.recorder.values) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_two_ranks_learn_what_one_process_learns(session: Session, ratings: pd.DataFrame) -> None:
     set_seed(42, reproducible=True)
     alone = learner(ratings, 64)

@@ -50,6 +50,7 @@ def test_the_fixture_here(ddp: Launcher) -> None:
     assert ddp(1, lambda: dist.get_backend()) == "gloo"
 
 
+@pytest.mark.long("other test runs")
 @pytest.mark.parametrize("fixture, tests", [(plugin.ddp, 1), (plugin.ddp_module, 2)], ids=["ddp", "ddp_module"])
 def test_what_the_docstrings_show(tmp_path: Path, fixture: object, tests: int) -> None:
     shown = doctest.DocTestParser().get_examples(inspect.getdoc(fixture) or "")
@@ -64,6 +65,7 @@ def run(folder: Path, tests: str, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long("other test runs")
 def test_calls_share_nothing(tmp_path: Path) -> None:
     status, out = run(
         tmp_path,

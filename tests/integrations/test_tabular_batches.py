@@ -87,7 +87,7 @@ def test_they_are_those_of_fastai(kind: Any, targets: list[str], cont: list[str]
         assert all(map(equal, map(batches, loaders), theirs))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
 @given(rows=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1))
 def test_they_draw_what_numpy_draws(rows: int, seed: int) -> None:
     weighted = TabWeightedDL.__new__(TabWeightedDL)

@@ -155,6 +155,7 @@ def with_fsdp2() -> tuple[float, list[int], list[float]]:
     return loss, local, product[0].tolist()
 
 
+@pytest.mark.long("larger trainings")
 def test_fsdp2_fully_shard(ddp: Launcher) -> None:
     loss, local, weights = ddp(2, with_fsdp2)
     assert loss < 0.05 and weights == pytest.approx([1, 2, 3, 4], abs=0.3)

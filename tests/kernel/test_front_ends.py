@@ -96,6 +96,7 @@ def test_hidden_requests_between_calls_of_a_session(vscode: VSCode) -> None:
 # ---------------------------------------------------------------------------------------------------------- plotly
 
 
+@pytest.mark.long("other front ends")
 @needs("plotly", "anywidget")
 def test_a_figure_of_plotly_hears_a_click_during_a_call(notebook: Kernel) -> None:
     page = Page(notebook)
@@ -117,6 +118,7 @@ def said(page: Page) -> bool:
     return any(page.shown(message) for message in page.heard)
 
 
+@pytest.mark.long("other front ends")
 @needs("plotly", "anywidget")
 def test_a_figure_of_plotly_travels_with_its_data(notebook: Kernel) -> None:
     """It says itself how it is pickled; as a widget alone it would come without them."""

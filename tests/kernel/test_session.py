@@ -325,7 +325,7 @@ def test_a_rank_that_imports_meanwhile_does_not_cost_the_one_that_is_held(
 # ------------------------------------------------------------------------------------------------------------- growth
 
 
-@pytest.mark.slow
+@pytest.mark.long("a thousand calls")
 def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
     def work(number: int, data: torch.Tensor) -> float:
         if number % 50 == 0:

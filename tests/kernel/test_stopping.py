@@ -206,7 +206,7 @@ def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None
         notebook.ok("_ = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])")
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.long("a press that waits"))])
 def test_a_press_while_ranks_import_leaves_no_half_of_a_module(notebook: Kernel, seconds: int) -> None:
     name = f"imported_in_{seconds}_s"
     slow_to_import(notebook.cwd / name, seconds)

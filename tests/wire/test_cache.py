@@ -53,7 +53,7 @@ def test_what_is_not_used_any_more_is_given_up() -> None:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=4), max_size=5))
 def test_readers_always_get_what_is_there_now(calls: list[list[tuple[int, int]]]) -> None:
     cache = SentCache()

@@ -102,7 +102,7 @@ DTYPES = (
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     DTYPES.flatmap(lambda dtype: nps.arrays(dtype, nps.array_shapes(min_dims=0, min_side=0, max_dims=4))),
     st.sampled_from(["C", "F", "strided", "reversed", "broadcast"]),

@@ -47,7 +47,7 @@ def exchange(rounds: list[list[list[int]]]) -> None:
 LENGTHS = st.lists(st.integers(0, 20) | st.just(3000), min_size=3, max_size=3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.lists(LENGTHS, min_size=RANKS, max_size=RANKS), min_size=1, max_size=8))
 def test_each_rank_finds_what_all_have_given(sessions: Sessions, rounds: list[list[list[int]]]) -> None:
     sessions[RANKS].run(exchange, rounds)

@@ -124,7 +124,7 @@ def test_a_download_is_unpacked_with_all_that_it_has(server: Server, tmp_path: P
     cuts=st.lists(st.integers(1, 3000), max_size=4),
     ranges=st.booleans(),
 )
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_one_that_breaks_off_is_gone_on_with(
     server: Server, tmp_path_factory: pytest.TempPathFactory, cuts: list[int], ranges: bool
 ) -> None:

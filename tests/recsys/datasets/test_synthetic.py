@@ -21,7 +21,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(sizes(), st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_shape_asked_for_with_everyone_in_it_and_no_pair_twice(size: tuple[int, int, int], seed: int) -> None:
     users, items, ratings = size
     frame, movies, source = synthetic_ratings(users, items, ratings, seed=seed)
@@ -36,7 +36,7 @@ def test_the_shape_asked_for_with_everyone_in_it_and_no_pair_twice(size: tuple[i
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_reproducible_and_seeds_differ(seed: int) -> None:
     one, again, other = (synthetic_ratings(20, 30, 200, seed=s) for s in (seed, seed, seed + 1))
     assert one.frame.equals(again.frame) and one.movies.equals(again.movies)
@@ -152,7 +152,7 @@ print(time.process_time() - began, peak() - before, data.frame.height, data.fram
 
 
 @given(st.integers(1, 30), st.integers(1, 5), st.integers(1, 4), st.integers(5, 50), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_multislot_shapes(samples: int, slots: int, keys: int, vocabulary: int, seed: int) -> None:
     data, again = (synthetic_multislot(samples, slots, keys, vocabulary, seed=seed) for _ in range(2))
     assert data.keys.shape == (samples, slots, keys) and data.keys.dtype == np.int32

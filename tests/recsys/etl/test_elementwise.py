@@ -70,7 +70,7 @@ def served(workflow: Workflow, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @given(rows)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_server_does_what_training_did(
     workflow: Workflow, served: tuple[Ensemble, Preprocessing], rows: list[Any]
 ) -> None:
@@ -180,6 +180,7 @@ def test_columns_that_do_not_fit(step: Any, message: str) -> None:
 CROSS = {"genre": pl.String, "age": pl.Int32, "free": pl.Boolean}
 
 
+@pytest.mark.long("a Triton server")
 @given(
     st.lists(
         st.tuples(
@@ -192,7 +193,7 @@ CROSS = {"genre": pl.String, "age": pl.Int32, "free": pl.Boolean}
     ),
     st.integers(1, 50),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_combinations_have_the_same_codes_in_the_server(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], num_buckets: int
 ) -> None:

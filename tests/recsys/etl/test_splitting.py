@@ -22,7 +22,7 @@ def frame_of(rows: list[Any]) -> pl.DataFrame:
 
 
 @given(rows)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_last_rows_of_each_user(rows: list[Any]) -> None:
     expected: dict[str, list[int]] = {"train": [], "valid": [], "test": []}
     for user in {user for user, _ in rows}:
@@ -40,7 +40,7 @@ def test_the_last_rows_of_each_user(rows: list[Any]) -> None:
 
 
 @given(rows, st.floats(0, 0.5), st.floats(0, 0.49))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_parts_by_time(rows: list[Any], valid: float, test: float) -> None:
     frame = frame_of(rows)
     split = time_split(frame, valid=valid, test=test)

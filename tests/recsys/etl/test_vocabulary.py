@@ -39,7 +39,7 @@ def fitted(*values: Any, **options: Any) -> Workflow:
 
 
 @given(days, st.integers(1, 3), st.one_of(st.none(), st.integers(8, 30)), st.sampled_from([1, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_codes_stay_whatever_the_days_bring(days: list[Any], min_count: int, size: int | None, buckets: int) -> None:
     one: Workflow | None = None
     codes: dict[int, int] = {}
@@ -159,7 +159,7 @@ def test_columns_of_different_types_have_no_vocabulary_together() -> None:
 
 
 @given(st.lists(st.integers(-(2**63) + 2, 2**63 - 1), max_size=20), st.lists(st.text(max_size=8), max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_server_hashes_as_polars_does(integers: list[int], strings: list[str]) -> None:
     numbers = pl.DataFrame({"x": pl.Series(integers, dtype=pl.Int64)}).select(hashed(pl.col("x"), pl.Int64()))["x"]
     assert numbers.to_list() == preprocess.hashed(np.array(integers, np.int64)).tolist()

@@ -146,7 +146,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(
     rows, tables, sizes, st.lists(st.integers(0, 60), max_size=3), st.integers(1, 20), st.integers(1, 5), st.booleans()
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_rows_in_any_files_are_what_the_reference_says(
     base: Path,
     rows: list[dict[str, Any]],
@@ -331,7 +331,7 @@ def test_embedding_sizes_are_fastais() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(-(2**70), 2**70), st.lists(st.integers(0, 3000), max_size=3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_permutation_in_any_pieces(rows: int, seed: int, cuts: list[int]) -> None:
     whole = Permutation(rows, seed).at(0, rows)
     assert sorted(whole.tolist()) == list(range(rows))
@@ -373,7 +373,7 @@ def test_the_seed_decides(base: Path) -> None:
 
 
 @given(st.integers(1, 500), st.integers(1, 12), st.integers(1, 50), st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_buckets_tile_the_output_and_row_groups_tile_buckets(rows: int, files: int, group: int, size: int) -> None:
     files = min(files, rows)
     buckets = output.divide(rows, files, group, size)

@@ -325,6 +325,7 @@ def test_histories_do_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path
 # --- larger than memory ---
 
 
+@pytest.mark.long("rows larger than memory")
 @pytest.mark.parametrize("what", ["workflow", "histories"])
 def test_rows_larger_than_memory(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(0)

@@ -147,6 +147,7 @@ def test_ranks_divide_the_rows(session: Session, ratings: pd.DataFrame) -> None:
     assert session.run_all(lambda: train(ratings[:2000], 32, 1, True)[0].model.u_bias.weight.sum().item())[0] != 0
 
 
+@pytest.mark.long("larger trainings")
 def test_ranks_train_by_themselves_for_some_steps(session: Session, ratings: pd.DataFrame) -> None:
     def locally(frame: pd.DataFrame) -> tuple[Learner, list[float], list[Any]]:
         import fastai.distributed  # noqa: F401

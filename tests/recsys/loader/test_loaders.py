@@ -140,7 +140,7 @@ def check_epochs(make: Any, s: dict[str, Any]) -> None:
 
 
 @given(settings_of())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_parquet_for_any_files_row_groups_ranks_and_batches(folder: Path, s: dict[str, Any]) -> None:
     write(folder, s["rows"], s["group"])
     options = {name: s[name] for name in ("shuffle", "remainder", "seed", "prefetch")}
@@ -155,7 +155,7 @@ def test_parquet_for_any_files_row_groups_ranks_and_batches(folder: Path, s: dic
 
 
 @given(settings_of())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_memory_for_any_rows_ranks_and_batches(s: dict[str, Any]) -> None:
     data = table(sum(s["rows"]))
     options = {name: s[name] for name in ("shuffle", "remainder", "seed", "prefetch")}
@@ -165,7 +165,7 @@ def test_memory_for_any_rows_ranks_and_batches(s: dict[str, Any]) -> None:
 
 
 @given(settings_of(), st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: int) -> None:
     write(folder, s["rows"], s["group"])
 
@@ -194,7 +194,7 @@ def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: in
 
 
 @given(settings_of(), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.integers(1, 9)), max_size=3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_state_goes_on_among_other_ranks(folder: Path, s: dict[str, Any], turns: list[tuple[int, int, int]]) -> None:
     """Of an epoch that one number of ranks after the other goes on with, each row comes once."""
     write(folder, s["rows"], s["group"])

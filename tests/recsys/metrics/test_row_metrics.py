@@ -29,7 +29,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(st.integers(2, 300), st.integers(0, 1000), st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_like_a_naive_reference_in_batches_of_any_size(count: int, seed: int, batch: int) -> None:
     scores, labels = rows(count, seed)
     auc, loss, from_logits, rmse = AUC(), LogLoss(), LogLoss(logits=True), RMSE()

@@ -38,7 +38,7 @@ rows = st.lists(
 
 
 @given(rows, st.integers(1, 6), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_histories_as_a_naive_reference_has_them(rows: list[Any], length: int, texts: bool) -> None:
     frame = pl.DataFrame(rows, schema={"user": pl.Int64, "movie": pl.Int64, "timestamp": pl.Int64}, orient="row")
     if texts:
@@ -122,7 +122,7 @@ def test_what_makes_no_sense(call: Any, message: str) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=8), st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_padded_rows(lists: list[list[int]], length: int) -> None:
     offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
     codes, there = padded(Ragged(torch.tensor([v for one in lists for v in one], dtype=torch.int64), offsets), length)
@@ -171,7 +171,7 @@ def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
     return workflow.lazy(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 @pytest.mark.parametrize("how", ["row_wise", "replicated"])
 def test_what_was_planted_is_learnt(
     sessions: Sessions, split: Any, workflow: Workflow, tmp_path: Path, how: str

@@ -27,7 +27,7 @@ from nbdist.recsys.triton import export_ensemble
 
 
 @given(st.integers(0, 9), st.integers(1, 30), st.integers(1, 35), st.integers(1, 80), st.integers(0, 99), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_exact_in_blocks_of_any_size(queries: int, items: int, k: int, block: int, seed: int, left_out: bool) -> None:
     draw = torch.Generator().manual_seed(seed)
     q, v = torch.randn(queries, 3, generator=draw), torch.randn(items, 3, generator=draw)
@@ -188,7 +188,7 @@ def build(workflow: Workflow, layers: list[int]) -> TwoTower:
     return TwoTower(query, item, embedding_dim=16, layers=layers)
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 @pytest.mark.parametrize(("how", "layers"), [("row_wise", []), ("table_wise", [32, 8]), ("replicated", [8])])
 def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[int]) -> None:
     rows, taken = workflow.lazy(planted()).collect(), planted()

@@ -888,6 +888,7 @@ def test_requirements_and_documentation_have_the_same_pairs() -> None:
         assert f"| {' | '.join(cells)} |" in page
 
 
+@pytest.mark.long("other environments")
 @pytest.mark.started
 @pytest.mark.parametrize(
     ("hidden", "says"),

@@ -53,7 +53,7 @@ def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, Sta
 # --- what is learnt ---
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_the_same_on_any_number_of_ranks_and_either_way(sessions: Sessions) -> None:
     aucs = {}
     for nranks, how in itertools.product((1, 2, 4), HOWS):
@@ -188,7 +188,7 @@ def test_parts_of_the_ranks_own(sessions: Sessions) -> None:
         sessions[2].run(own, (320, 321))
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_autocast(sessions: Sessions) -> None:
     def dtypes(bf16: bool) -> tuple[set[torch.dtype], float]:
         model, seen = build("sharded"), set()
@@ -330,7 +330,7 @@ def test_resumed_as_if_never_broken_off(sessions: Sessions, tmp_path: Path, how:
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 @pytest.mark.parametrize("how", HOWS)
 def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
     sessions: Sessions, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
@@ -407,7 +407,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
     assert [path.name for path in Snapshots(tmp_path).all()] == ["step-3", "step-8"]
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: Sessions, tmp_path: Path) -> None:
     options = LONG | {"tables": {"optimizer": {"user": "adam", "*": "adagrad"}, "lr": 0.01, "fused": False}}
     options |= {"clip": 0.05, "accumulate": 2}

@@ -90,6 +90,7 @@ class Killer:
         self.thread.join()
 
 
+@pytest.mark.long("trainings that are killed again and again")
 @pytest.mark.timeout(600 + 60 * KILLS)
 def test_killed_and_resumed(tmp_path: Path) -> None:
     warm("import torchrec.distributed")
