@@ -58,8 +58,8 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Three files of tests at a time, for many wait.
-PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
+# Two files of tests at a time. Each worker more imports all of them once more.
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 
 test: TESTS := not long
 quick: TESTS := not long and not slow
@@ -71,7 +71,7 @@ test quick: lint
 	wait $$! || failed=1; tail -n 25 build/types.log; exit $$failed
 
 long: setup
-	@$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
+	@$(PYTEST) -m long $(PYTEST_ARGS)
 
 # Other projects' suites run beside the rest, and are shown at the end.
 test-all: test
@@ -163,6 +163,9 @@ $(BENCH_STAMP): benchmarks/launch/requirements.txt
 $(STAMP): AFTER := torchrec
 $(STAMP): $(wildcard requirements/*.txt)
 
+COMPILED := torch sympy fastai fastcore fastprogress pandas numpy polars hypothesis _pytest IPython ipykernel \
+    jupyter_client traitlets zmq sklearn scipy matplotlib ray torchmetrics tensordict accelerate pyarrow plotly
+
 $(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "$(PYTHON) not found: install Python 3.10 or newer, or say make PYTHON=/path/to/python3"; exit 1; }
@@ -178,6 +181,10 @@ $(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	        $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off \
 	            -c constraints.txt $(WANTED) 2>&1 | tee -a $(LOG) | $(TELL); } \
 	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
+	@# uv compiles nothing. Otherwise each of the first processes would compile torch and fastai, all at once.
+	@[ -z "$(AFTER)" ] || $(@D)/bin/python -m compileall -q $$($(@D)/bin/python -c \
+	        'import sysconfig; print(*(sysconfig.get_path("purelib") + "/" + name for name in "$(COMPILED)".split()))') \
+	    >/dev/null 2>&1 </dev/null &
 	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \
 	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
 	@set -o pipefail; [ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input \

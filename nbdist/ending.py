@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 import weakref
+from typing import Any
 
-_ends: list[weakref.finalize[..., object]] = []
+_ends: list[weakref.finalize[Any, Any]] = []
 
 
-def before_servers(end: weakref.finalize[..., object]) -> None:
+def before_servers(end: weakref.finalize[Any, Any]) -> None:
     """Call `end` before a server is stopped at the end of the program, unless it has been called."""
     _ends[:] = [*(one for one in _ends if one.alive), end]
 

@@ -356,7 +356,7 @@ def test_a_call_that_cannot_be_made_shows_no_frames_of_ours(notebook: Kernel, co
 
 def test_a_timeout_in_a_function_that_is_not_in_python(notebook: Kernel) -> None:
     notebook.ok(f"import sys, time; sys.path.append({str(ROOT / 'tests')!r})\nfrom clocks import CallClock")
-    notebook.ok("from nbdist import Session\nsession = Session(1, timeout=1000)")
+    notebook.ok("from nbdist import Session\nsession = Session(1, timeout=1000)\nsession.run(int)")
     code = "with CallClock(lambda: 'is in the function' in session.stacks()):\n    session.run(time.sleep, 1000)"
     seen = fails(notebook, code, "RankTimeout").plain_traceback
     assert "rank 0 is in the function" in seen and "Stack of" not in seen, seen

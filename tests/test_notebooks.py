@@ -341,6 +341,7 @@ def test_overwritten_progress_is_not_shown(execute: ModuleType, tmp_path: Path) 
     assert "42" in shown
 
 
+@pytest.mark.long("notebooks")
 def test_ctrl_c_ends_it_and_its_kernel(tmp_path: Path) -> None:
     path = notebook(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(1000)", "print('after')")
     command = [sys.executable, str(NOTEBOOKS / "execute.py"), str(path), "--output", str(tmp_path / "out")]

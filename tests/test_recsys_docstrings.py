@@ -45,8 +45,14 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
+#: Start a server, or export a model, which takes ten seconds.
+TRITON = pytest.mark.long("Triton: exports and a server")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PUBLIC))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=TRITON if name.startswith("triton.") else ()) for name in sorted(PUBLIC)]
+)
 def test_example(name: str) -> None:
     if name.partition(".")[2] in SERVED and not exists_for_this_machine():
         pytest.skip("no Triton server for this machine")

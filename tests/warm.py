@@ -61,7 +61,7 @@ _LIMIT = 1 << 20
 _SHOWN = 4096
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WITH_ARGUMENT = "-c", "-m"
-_started_popen = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
+_started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
 _source: Templates | Waiting | None = None
@@ -75,20 +75,21 @@ def read_once(environ: Mapping[str, str]) -> dict[str, str]:
     return {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
 
 
-class Popen(_started_popen):  # type: ignore[type-arg,misc]
+class Popen(_started_popen):
     """`subprocess.Popen`, but a program of this interpreter is forked where that makes no difference."""
 
     __wrapped__ = _started_popen
+    __module__, __qualname__ = "subprocess", "Popen"  # for what pickles it
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
-        asked = inspect.signature(_started_popen._execute_child).bind(self, *args, **kwargs).arguments  # type: ignore[attr-defined]
+        asked = inspect.signature(_started_popen._execute_child).bind(self, *args, **kwargs).arguments
         request = _request(asked)
         pid = None
         if _source is not None and request is not None:
             fds = [*(asked[name] for name in ("p2cread", "c2pwrite", "errwrite")), *asked["pass_fds"]]
             pid = _source.launch(request, [standard if fd < 0 else fd for standard, fd in enumerate(fds)])
         if pid is None:
-            super()._execute_child(*args, **kwargs)  # type: ignore[misc]
+            super()._execute_child(*args, **kwargs)
             return
         self.pid, self._child_created = pid, True
         if asked["p2cwrite"] != -1 and asked["p2cread"] != -1:
@@ -204,7 +205,8 @@ class Templates:
                     self._made.append(Template(*MODULES))
             if request["server"] and len(self._made) == 1:
                 self._made.append(Template(*MODULES, *OF_TESTS))
-            return self._made[request["server"]].launch(request, fds)
+            chosen: Template = self._made[request["server"]]
+            return chosen.launch(request, fds)
 
     def close(self) -> None:
         for one in reversed(self._made):
@@ -321,7 +323,8 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
     _show(asked["command"])
     sys.orig_argv[:] = asked["command"]
     sys.path[:] = [*filter(None, asked["environ"].get("PYTHONPATH", "").split(os.pathsep)), *paths]
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    vars(sys)["__stdin__"] = sys.stdin
     for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
         unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
         raw: Any = io.FileIO(fd, "w", closefd=False)

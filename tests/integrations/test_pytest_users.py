@@ -102,6 +102,7 @@ def test_tests_of_users_pass(tmp_path: Path, way: str) -> None:
     assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.long("other test runs")
 def test_tests_in_packages_with_helpers(tmp_path: Path) -> None:
     package = tmp_path / "tests" / "unit"
     package.mkdir(parents=True)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
 
-pytestmark = [pytest.mark.slow, pytest.mark.started]
+pytestmark = pytest.mark.slow
 
 #: Each starts an interpreter and a fork server.
 SCRIPTS = pytest.mark.long("more ways for a script to end")
@@ -72,8 +72,10 @@ def test_a_server_that_was_killed_is_replaced() -> None:
     assert server().pid != killed.pid
 
 
+@pytest.mark.started
 def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -> None:
     """`DistributedDataParallel` and accelerate import hundreds of modules of torch when they are used."""
+    forkserver._stop_server()
 
     def imported_at_use() -> list[str]:
         before = set(sys.modules)
@@ -84,6 +86,7 @@ def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -
     assert in_ddp(2, imported_at_use, imports="import accelerate") == []
 
 
+@pytest.mark.started
 def test_what_an_optimizer_imports_at_use_is_there_before_the_fork(tmp_path: Path) -> None:
     """In a process of its own: the server of the tests may have imported it for others."""
     script = tmp_path / "script.py"
@@ -121,8 +124,10 @@ def huge_pages_can_be_had() -> bool:
     return sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
 
 
+@pytest.mark.started
 @pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
 def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
+    forkserver._stop_server()
     assert in_ddp(1, all_reduce_of_ones) == 1.0
 
     def gathered() -> bool:
@@ -140,7 +145,9 @@ def full_collections() -> int:
     return int(gc.get_stats()[2]["collections"]) - before
 
 
+@pytest.mark.started
 def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
+    forkserver._stop_server()
     assert in_ddp(1, full_collections) == 0
 
 
@@ -249,6 +256,8 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
     assert "uses_driver initialises CUDA when imported" in capfd.readouterr().err
 
 
+@pytest.mark.long("modules that notebooks import")
+@pytest.mark.started
 def test_what_notebooks_import_is_fit_to_be_preloaded(capfd: pytest.CaptureFixture[str]) -> None:
     forkserver._stop_server()
     for module in ("pyarrow", "pandas", "matplotlib.pyplot", "sklearn.linear_model", "fastai.collab"):

@@ -180,7 +180,7 @@ def test_columns_that_do_not_fit(step: Any, message: str) -> None:
 CROSS = {"genre": pl.String, "age": pl.Int32, "free": pl.Boolean}
 
 
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 @given(
     st.lists(
         st.tuples(

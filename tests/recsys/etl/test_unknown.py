@@ -100,7 +100,7 @@ def test_tables_that_are_not_torchrecs(workflow: Workflow) -> None:
         fill_unknown(model, workflow, {"movie": nn.Embedding(3, 2)})
 
 
-@pytest.mark.slow  # exports to ONNX
+@pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("fill", [True, False])
 def test_what_is_exported(workflow: Workflow, model: Taste, tmp_path: Path, fill: bool) -> None:
     before = weights(model)

@@ -277,6 +277,7 @@ def test_a_rank_is_killed_in_mid_write(tmp_path: Path, rank: int) -> None:
 SCRIPT = CELLS["script"]
 
 
+@pytest.mark.long("ranks and kernels stopped in an ETL")
 @pytest.mark.parametrize("stage", ["shuffled-0-0.arrow", "whole/part-00003.parquet"])
 def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     out = tmp_path / "data" / "out"
@@ -292,6 +293,7 @@ def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
     assert os.listdir(tmp_path / "data") == ["out"]
 
 
+@pytest.mark.long("ranks and kernels stopped in an ETL")
 def test_the_kernel_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
     kernel.ok("from nbdist import in_ddp\nimport sys\nsys.argv = ['-', 'out']")
     for cell in (SCRIPT, f"def run():\n    exec({SCRIPT!r}, {{}})\nin_ddp(2, run)"):

@@ -134,7 +134,7 @@ def train(frame: pd.DataFrame, bs: int, epochs: int, quick: bool) -> tuple[Learn
     return learn, seen
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_ranks_divide_the_rows(session: Session, ratings: pd.DataFrame) -> None:
     alone = fit(fast(collab(ratings, 64)), 3).recorder.values[-1]
     learned, slowly = session.run(train, ratings, 32, 3, True), session.run(train, ratings, 32, 3, False)

@@ -161,7 +161,7 @@ def test_the_same_losses_as_in_one_process(session: Session, name: str) -> None:
 # --- served ---
 
 
-@pytest.mark.slow  # exports to ONNX
+@pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("name", MODELS)
 def test_served_as_trained(tmp_path: Path, name: str) -> None:
     frame = pl.DataFrame(

@@ -283,7 +283,7 @@ def test_a_rank_without_rows_trains_on(sessions: Sessions) -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow  # exports to ONNX
+@pytest.mark.long("Triton: exports and a server")
 def test_a_history_is_served(workflow: Workflow, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = SASRec(workflow.vocabularies["movie"].size, length=4, embedding_dim=8, blocks=1)

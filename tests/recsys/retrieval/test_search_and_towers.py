@@ -232,7 +232,7 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
     assert right > 0.97 * 5 * USERS, "by chance it were one of seven"
 
 
-@pytest.mark.slow  # exports to ONNX
+@pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("layers", [[], [8]])
 def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path, layers: list[int]) -> None:
     torch.manual_seed(0)

@@ -808,6 +808,7 @@ def test_a_plan_to_look_at() -> None:
     assert "None" not in page
 
 
+@pytest.mark.long("larger tables")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 def test_memory_of_a_row_wise_table_while_it_is_built() -> None:
     """Private memory of all ranks over that of a first, tiny shard() call: at most 1.1 × the table, at its highest."""

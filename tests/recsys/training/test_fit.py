@@ -135,7 +135,7 @@ def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: Sessions, rows:
     assert sessions[4].run(check, "pad") == pytest.approx(sessions[1].run(check, "keep"), abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 def test_other_losses_and_metrics(sessions: Sessions) -> None:
     def regress() -> tuple[History, float]:
         torch.manual_seed(0)
@@ -285,7 +285,7 @@ def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
     return taken, result
 
 
-@pytest.mark.slow
+@pytest.mark.long("larger trainings")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ids_that_are_sent_ahead_change_nothing(sessions: Sessions, tmp_path: Path, accumulate: int) -> None:
     """Ten full batches and an uneven one an epoch, evaluations and snapshots between; broken off and resumed."""

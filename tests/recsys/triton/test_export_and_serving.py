@@ -394,6 +394,7 @@ class Bags(nn.Module):
         return self.bag(batch["tags"].values, batch["tags"].offsets)
 
 
+@pytest.mark.long("Triton: exports and a server")
 def test_bags_of_torch_alone(tmp_path: Path) -> None:
     features = {"tags": Feature("int64", True, 6)}
     for mode in ("sum", "mean"):
@@ -450,7 +451,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
     return path, workflows, models
 
 
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_each_version_answers_with_its_own_codes_and_model(versions: Any) -> None:
     path, workflows, models = versions
     users = pl.DataFrame({"user": [1, 2, 3]})
@@ -467,7 +468,7 @@ def test_each_version_answers_with_its_own_codes_and_model(versions: Any) -> Non
     assert (answers["some"] == answers["some.2"]).all() and (answers["some"] != answers["some.1"]).any()
 
 
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_versions_come_and_go_by_themselves(versions: Any) -> None:
     path, workflows, _ = versions
     assert sorted(one.name for one in path.iterdir()) == ["some", "some.1", "some.2", "some_model", "some_preprocess"]
@@ -492,6 +493,7 @@ def test_versions_come_and_go_by_themselves(versions: Any) -> None:
     assert first.read_bytes() != before[first] and list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.long("Triton: exports and a server")
 def test_the_configuration_of_both_backends_fits_the_onnx_model(
     workflow: Workflow, model: nn.Module, ensemble: Ensemble, tmp_path: Path
 ) -> None:
@@ -522,7 +524,7 @@ def test_the_configuration_of_both_backends_fits_the_onnx_model(
     assert dict(second.input_map) == dict(first.output_map) and dict(second.output_map) == {"click": "click"}
 
 
-@pytest.mark.slow
+@pytest.mark.long("Triton: exports and a server")
 def test_sharded_tables_are_gathered_and_exported(tmp_path: Path) -> None:
     def train() -> Any:
         from nbdist.recsys.sharding import shard
@@ -552,8 +554,8 @@ def test_sharded_tables_are_gathered_and_exported(tmp_path: Path) -> None:
 # --- served -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("Triton: exports and a server")
 @server_needed
-@pytest.mark.slow
 def test_answers_are_the_models(workflow: Workflow, model: nn.Module, ensemble: Ensemble, client: Any) -> None:
     """Batches of all sizes up to the largest, and rows by themselves; thousands in all."""
     for seed, rows in enumerate([512, 512, 511, 300, 100, 64, 7, 2, 1]):
@@ -603,7 +605,7 @@ class Columns(nn.Module):
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) -> None:
     table = pl.DataFrame(
         {"movie": range(0, 200, 10), "genre": [f"g{i % 4}" for i in range(20)], "year": range(1980, 2000)},
@@ -657,7 +659,7 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("client", ["grpc"], indirect=True)
 def test_requests_that_come_together_are_batched_whatever_their_lists(
     workflow: Workflow, model: nn.Module, ensemble: Ensemble, client: Any
@@ -689,7 +691,7 @@ def statistics(client: Any) -> dict[str, tuple[int, int]]:
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_a_malformed_request_gets_an_error_and_the_server_lives_on(
     workflow: Workflow, model: nn.Module, ensemble: Ensemble, client: Any
 ) -> None:
@@ -718,7 +720,7 @@ def test_a_malformed_request_gets_an_error_and_the_server_lives_on(
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_garbage_over_http(workflow: Workflow, model: nn.Module, ensemble: Ensemble, server: serving.Server) -> None:
     def post(body: bytes, header: int | None = None) -> tuple[int, str]:
         headers = {} if header is None else {"Inference-Header-Content-Length": str(header)}
@@ -791,7 +793,7 @@ def repository(exported: Path, tmp_path: Path) -> Path:
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("end", ["well", "exception", "killed", "stub killed"])
 def test_nothing_is_left_of_a_server(repository: Path, end: str) -> None:
     before = regions()
@@ -813,7 +815,7 @@ def test_nothing_is_left_of_a_server(repository: Path, end: str) -> None:
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_a_server_ends_with_the_process_that_started_it(repository: Path) -> None:
     code = f"""
 from nbdist.recsys.triton.serving import serve
@@ -833,7 +835,7 @@ with serve({str(repository)!r}) as server:
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_a_port_that_somebody_else_got_is_not_the_end(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, asked = serving._free_ports, []
     with socket.socket() as taken:
@@ -852,7 +854,7 @@ def test_a_port_that_somebody_else_got_is_not_the_end(repository: Path, monkeypa
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_a_model_that_cannot_be_loaded_is_shown(repository: Path) -> None:
     (repository / "some_model" / "1" / "model.onnx").write_bytes(b"no model")
     before = regions()
@@ -865,7 +867,7 @@ def test_a_model_that_cannot_be_loaded_is_shown(repository: Path) -> None:
 
 
 @server_needed
-@pytest.mark.long("a Triton server")
+@pytest.mark.long("Triton: exports and a server")
 def test_a_server_that_is_not_ready_in_time(repository: Path) -> None:
     before = regions()
     model = repository / "some_model" / "1" / "model.py"
