@@ -1,8 +1,8 @@
 # make demo    train the notebook's models on 2 ranks, leave the run as HTML in build/ (an environment of its own)
 # make quick   what to run between edits: format, lint, type checks, and the tests that take no more than seconds
-# make test    the same with the slow tests: all that proves nbdist on CPUs
-# make test-all  that, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
-#              plans (make long), other projects' suites, Colab's kernel, the site
+# make test    format, lint, and the tests that take no more than half a minute: all that proves nbdist on CPUs
+# make test-all  that, type checks, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
+#              plans, larger trainings (make long), other projects' suites, Colab's kernel, the site
 # make mutations  put 30 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
@@ -43,7 +43,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs lint format setup clean
+.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs lint types format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -58,30 +58,27 @@ $(foreach venv,$(VENV) $(DEMO) $(BENCH),$(eval $(call check_stamp,$(venv))))
 demo: $(DEMO_STAMP)
 	@$(DEMO)/bin/python notebooks/execute.py notebooks/01_fastai_collab.ipynb
 
-# Two files of tests at a time. Each worker more imports all of them once more.
-PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
+# Three files of tests at a time, for many wait.
+PYTEST := $(PY) -m pytest -q -n 3 --dist loadfile
 
-test: TESTS := not long
-quick: TESTS := not long and not slow
+test: lint
+	@$(PYTEST) -m "not long" $(PYTEST_ARGS)
 
-# The type checker, a minute of one core where it has kept nothing, runs beside the tests, and is shown at the end.
-test quick: lint
-	@mkdir -p build; $(PY) -m mypy >build/types.log 2>&1 </dev/null & \
-	failed=0; $(PYTEST) -m "$(TESTS)" $(PYTEST_ARGS) || failed=1; \
-	wait $$! || failed=1; tail -n 25 build/types.log; exit $$failed
+quick: lint types
+	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
 
 long: setup
 	@$(PYTEST) -m long $(PYTEST_ARGS)
 
-# Other projects' suites run beside the rest, and are shown at the end.
+# The type checker and other projects' suites run beside the rest, and are shown at the end.
 test-all: test
-	@mkdir -p build; { $(MAKE) --no-print-directory cloudpickle && \
+	@mkdir -p build; { $(MAKE) --no-print-directory types && $(MAKE) --no-print-directory cloudpickle && \
 	    $(MAKE) --no-print-directory multiprocess PYTEST_ARGS="-k 'not WithThreads'"; } >build/suites.log 2>&1 </dev/null & \
 	failed=0; \
 	$(MAKE) --no-print-directory long || failed=1; \
 	$(MAKE) --no-print-directory docs || failed=1; \
 	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
-	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|Error" build/suites.log; exit $$failed
+	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|[Ee]rror|issues" build/suites.log; exit $$failed
 
 mutations: setup
 	@$(PY) tests/mutate.py
@@ -130,6 +127,9 @@ docs: setup
 lint: setup
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
+
+types: setup
+	@$(PY) -m mypy
 
 format: setup
 	@$(PY) -m ruff check --fix-only .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import os
 import re
 import signal
@@ -114,18 +115,33 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    """The child processes of a process. psutil would read about all processes of the machine, after each test."""
+    if not os.path.exists("/proc/self/task"):
+        return psutil.Process(pid).children(recursive=recursive)
+    found: list[psutil.Process] = []
+    parents = [pid]
+    for parent in parents:
+        for file in glob.glob(f"/proc/{parent}/task/*/children"):
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                found += [psutil.Process(int(one)) for one in Path(file).read_text().split()]
+        if recursive:
+            parents += [one.pid for one in found if one.pid not in parents]
+    return found
+
+
 def ranks_of(pid: int | None = None) -> list[psutil.Process]:
     """The living ranks, and what they started, of the fork servers of `pid` (this process) and of its clusters."""
     found: set[psutil.Process] = set()
-    family = psutil.Process(pid).children()
+    family = children(os.getpid() if pid is None else pid)
     for child in list(family):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet":
-                family += child.children(recursive=True)
+                family += children(child.pid, recursive=True)
     for child in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             if any("nbdist.server.main" in part for part in child.cmdline()):
-                found.update(living(child.children(recursive=True)))
+                found.update(living(children(child.pid, recursive=True)))
     return list(found)
 
 
