@@ -68,7 +68,7 @@ quick: lint types
 	@$(PYTEST) -m "not long and not slow" $(PYTEST_ARGS)
 
 long: setup
-	@$(PYTEST) -m long $(PYTEST_ARGS)
+	@$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
 
 # The type checker and other projects' suites run beside the rest, and are shown at the end.
 test-all: test

@@ -7,8 +7,10 @@ torch.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 _ends: list[weakref.finalize[Any, Any]] = []
@@ -19,7 +21,20 @@ def before_servers(end: weakref.finalize[Any, Any]) -> None:
     _ends[:] = [*(one for one in _ends if one.alive), end]
 
 
-def end_what_servers_run() -> None:
+def last(stop: Callable[[], None]) -> Callable[[], None]:
+    """Call `stop`, which stops servers, at the end of the program, after what they run has been ended."""
+
+    def at_exit() -> None:
+        try:
+            _end_what_servers_run()
+        finally:
+            stop()
+
+    atexit.register(at_exit)
+    return stop
+
+
+def _end_what_servers_run() -> None:
     """End sessions and processes, the newest first. Processes that are not daemons are waited for, as by Python."""
     for name in ("multiprocessing.util", "multiprocess.util"):
         if name in sys.modules:

@@ -43,13 +43,14 @@ def pytest_collection_finish() -> None:
 
 
 _programs = contextlib.ExitStack()
+_templates: list[warm_programs.Templates] = []
 
 
 def pytest_configure() -> None:
     """Fork programs rather than start them, and take signals as in the foreground: a run in the background
     (`nohup make test &`) ignores some of them, and so would all that it starts."""
     if LINUX:
-        _programs.enter_context(warm_programs.installed())
+        _templates.append(_programs.enter_context(warm_programs.installed()))
     for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -146,7 +147,9 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
 
 
 def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    """Return the number of open descriptors, but for those of templates, which start when a test first needs them."""
+    own = sum(one.descriptors() for one in _templates)
+    return len(os.listdir("/proc/self/fd")) - own if sys.platform == "linux" else 0
 
 
 def shared_memory_names() -> set[str]:
@@ -294,13 +297,8 @@ class Result:
 class Kernel:
     """A real IPython kernel, driven as a front end drives it."""
 
-    def __init__(
-        self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None, started: bool = False
-    ) -> None:
-        """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command.
-
-        Unless `started` or wrapped, the kernel is forked from a process with torch imported.
-        """
+    def __init__(self, cwd: Path, env: dict[str, str] | None = None, wrapper: list[str] | None = None) -> None:
+        """`env` is set on top of the environment; `wrapper` is a command that starts the kernel's command."""
         self.cwd = cwd
         self._stuck = False
         self.manager = KernelManager()
@@ -310,8 +308,7 @@ class Kernel:
         root = str(Path(__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self.environ = environ = {**os.environ, "PYTHONPATH": path, **(env or {})}
-        with warm_programs.all_started() if started else contextlib.nullcontext():
-            self.manager.start_kernel(cwd=str(cwd), env=environ)
+        self.manager.start_kernel(cwd=str(cwd), env=environ)
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready()

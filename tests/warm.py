@@ -92,19 +92,12 @@ class Popen(_started_popen):
             super()._execute_child(*args, **kwargs)
             return
         self.pid, self._child_created = pid, True
-        if asked["p2cwrite"] != -1 and asked["p2cread"] != -1:
-            os.close(asked["p2cread"])
-        if asked["c2pread"] != -1 and asked["c2pwrite"] not in (-1, asked["errwrite"]):
-            os.close(asked["c2pwrite"])
-        if asked["errwrite"] != -1 and (asked["errread"] != -1 or asked["c2pwrite"] == asked["errwrite"]):
-            os.close(asked["errwrite"])
-        if getattr(self, "_devnull", None) is not None:
-            os.close(self._devnull)
-        self._closed_child_pipe_fds = True
+        pipes = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"
+        self._close_pipe_fds(*(asked[name] for name in pipes))
 
 
 def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a fork has to become; None where the program has to be started."""
+    """Describe what a fork has to become; None where the program has to be started."""
     command = asked["args"]
     if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"] or asked["preexec_fn"] is not None:
         return None
@@ -141,7 +134,7 @@ class Template:
     def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LIMIT)
-        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._owner = os.getpid()
         with theirs:
             code = "import sys; from warm import main; main(*sys.argv[1:-1])"
             self.process = subprocess.Popen(
@@ -157,13 +150,12 @@ class Template:
         """Fork a program; its process id, None where that would not be the same as a start."""
         if os.getpid() != self._owner or read_once(request["environ"]) != self._environ:
             return None
-        with self._lock:
-            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's parent ends at once
-            try:
-                socket.send_fds(self._socket, [pickle.dumps(request)], fds)
-                return int(self._socket.recv(32))
-            finally:
-                _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the fork's parent ends at once
+        try:
+            socket.send_fds(self._socket, [pickle.dumps(request)], fds)
+            return int(self._socket.recv(32))
+        finally:
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def close(self) -> None:
         self._socket.close()
@@ -178,7 +170,7 @@ class Waiting:
         self._environ = dict(os.environ)
 
     def launch(self, request: dict[str, Any], fds: Sequence[int]) -> int | None:
-        """Let the child become a server, once."""
+        """Make the child the program's server, once."""
         same = read_once(request["environ"]) == read_once(self._environ)
         if not request["server"] or os.getpid() != self._owner or not same:
             return None
@@ -208,19 +200,23 @@ class Templates:
             chosen: Template = self._made[request["server"]]
             return chosen.launch(request, fds)
 
+    def descriptors(self) -> int:
+        """Return the number of open descriptors of this process by which templates are asked."""
+        return len(self._made)
+
     def close(self) -> None:
         for one in reversed(self._made):
             one.close()
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed() -> Iterator[Templates]:
     """Fork programs rather than start them."""
     global _source
     _source = templates = Templates()
     _replace_popen()
     try:
-        yield
+        yield templates
     finally:
         _source = None
         templates.close()
@@ -311,7 +307,7 @@ def _take(given: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
-    """Take the session, environment, folder and standard streams asked for, and forget this module."""
+    """Take the environment, folder and standard streams asked for, and forget this module."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTSTP, signal.SIGQUIT):
@@ -325,8 +321,8 @@ def _become(asked: Mapping[str, Any], paths: list[str]) -> None:
     sys.path[:] = [*filter(None, asked["environ"].get("PYTHONPATH", "").split(os.pathsep)), *paths]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     vars(sys)["__stdin__"] = sys.stdin
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, fd, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
-        unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
         raw: Any = io.FileIO(fd, "w", closefd=False)
         raw = raw if unbuffered else io.BufferedWriter(raw)
         by_line = fd == 2 or os.isatty(fd)
@@ -351,7 +347,7 @@ def _show(command: Sequence[str]) -> None:
 
 
 def _wait_for(waiting: int, control: socket.socket) -> None:
-    """Let nbdist, which starts its fork server by `subprocess.Popen`, take the waiting child for it."""
+    """Give the waiting child to nbdist for its fork server, which nbdist starts by `subprocess.Popen`."""
     global _source
     _source = Waiting(waiting, control)
     _replace_popen()

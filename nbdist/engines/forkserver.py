@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.machinery
 import itertools
@@ -18,8 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .. import interpreter
-from ..ending import end_what_servers_run
+from .. import ending, interpreter
 from ..notebook import kernel_shell
 from ..server.driver import WITHOUT_DRIVER
 from ..wire.channel import Channel
@@ -178,14 +176,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-@atexit.register
-def _at_exit() -> None:
-    try:
-        end_what_servers_run()
-    finally:
-        _stop_server()
-
-
+@ending.last
 def _stop_server() -> None:
     for key in [key for key in _servers if key[0] == os.getpid()]:
         _servers.pop(key).stop()

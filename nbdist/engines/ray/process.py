@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -19,8 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ... import interpreter
-from ...ending import end_what_servers_run
+from ... import ending, interpreter
 from ...errors import NbdistError
 from ...postponing import postponed_interrupts
 from ...wire.channel import Channel
@@ -305,14 +303,7 @@ def release_at(address: str) -> None:
         driver.stop()
 
 
-@atexit.register
-def _at_exit() -> None:
-    try:
-        end_what_servers_run()
-    finally:
-        release()
-
-
+@ending.last
 def release() -> None:
     """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
     with _lock:

@@ -36,6 +36,10 @@ class Bandwidth:
     """Of what a rank sends to all, itself included."""
 
 
+#: Process group → type of device → what was measured.
+_measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
+
+
 def measure(device: torch.device, group: Any) -> Bandwidth:
     """Measure, once for a process group, in some 50 ms. All ranks have to call this function, and get the same result.
 
@@ -49,10 +53,6 @@ def measure(device: torch.device, group: Any) -> Bandwidth:
     if not all_know:
         known[device.type] = _measure(device, group)
     return known[device.type]
-
-
-#: Process group → type of device → what was measured.
-_measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
 
 
 def _measure(device: torch.device, group: Any) -> Bandwidth:
