@@ -17,7 +17,6 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
-from unittest import mock
 
 import psutil
 import pytest
@@ -26,7 +25,6 @@ from hypothesis import HealthCheck, settings
 from jupyter_client.manager import KernelManager
 
 from nbdist import Session, warm
-from nbdist.engines.ray.starting import agent_ports, announced, environment, patiently
 from nbdist.wire import rank_memory
 
 pytest_plugins = ["progress"]
@@ -228,52 +226,25 @@ def nothing_survives(sessions: Sessions) -> Iterator[None]:
 
 
 def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any) -> Any:
-    """Ray on two nodes of four CPUs each, all on this machine."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
+    """Start Ray on two nodes of four CPUs each, all on this machine."""
+    from nbdist.engines.ray.local_cluster import LocalCluster
 
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address for `auto`
-    common = {"num_cpus": 4, "object_store_memory": 200 << 20, "temp_dir": folder}
-    cluster = Cluster()
-    add_node(cluster, **{**common, "include_dashboard": False, **head})
-    add_node(cluster, **{**common, "resources": {"second": 1.0}, **(second or {})})
+    cluster = LocalCluster(1, head, num_cpus=4, temp_dir=folder)
+    cluster.add_node(**{"resources": {"second": 1.0}, **(second or {})})
     return cluster
-
-
-def add_node(cluster: Any, **options: Any) -> Any:
-    """Add a node of Ray to a cluster, as nbdist starts one: also on a busy machine."""
-    ports = agent_ports()
-    with mock.patch.dict(os.environ, environment(os.environ)), announced(ports):
-        return patiently(lambda: cluster.add_node(**ports, **options))
-
-
-def stop_cluster(cluster: Any) -> None:
-    """End a cluster and all that runs there."""
-    nodes = []
-    for node in cluster.list_all_nodes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself when its head was lost
-            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-            nodes += [raylet, *raylet.children(recursive=True)]
-    cluster.shutdown()
-    for process in living(nodes):  # agents notice late that their raylet is gone
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    assert poll(lambda: not living(nodes)), living(nodes)
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A cluster for all tests. It, and what it started for itself, is gone after them."""
-    import nbdist.engines.ray.process
-
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
         cluster = start_cluster(folder)
         try:
             yield cluster
         finally:
-            nbdist.engines.ray.process.release()
-            stop_cluster(cluster)
+            cluster.shutdown()
 
 
 @dataclass

@@ -12,7 +12,7 @@ import tempfile
 from importlib.metadata import version
 from typing import Any
 
-from conftest import start_cluster, stop_cluster
+from conftest import start_cluster
 
 from benchmarks import ROOT
 from benchmarks.machine import conditions, save
@@ -118,7 +118,7 @@ def main() -> None:
                 ours.append(script(NBDIST + printed, cluster.address))
             live = script(LIVE, cluster.address)
         finally:
-            stop_cluster(cluster)
+            cluster.shutdown()
 
     first_ours, second_ours = map(list, zip(*ours, strict=True))
     first_theirs, second_theirs = map(list, zip(*theirs, strict=True))

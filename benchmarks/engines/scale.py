@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 from calls import boom, on, sums
-from conftest import add_node, poll, ranks_of, start_cluster, stop_cluster
+from conftest import poll, ranks_of, start_cluster
 
 from benchmarks import ROOT
 from benchmarks.engines.ranks import HEADING
@@ -164,14 +164,13 @@ def measured(most: int) -> list[dict[str, float]]:
         marks = {number: {f"shape{n}": 1.0 for n in (1, 2, 4, 8) if number < n} for number in range(8)}
         cluster = start_cluster(folder, num_cpus=32, resources=marks[0], second={"num_cpus": 32, "resources": marks[1]})
         for number in range(2, 8):
-            add_node(cluster, num_cpus=32, resources=marks[number], object_store_memory=100 << 20, temp_dir=folder)
+            cluster.add_node(num_cpus=32, resources=marks[number], object_store_memory=100 << 20, temp_dir=folder)
         try:
             for ranks, nodes in [shape for shape in SHAPES if shape[0] <= most]:
                 rows.append(measure(cluster.address, ranks, nodes))
                 print({name: round(value, 4) for name, value in rows[-1].items()}, file=sys.stderr, flush=True)
         finally:
-            process.release()
-            stop_cluster(cluster)
+            cluster.shutdown()
     return rows
 
 

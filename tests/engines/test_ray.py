@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Kernel, add_node, living, open_fds, poll, ranks_of, start_cluster, stop_cluster
+from conftest import Kernel, living, open_fds, poll, ranks_of, start_cluster
 from test_contract import sums, train
 
 import nbdist
@@ -149,7 +149,7 @@ def test_a_resource_of_ones_own_chooses_the_node(ray_cluster: Any) -> None:
 
 def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any, tmp_path: Path) -> None:
     """Ray believes what a node says of its GPUs: there are none here, but the ranks are told which would be theirs."""
-    node = add_node(ray_cluster, num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
+    node = ray_cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
     try:
         options = RayOptions(address=ray_cluster.address, gpus=1, linger=0.0)
         with pytest.raises(Exception, match=r"(?i)cuda"), Session(2, engine=options) as own:
@@ -261,7 +261,7 @@ def test_only_nodes_that_run_the_function_get_its_data(options: RayOptions) -> N
 
 
 def test_data_are_passed_on_from_node_to_node(ray_cluster: Any) -> None:
-    nodes = [add_node(ray_cluster, num_cpus=1, resources={"many": 1.0}, object_store_memory=80 << 20) for _ in range(4)]
+    nodes = [ray_cluster.add_node(num_cpus=1, resources={"many": 1.0}, object_store_memory=80 << 20) for _ in range(4)]
     data = np.random.default_rng(0).random(5 << 20)  # 40 MB
     options = RayOptions(address=ray_cluster.address, resources={"many": 1.0}, cpus=0.5, linger=0.0)
     try:
@@ -328,9 +328,9 @@ def test_the_next_call_finds_the_room_and_the_processes_of_the_last(ray_cluster:
 def test_a_lost_node_is_named_and_restarts_end_in_the_same_loss(
     ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    third = add_node(ray_cluster, num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+    third = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
     options = RayOptions(address=ray_cluster.address, resources={"big": 0.5}, cpus=0.5, linger=0.0)
-    fourth = add_node(ray_cluster, num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+    fourth = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
     nodes = {raylet_of(node): node for node in (third, fourth)}
     spread = RayOptions(**{**vars(options), "placement": "strict_spread"})
 
@@ -356,7 +356,7 @@ def test_a_lost_node_is_named_and_restarts_end_in_the_same_loss(
             future = own.submit(stops_halfway)
             assert poll(halfway.exists)
             ray_cluster.remove_node(victim, allow_graceful=False)
-            replacement = add_node(ray_cluster, num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
+            replacement = ray_cluster.add_node(num_cpus=1, resources={"big": 1.0}, object_store_memory=80 << 20)
             nodes[raylet_of(replacement)] = replacement
             return future.result()
 
@@ -388,7 +388,7 @@ def own_nodes(ray_cluster: Any) -> Iterator[Any]:
             self.nodes: dict[int, Any] = {}
 
         def add(self) -> None:
-            node = add_node(ray_cluster, num_cpus=1, resources={"own": 1.0}, object_store_memory=80 << 20)
+            node = ray_cluster.add_node(num_cpus=1, resources={"own": 1.0}, object_store_memory=80 << 20)
             self.nodes[raylet_of(node)] = node
 
         def lose(self, pid: int) -> None:
@@ -537,7 +537,7 @@ def own_cluster() -> Iterator[Any]:
         try:
             yield cluster
         finally:
-            stop_cluster(cluster)
+            cluster.shutdown()
 
 
 def test_a_client_and_a_lost_head(own_cluster: Any) -> None:

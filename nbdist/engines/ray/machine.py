@@ -159,20 +159,11 @@ def _missing_gpus(gpus: int) -> str:
 
 
 def _end(ray: subprocess.Popen[str], folder: str) -> None:
-    """End Ray and all that it has started, at once: nobody is left who could use its time to save something."""
-    import psutil
+    """End Ray and all that it has started, at once: no user is left who could use time to save something."""
+    from nbdist.engines.ray.stopping import end, family
 
-    processes = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        processes = psutil.Process(ray.pid).children(recursive=True)
+    processes = family([ray.pid])[1:]
     ray.kill()
-    for process in processes:
-        if process.is_running() and process.name() in ("raylet", "gcs_server"):
-            process.terminate()
-    psutil.wait_procs(processes, timeout=3)
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, timeout=3)
+    end(processes)
     ray.wait()
     shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .starting import agent_ports, announced, patiently, why
+from .stopping import end, family
 
 
 def main(kernel: str) -> None:
@@ -38,7 +39,9 @@ def main(kernel: str) -> None:
         if fd >= 0:
             ends.register(fd, select.POLLIN)
     ends.poll()
+    processes = family([os.getpid()])[1:]
     node.kill_all_processes(check_alive=False)
+    end(processes)
 
 
 def _start(ports: Mapping[str, Any]) -> Any:

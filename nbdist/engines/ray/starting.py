@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .stopping import end, family
+
 #: On the path of Ray's processes: modules that stand in for others whose import takes seconds.
 LIGHT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "light")
 #: Ports of a node's agents, as parameters of Ray's node, and as options of `ray start`.
@@ -104,10 +106,7 @@ def patiently(start: Callable[[], Any]) -> Any:
         except Exception as exc:
             if attempt + 1 == ATTEMPTS or "timed out during startup" not in str(exc):
                 raise
-            for process in set(psutil.Process().children()) - before:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for one in (*process.children(recursive=True), process):
-                        one.kill()
+            end(family(process.pid for process in set(psutil.Process().children()) - before))
     raise AssertionError("unreachable")
 
 
