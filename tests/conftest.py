@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from jupyter_client.manager import KernelManager
 
 from nbdist import Session, warm
+from nbdist.engines import forkserver
 from nbdist.wire import rank_memory
 
 pytest_plugins = ["progress"]
@@ -61,10 +62,15 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start what a test marked `started` starts."""
-    marked = request.node.get_closest_marker("started") is not None
-    with warm_programs.all_started() if marked else contextlib.nullcontext():
+    """Start what a test marked `started` starts. Its fork servers end with it: those of other tests are forked."""
+    if request.node.get_closest_marker("started") is None:
         yield
+        return
+    warm_programs.started_servers.clear()
+    with warm_programs.all_started():
+        yield
+    if any(map(psutil.pid_exists, warm_programs.started_servers)):
+        forkserver.stop()
 
 
 #: Whether nbdist finds what only Linux has: not on macOS, nor with `without_linux/` on PYTHONPATH.

@@ -68,7 +68,7 @@ class Soak:
     def held(self) -> Held:
         """What this process and its server hold now."""
         gc.collect()
-        me, server = psutil.Process(), psutil.Process(forkserver._server().process.pid)
+        me, server = psutil.Process(), psutil.Process(forkserver.server().process.pid)
         assert self._session.run(sums) == 2.0
         return Held(
             me.num_fds(),

@@ -15,6 +15,7 @@ from nbdist.capture.data import Storage
 from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
 from nbdist.kernel.cell import Cell
 from nbdist.kernel.group import Group
+from nbdist.kernel.session import executor_of
 from nbdist.rank.world import environ, join
 from nbdist.wire.messages import World
 
@@ -82,7 +83,8 @@ def test_devices_that_cannot_be_had(
 
 
 def test_variables_for_the_ranks_alone_count() -> None:
-    chosen = Session(2, env={"CUDA_VISIBLE_DEVICES": "5,6,7"}, devices=["cuda:2", "cuda:0"])._executor.layout
+    session = Session(2, env={"CUDA_VISIBLE_DEVICES": "5,6,7"}, devices=["cuda:2", "cuda:0"])
+    chosen = executor_of(session).layout
     assert place_ranks(chosen.devices, chosen.env["CUDA_VISIBLE_DEVICES"]) == [
         Place("7,5", "cuda:0"),
         Place("7,5", "cuda:1"),
@@ -116,7 +118,7 @@ def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> list[World
 
     with Session(len(devices), devices=devices) as session, monkeypatch.context() as patch:
         patch.setattr(Group, "send", send)
-        session._executor._ready(Cell()).join()
+        executor_of(session).ready(Cell()).join()
     return worlds
 
 

@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +24,7 @@ from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, in_ddp
 from nbdist.errors import RemoteTraceback, describe_status, render, stand_ins
 
 ROOT = Path(__file__).parent.parent
+CELLS = cells("cells/errors.py")
 
 # ------------------------------------------------------------------------------------------------ what each one says
 
@@ -288,7 +289,7 @@ FIRST_CELL = "import os, sys, time, torch.distributed as dist\nfrom nbdist impor
 
 
 def fails(kernel: Kernel, code: str, error: str) -> Result:
-    result = kernel.run(textwrap.dedent(code).strip())
+    result = kernel.run(code)
     assert result.error == error, result
     return result
 
@@ -299,24 +300,15 @@ def number(kernel: Kernel) -> int:
 
 
 def test_the_failing_lines_of_all_cells(notebook: Kernel) -> None:
-    notebook.ok("def inner(x):\n    y = x + 1\n    return y / 0")
+    notebook.ok(CELLS["inner"])
     first = number(notebook)
-    result = fails(
-        notebook,
-        """
-        def outer(x):
-            return inner(x)
-
-        in_ddp(2, outer, 41)
-        """,
-        "ZeroDivisionError",
-    )
+    result = fails(notebook, CELLS["outer"], "ZeroDivisionError")
     second = number(notebook)
     seen = result.plain_traceback
     assert re.search(r"rank [01] \(pid \d+\) raised ZeroDivisionError", seen)
     assert "----> 3     return y / 0" in seen
     assert "----> 2     return inner(x)" in seen
-    assert f"Cell In[{second}], line 4\n----> 4 in_ddp(2, outer, 41)" in seen
+    assert f"Cell In[{second}], line 5\n----> 5 in_ddp(2, outer, 41)" in seen
     assert seen.rstrip().splitlines()[-1].startswith("also failed") or "division by zero" in seen.splitlines()[-1]
     # The launcher's own frames are left out, and what only IPython knows: the made-up names of cells' files.
     assert f"{ROOT.name}/nbdist" not in seen
@@ -337,7 +329,7 @@ def test_a_cell_that_was_edited_and_run_again(notebook: Kernel) -> None:
 
 def test_frames_of_a_module_file(notebook: Kernel) -> None:
     (notebook.cwd / "mine.py").write_text("def broken():\n    return [][1]\n")
-    seen = fails(notebook, "import mine\ndef f(): return mine.broken()\nin_ddp(1, f)", "IndexError").plain_traceback
+    seen = fails(notebook, CELLS["a module file"], "IndexError").plain_traceback
     assert re.search(r"mine\.py(:2,)? in broken\(\)", seen) and "----> 2     return [][1]" in seen
 
 
@@ -356,7 +348,7 @@ def test_a_call_that_cannot_be_made_shows_no_frames_of_ours(notebook: Kernel, co
 
 def test_a_timeout_in_a_function_that_is_not_in_python(notebook: Kernel) -> None:
     notebook.ok(f"import sys, time; sys.path.append({str(ROOT / 'tests')!r})\nfrom clocks import CallClock")
-    notebook.ok("from nbdist import Session\nsession = Session(1, timeout=1000)\nsession.run(int)")
+    notebook.ok("session = Session(1, timeout=1000)\nsession.run(int)")
     code = "with CallClock(lambda: 'is in the function' in session.stacks()):\n    session.run(time.sleep, 1000)"
     seen = fails(notebook, code, "RankTimeout").plain_traceback
     assert "rank 0 is in the function" in seen and "Stack of" not in seen, seen
@@ -368,38 +360,14 @@ def test_syntax_error_in_a_rank(notebook: Kernel) -> None:
 
 
 def test_except_clauses_work(notebook: Kernel) -> None:
-    result = notebook.ok(
-        """
-class Mine(ValueError):
-    pass
-
-def f():
-    raise Mine("boom")
-
-try:
-    in_ddp(2, f)
-except ValueError as error:
-    assert type(error) is Mine
-    print(type(error.__cause__).__name__, "raise Mine" in error.__cause__.text)
-    import traceback
-    traceback.print_exc(file=sys.stdout)
-"""
-    )
+    result = notebook.ok(CELLS["except clauses"])
     assert result.text.startswith("RemoteTraceback True\n")
     assert re.search(r"RemoteTraceback: on rank [01] \(pid \d+\)", result.text)
     assert result.text.rstrip().endswith("Mine: boom")
 
 
 def test_raised_anew_by_the_notebook(notebook: Kernel) -> None:
-    code = """
-    def f():
-        raise ValueError("boom")
-    try:
-        in_ddp(1, f)
-    except ValueError as error:
-        raise RuntimeError("while training") from error
-    """
-    seen = fails(notebook, code, "RuntimeError").plain_traceback
+    seen = fails(notebook, CELLS["raised anew"], "RuntimeError").plain_traceback
     assert 'raise ValueError("boom")' in seen and "while training" in seen and "rank 0" in seen
 
 
@@ -409,10 +377,9 @@ def test_the_last_error_is_there_for_debugging(notebook: Kernel) -> None:
 
 
 def test_a_death_in_the_notebook(notebook: Kernel) -> None:
-    code = "def f():\n    print('my last words')\n    os._exit(3)\nin_ddp(1, f)"
-    result = fails(notebook, code, "RankDied")
+    result = fails(notebook, CELLS["a death"], "RankDied")
     assert "exit code 3" in result.message and "my last words" in result.message
-    assert "----> 4 in_ddp(1, f)" in result.plain_traceback and f"{ROOT.name}/nbdist" not in result.plain_traceback
+    assert "----> 6 in_ddp(1, f)" in result.plain_traceback and f"{ROOT.name}/nbdist" not in result.plain_traceback
 
 
 # ------------------------------------------------------------------------------------------------------ in a script
@@ -420,25 +387,10 @@ def test_a_death_in_the_notebook(notebook: Kernel) -> None:
 
 def test_in_a_script(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch.distributed as dist
-            from nbdist import in_ddp
-
-            def f():
-                if dist.get_rank() == 1:
-                    return {}["missing key"]
-                dist.barrier()
-
-            if __name__ == "__main__":
-                in_ddp(2, f)
-            """
-        )
-    )
+    script.write_text(CELLS["a script"])
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     assert re.search(r"RemoteTraceback: on rank 1 \(pid \d+\)", done.stderr)
-    assert f'File "{script}", line 7, in f\n    return {{}}["missing key"]' in done.stderr
-    assert f'File "{script}", line 11, in <module>\n    in_ddp(2, f)' in done.stderr
+    assert f'File "{script}", line 8, in f\n    return {{}}["missing key"]' in done.stderr
+    assert f'File "{script}", line 13, in <module>\n    in_ddp(2, f)' in done.stderr
     assert done.stderr.rstrip().endswith("KeyError: 'missing key'")

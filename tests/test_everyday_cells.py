@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
+from cells import cells
 from conftest import Kernel, Result
 
+CELLS = cells("cells/everyday.py")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -17,14 +18,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("notebook"))
     try:
-        kernel.ok(
-            "import time, torch, torch.distributed as dist\n"
-            "from nbdist import RankDied, RankTimeout, Session, in_ddp\n"
-            "def sums():\n"
-            "    total = torch.ones(1)\n"
-            "    dist.all_reduce(total)\n"
-            "    return total.item()"
-        )
+        kernel.ok(CELLS["first cell"])
         yield kernel
         kernel.ok("%load_ext nbdist\n%unload_ext nbdist")
     finally:
@@ -58,13 +52,7 @@ def test_a_bar_is_a_widget(module: str, notebook: Kernel) -> None:
 
 
 def test_what_a_rank_has_of_its_own(notebook: Kernel) -> None:
-    code = """
-    shell, read = get_ipython(), input
-    def own(mine=get_ipython):
-        shell.run_line_magic("alias", "nothing true")
-        return shell is mine() is get_ipython(), read is input, shell
-    """
-    notebook.ok(dedent(code))
+    notebook.ok(CELLS["what a rank has of its own"])
     assert notebook.ok("a, b, c = in_ddp(1, own); print(a, b, c is shell)").text == "True True True\n"
     assert (
         notebook.ok("print(in_ddp(1, get_ipython) is shell, in_ddp(1, lambda: input) == input)").text == "True True\n"
@@ -78,15 +66,12 @@ def test_an_exception_has_its_type_and_its_line(notebook: Kernel) -> None:
     before, shown, after = result.plain_traceback.partition("return 1 / by")
     assert shown and "decorator" not in before + after
     assert "in_ddp(2, divide, 0)" in before and re.search(r"rank [01] \(pid \d+\) raised ZeroDivisionError", before)
-    assert (
-        notebook.ok("try:\n    in_ddp(2, divide, 0)\nexcept ZeroDivisionError:\n    print('caught')").text == "caught\n"
-    )
+    assert notebook.ok(CELLS["an exception that is caught"]).text == "caught\n"
 
 
 def test_plots_and_html(notebook: Kernel) -> None:
     notebook.ok("%matplotlib inline\nimport matplotlib.pyplot as plt\nfrom IPython.display import HTML")
-    notebook.ok("def show():\n    plt.plot([1, 2, 3])\n    plt.show()\n    display(HTML('<b>bold</b>'))")
-    result = notebook.ok("in_ddp(2, show)")
+    result = notebook.ok(CELLS["plots and HTML"])
     data = [output["data"] for output in result.outputs if output["kind"] == "display_data"]
     assert len(data) == 2
     assert data[0]["image/png"].startswith("iVBORw0KGgo")  # what a PNG begins with, in base64
@@ -119,10 +104,7 @@ def test_cells_on_all_ranks(notebook: Kernel) -> None:
 
 
 def test_status_and_a_future(notebook: Kernel) -> None:
-    notebook.ok("import os\nsession = Session(2)")
-    notebook.ok(
-        "def naps():\n    while not os.path.exists('seen'):\n        time.sleep(0.05)\n    print('awake')\n    return 5"
-    )
+    notebook.ok(CELLS["naps"])
     cell = notebook.start("future = session.submit(naps)\nsession.status()", watched=True)
     shown = notebook.finish(cell)
     assert "2 ranks" in shown.text
@@ -136,19 +118,14 @@ def test_status_and_a_future(notebook: Kernel) -> None:
 
 def test_a_timeout(notebook: Kernel) -> None:
     notebook.ok(f"import sys; sys.path.append({str(Path(__file__).parent)!r})\nfrom clocks import CallClock")
-    notebook.ok(
-        "def waits():\n    if dist.get_rank() == 0:\n        sums()\n"
-        "there = CallClock(lambda: 'idle' in str(session.status()) and 'rank 0 waits in' in session.stacks())"
-    )
-    result = notebook.run("with Session(2, timeout=1000) as session, there:\n    session.run(waits)")
+    result = notebook.run(CELLS["a timeout"])
     assert result.error == "RankTimeout"
     assert "rank 0 waits in all_reduce at Cell In[" in result.message and "rank 1 has returned" in result.message
 
 
 def test_a_session_outlives_a_failure_in_a_collective(notebook: Kernel) -> None:
     notebook.ok("session = Session(2)\npids = session.run_all(__import__('os').getpid)")
-    notebook.ok("def fails():\n    if dist.get_rank() == 1:\n        raise ValueError('boom')\n    sums()")
-    result = notebook.run("session.run(fails)")
+    result = notebook.run(CELLS["a failure in a collective"])
     assert (result.error, result.message) == ("ValueError", "boom")
     text = notebook.ok("print(session.run(sums), session.run_all(__import__('os').getpid) == pids)").text
     assert text == "2.0 True\n"
@@ -156,15 +133,13 @@ def test_a_session_outlives_a_failure_in_a_collective(notebook: Kernel) -> None:
 
 
 def test_a_frame(notebook: Kernel) -> None:
-    notebook.ok("import numpy as np, pandas as pd\nframe = pd.DataFrame({'x': np.arange(1_000_000.0), 'y': 1})")
-    notebook.ok("def reads():\n    frame.loc[0, 'x'] = 5.0\n    return frame.x.sum(), frame.head(2)")
-    result = notebook.ok("total, head = in_ddp(2, reads)\nprint(total == frame.x.sum() + 5, frame.x[0])\nhead")
+    result = notebook.ok(CELLS["a frame"])
     assert result.text.startswith("True 0.0\n")
     assert "<table" in result.outputs[-1]["data"]["text/html"]
 
 
 def test_an_interrupt(notebook: Kernel) -> None:
-    cell = notebook.start("def sleeps():\n    print('asleep', flush=True)\n    time.sleep(1000)\nin_ddp(2, sleeps)")
+    cell = notebook.start(CELLS["an interrupt"])
     notebook.finish(cell, until=lambda result: "asleep" in result.text)
     notebook.interrupt()
     assert notebook.finish(cell).error == "KeyboardInterrupt"

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import Kernel, left_in_shared_memory, living, poll, ranks_of, shared_memory_names
-from faults import FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
+from faults import CELLS, FAULTS, GIL_HELD, PHASES, PRELUDE, WITH_CHILDREN, Fault, Phase
 
 from nbdist import RayOptions
 
@@ -69,22 +69,12 @@ def test_fault(fault: Fault, shared: Kernel) -> None:
     assert shared.ok("print(in_ddp(2, sums))").text == "2.0\n"
 
 
-#: Lets the rows' calls run in a session that stays, with a fixed number of ranks.
-LIVE = """
-import nbdist
-staying = nbdist.Session(2)
-def in_ddp(nranks, fn, *args, **kwargs):
-    assert nranks == staying.nranks
-    return staying.run(fn, *args, **kwargs)
-"""
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel with a session that goes through the whole table."""
+    """A kernel with a session of two ranks that goes through the whole table: there `in_ddp` calls it."""
     kernel = Kernel(tmp_path_factory.mktemp("live"))
     try:
-        kernel.ok(PRELUDE + LIVE)
+        kernel.ok(PRELUDE + CELLS["a session that stays"])
         # At the first print of a thread ipykernel opens a descriptor, for good.
         assert kernel.ok("print(staying.run(sums))").text == "2.0\n"
         yield kernel
@@ -135,16 +125,7 @@ def test_interrupt(phase: Phase, shared: Kernel) -> None:
 
 
 def test_interrupt_runs_finally(shared: Kernel) -> None:
-    code = """
-def run():
-    try:
-        print("begin")
-        time.sleep(1000)
-    finally:
-        print("cleaned up")
-in_ddp(2, run)
-"""
-    cell = shared.start(code)
+    cell = shared.start(CELLS["an interrupt runs finally"])
     shared.finish(cell, until=lambda result: "begin" in result.text)
     shared.interrupt()
     result = shared.finish(cell)
@@ -153,22 +134,7 @@ in_ddp(2, run)
 
 def test_interrupt_in_a_finalizer(shared: Kernel) -> None:
     """Python drops what a finalizer raises; the call ends all the same, and the ranks stay."""
-    code = """
-class Slow:
-    def __del__(self):
-        print("begin")
-        time.sleep(1000)
-def run():
-    Slow()
-    time.sleep(1000)
-with Session(2) as session:
-    pids = session.run_all(os.getpid)
-    try:
-        session.run(run)
-    except KeyboardInterrupt:
-        print("interrupted", session.run_all(os.getpid) == pids)
-"""
-    cell = shared.start(code)
+    cell = shared.start(CELLS["an interrupt in a finalizer"])
     shared.finish(cell, until=lambda result: "begin" in result.text)
     shared.interrupt()
     assert "interrupted True" in shared.finish(cell).text
@@ -176,23 +142,8 @@ with Session(2) as session:
 
 def test_second_interrupt_does_not_wait(shared: Kernel) -> None:
     """Of what ranks get to clean up after the first there is no end here."""
-    code = """
-def stubborn():
-    print("begin")
-    while True:
-        try:
-            time.sleep(1000)
-        except KeyboardInterrupt:
-            print("no")
-waiting.GRACE_AFTER_INTERRUPT, usual = 10_000.0, waiting.GRACE_AFTER_INTERRUPT
-try:
-    in_ddp(2, stubborn)
-finally:
-    waiting.GRACE_AFTER_INTERRUPT = usual
-"""
-    shared.ok("from nbdist.kernel import waiting")
     leftovers = Leftovers(shared)
-    cell = shared.start(code)
+    cell = shared.start(CELLS["a second interrupt does not wait"])
     shared.finish(cell, until=lambda result: "begin" in result.text)
     shared.interrupt()
     shared.finish(cell, until=lambda result: "no" in result.text)
@@ -265,14 +216,7 @@ def test_shared_memory_full(tmp_path: Path) -> None:
     try:
         kernel.ok(PRELUDE)
         kernel.ok("value = in_ddp(2, lambda x: x + 1, torch.ones(10_000_000))\nassert value.sum() == 20_000_000")
-        code = """
-def big_batches():
-    from torch.utils.data import DataLoader
-    data = [torch.ones(1_000_000) for _ in range(4)]
-    return sum(batch.sum() for batch in DataLoader(data, batch_size=2, num_workers=1))
-in_ddp(2, big_batches)
-"""
-        result = kernel.run(code)
+        result = kernel.run(CELLS["shared memory is full"])
         assert result.error == "RuntimeError"
         assert "bus error" in result.plain_traceback.lower() or "No space left" in result.plain_traceback
         assert kernel.ok("print(in_ddp(2, sums))").text == "2.0\n"

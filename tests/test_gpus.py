@@ -427,7 +427,7 @@ def test_a_streamed_file(tmp_path: Any) -> None:
 
         loader = ParquetLoader(file, 1000, shuffle=True, seed=1, memory=16 << 20, device=device, prefetch=0)
         rows = [batch["row"] for batch in loader]
-        return rows[0].device.type, int(loader._whole), [batch.tolist() for batch in rows]
+        return rows[0].device.type, int(loader.whole), [batch.tolist() for batch in rows]
 
     def both() -> Any:
         return look("cpu"), look(None)

@@ -65,6 +65,8 @@ _started_popen: Any = getattr(subprocess.Popen, "__wrapped__", subprocess.Popen)
 _libc = ctypes.CDLL(None)
 #: What forks programs in this process, if there is something.
 _source: Templates | Waiting | None = None
+#: Process ids of fork servers of this process that were not forked.
+started_servers: list[int] = []
 
 
 def read_once(environ: Mapping[str, str]) -> dict[str, str]:
@@ -90,6 +92,8 @@ class Popen(_started_popen):
             pid = _source.launch(request, [standard if fd < 0 else fd for standard, fd in enumerate(fds)])
         if pid is None:
             super()._execute_child(*args, **kwargs)
+            if request is not None and request["server"]:
+                started_servers.append(self.pid)
             return
         self.pid, self._child_created = pid, True
         pipes = "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"

@@ -60,6 +60,7 @@ second = fit()
 LIVE = """
 import numpy as np
 from nbdist import RayOptions, Session
+from nbdist.kernel.session import executor_of
 def noop():
     pass
 with Session(2, engine=RayOptions(address=sys.argv[1], placement="strict_spread")) as session:
@@ -74,15 +75,15 @@ def total():
     return float(data.sum())
 with Session(8, engine=RayOptions(address=sys.argv[1], placement="spread", linger=0)) as session:
     session.run(noop)
-    before = session._executor.group.ranks.received()
+    before = executor_of(session).group.ranks.received()
     begin = time.perf_counter()
     assert session.run_all(total) == [data.sum()] * 8
     first = time.perf_counter() - begin
-    received = [now - then for now, then in zip(session._executor.group.ranks.received(), before)]
+    received = [now - then for now, then in zip(executor_of(session).group.ranks.received(), before)]
     begin = time.perf_counter()
     session.run_all(total)
     again = time.perf_counter() - begin
-    unchanged = session._executor.group.ranks.received() == [sum(pair) for pair in zip(before, received)]
+    unchanged = executor_of(session).group.ranks.received() == [sum(pair) for pair in zip(before, received)]
 import json
 print(json.dumps({"live": times, "received": received, "first": first, "again": again, "unchanged": unchanged}))
 """

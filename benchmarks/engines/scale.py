@@ -31,6 +31,7 @@ from benchmarks.machine import conditions, save
 from nbdist import RayOptions, Session
 from nbdist.engines.ray import process
 from nbdist.kernel.cell import Cell
+from nbdist.kernel.session import executor_of
 
 #: Ranks and nodes of each measurement.
 SHAPES = [(8, 1), (8, 2), (8, 4), (8, 8), (32, 2), (32, 4), (32, 8), (64, 4), (64, 8), (256, 8)]
@@ -54,8 +55,8 @@ class Watch:
         self.wall = self.kernel = self.driver = 0.0
 
     def _now(self) -> tuple[float, float, float]:
-        group = self._session._executor.group
-        driver: Any = None if group is None else group.ranks._driver.process.pid  # type: ignore[attr-defined]
+        group = executor_of(self._session).group
+        driver: Any = None if group is None else group.ranks.driver.process.pid  # type: ignore[attr-defined]
         return time.perf_counter(), _cpu(os.getpid()), 0.0 if driver is None else _cpu(driver)
 
     @contextlib.contextmanager
@@ -93,12 +94,12 @@ def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
     before = len(os.listdir("/proc/self/fd"))
     with Session(ranks, engine=options) as session:
         begin = time.perf_counter()
-        session._executor._ready(Cell())
+        executor_of(session).ready(Cell())
         found["fork"] = time.perf_counter() - begin
         session.run(noop)
         found["launch"] = time.perf_counter() - begin
         found["descriptors"] = len(os.listdir("/proc/self/fd")) - before
-        counts = session._executor.group.ranks._driver.counts  # type: ignore[union-attr]
+        counts = executor_of(session).group.ranks.driver.counts  # type: ignore[union-attr]
         assert len(counts) == nodes, f"{counts} instead of {nodes} nodes"
         for name, call in (("call", noop), ("data", touches), ("output", chatter)):
             times = CALLS if name == "call" else 1

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.machine import conditions, save
 from nbdist import Session
 from nbdist.engines.local import LocalEngine
+from nbdist.kernel.session import executor_of
 
 
 def in_python_code() -> None:
@@ -55,7 +56,7 @@ def read_busy(fn: Callable[[], Any], reads: int) -> tuple[int, int]:
     told = 0
     with Session(2) as session:
         session.run(int)
-        ranks = session._executor.group.ranks  # type: ignore[union-attr]
+        ranks = executor_of(session).group.ranks  # type: ignore[union-attr]
 
         ends: list[BaseException] = []
 

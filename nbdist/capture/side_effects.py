@@ -38,7 +38,7 @@ class ImportStatements:
             cells = [] if self._read else [_script()]
         new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
         for cell in new:
-            self._named.update(dict.fromkeys(_modules(cell)))
+            self._named.update(dict.fromkeys(modules_in(cell)))
         return [name for name in self._named if name in sys.modules]
 
 
@@ -95,7 +95,7 @@ def _script() -> str:
         return ""
 
 
-def _modules(cell: str) -> Iterator[str]:
+def modules_in(cell: str) -> Iterator[str]:
     """The modules that a cell's import statements name, but for those inside functions."""
     if "import" not in cell:
         return

@@ -50,12 +50,15 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
 
 
 class ForkServer:
-    """The fork server's process, and the connection to it. `variables` are set for what it imports."""
+    """The fork server's process, and the connection to it. `variables` are set for what it imports.
+
+    Attributes: `process`; `control`, the connection by which it is asked.
+    """
 
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
         ours, theirs = socket.socketpair()
-        self._control = Channel(ours)
+        self.control = Channel(ours)
         self._launches = itertools.count()
         # OpenBLAS and pyarrow start threads when they are imported, and a process with threads must not fork.
         env = {**dict(variables), "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
@@ -84,13 +87,13 @@ class ForkServer:
 
     def after_fork(self) -> None:
         """In a child of this process: the server is not its own."""
-        blind(self._control.fileno())
+        blind(self.control.fileno())
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def ask(self, *request: Any, fds: Sequence[int] = ()) -> None:
-        self._control.send(request, fds=fds)
+        self.control.send(request, fds=fds)
 
     def launch(self, size: int, report: int) -> int:
         """Announce the ranks of a launch, and where to report on them; returns its number."""
@@ -107,7 +110,7 @@ class ForkServer:
 
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""
-        self._control.close()
+        self.control.close()
         if self._pid == os.getpid():  # one that was killed has removed nothing
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -139,18 +142,19 @@ _lock = threading.RLock()
 _servers: dict[tuple[int, Variables], ForkServer] = {}
 
 
-def _server(variables: Variables | None = None) -> ForkServer:
+def server(variables: Variables | None = None) -> ForkServer:
+    """This process's server of ranks with these variables, or with those of now; started where there is none."""
     key = os.getpid(), read_at_import(os.environ) if variables is None else variables
     with _lock:
-        server = _servers.get(key)
-        if server is None or not server.alive():
+        found = _servers.get(key)
+        if found is None or not found.alive():
             for other in [other for other in _servers if other[0] != key[0] or other == key]:
                 _servers.pop(other).hang_up()
-            server = ForkServer(key[1])
+            found = ForkServer(key[1])
             if _servers:
-                server.ask("idle", _IDLE)
-            _servers[key] = server
-        return server
+                found.ask("idle", _IDLE)
+            _servers[key] = found
+        return found
 
 
 def with_server(action: Callable[[ForkServer], T], variables: Variables | None = None) -> T:
@@ -158,14 +162,14 @@ def with_server(action: Callable[[ForkServer], T], variables: Variables | None =
 
     `variables` are what it was started with; None: the notebook's as they are now.
     """
-    server = _server(variables)
+    used = server(variables)
     try:
-        return action(server)
+        return action(used)
     except ConnectionError:
         with _lock:
-            for key in [key for key, found in _servers.items() if found is server]:
+            for key in [key for key, found in _servers.items() if found is used]:
                 _servers.pop(key).hang_up()
-        return action(_server(variables))
+        return action(server(variables))
 
 
 def _after_fork() -> None:
@@ -177,7 +181,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @ending.last
-def _stop_server() -> None:
+def stop() -> None:
+    """Stop all servers of this process; the next ranks are forked from a new one."""
     for key in [key for key in _servers if key[0] == os.getpid()]:
         _servers.pop(key).stop()
 

@@ -61,7 +61,8 @@ class Executor:
         restarts: int,
         min_ranks: int | None = None,
     ) -> None:
-        self._layout = layout
+        self.wanted = layout
+        """That of the ranks which are wanted: there may be fewer."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
         self.min_ranks = min_ranks
         self._started = False
@@ -78,7 +79,7 @@ class Executor:
     def layout(self) -> Layout:
         """That of the ranks which there are; of those which are wanted, where there are none."""
         group = self.group  # which another thread may end
-        return self._layout if group is None else group.layout
+        return self.wanted if group is None else group.layout
 
     def state(self) -> str:
         """What can be expected of the next call, in a few words."""
@@ -121,7 +122,7 @@ class Executor:
             raise NbdistError(f"there is no rank {named} any more: after a restart there are {size} (min_ranks=)")
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
         try:
-            group = self._ready(cell, needed=named + 1)
+            group = self.ready(cell, needed=named + 1)
             targets = range(len(group.layout.devices)) if request.targets is None else request.targets
             first = targets[0]
             group.relay.begin(cell, request.output, first, request.lines)
@@ -203,7 +204,7 @@ class Executor:
                 self._dead = group.dead
                 self._kill()
 
-    def _ready(self, cell: Cell, needed: int = 1) -> Group:
+    def ready(self, cell: Cell, needed: int = 1) -> Group:
         """The running ranks, started if there are none: then so many at least.
 
         Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
@@ -222,16 +223,16 @@ class Executor:
             self._lost = "the last call was broken off"
             self.end(grace=0.0)
         if self.group is None:
-            if self._layout.notice:
-                cell.notice(self._layout.notice)
+            if self.wanted.notice:
+                cell.notice(self.wanted.notice)
             least = None  # the first time there have to be all
             if self.min_ranks is not None and self._started:
                 least = max(self.min_ranks, needed)
-            self.group = Group(self._engine, self._layout, cell, least)
+            self.group = Group(self._engine, self.wanted, cell, least)
             self._started = True
             self.logs = self.group.relay.logs
             self.group.relay.comms.between = self.between
-            size, wanted = len(self.group.layout.devices), len(self._layout.devices)
+            size, wanted = len(self.group.layout.devices), len(self.wanted.devices)
             if size < wanted:
                 cell.notice(
                     f"there is room for {size} of {wanted} ranks: these go on. The next restart asks for {wanted} again"
@@ -271,7 +272,7 @@ class Executor:
         """Let the ranks, if there are any, give back memory of their GPUs that is free."""
         if self.group is None or self._dead:
             return
-        group = self._ready(cell)
+        group = self.ready(cell)
         group.relay.begin(cell, "rank0", 0)
         targets = range(len(self.layout.devices))
 
@@ -286,4 +287,4 @@ class Executor:
         """End the ranks and start fresh ones, also after a rank has died."""
         self.end(GRACE_TO_LEAVE)
         self._dead = self._lost = ""
-        self._ready(cell).join()
+        self.ready(cell).join()

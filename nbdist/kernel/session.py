@@ -495,6 +495,11 @@ class Session:
             raise
 
 
+def executor_of(session: Session) -> Executor:
+    """What holds the ranks of a session, for others inside nbdist, tests and benchmarks."""
+    return session._executor
+
+
 def draw_seeds() -> tuple[int, int, int]:
     """Seeds for `random`, NumPy and torch, each drawn from the notebook's own state of that library."""
     for_random = random.getrandbits(63)

@@ -38,15 +38,16 @@ class Status:
     """
 
     def __init__(self, look: Callable[[], Snapshot]) -> None:
-        self._look = look
+        self.look = look
+        """Gives the table of this moment."""
 
     def __str__(self) -> str:
-        return _as_text(self._look())
+        return _as_text(self.look())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return _as_html(self._look())
+        return _as_html(self.look())
 
     def _ipython_display_(self) -> None:
         cell, transient = Cell(background=True), {"display_id": uuid.uuid4().hex}
@@ -59,12 +60,12 @@ class Status:
             busy = True
             while busy:
                 time.sleep(INTERVAL)
-                snapshot = self._look()
+                snapshot = self.look()
                 busy = snapshot.busy
                 show(snapshot, update=True)
             cell.close()
 
-        snapshot = self._look()
+        snapshot = self.look()
         show(snapshot, update=False)
         if snapshot.busy:
             threading.Thread(target=follow, name="nbdist: status", daemon=True).start()

@@ -35,7 +35,9 @@ class Interrupts:
 
     def __init__(self, tell: Callable[[str, float], None] = lambda *_: None) -> None:
         self._tell = tell
-        self._possible = self._interrupted = False
+        self.possible = False
+        """Whether one may come now."""
+        self._interrupted = False
         self.block = 0
         """The number of that in which an interrupt may come."""
         self._turning = threading.Lock()  # from one block to the next
@@ -51,7 +53,7 @@ class Interrupts:
     def _on_unraisable(self, unraisable: Any) -> None:
         """Python drops what a finalizer or a callback raises: an interrupt that came there comes again."""
         if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
-            self._possible = True
+            self.possible = True
             self.insist(self.block)
         else:
             self._unraisable(unraisable)
@@ -69,13 +71,13 @@ class Interrupts:
         while True:
             time.sleep(_PAUSE)
             with self._turning:
-                answered = not self._possible or self.block != block
+                answered = not self.possible or self.block != block
                 if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, postpone):  # fn's own
                     return
                 signal.pthread_kill(main, signal.SIGINT)
 
     def _on_interrupt(self, signum: int, frame: types.FrameType | None) -> None:
-        if not self._possible:
+        if not self.possible:
             return
         if what := _left_by_half(frame):
             now = time.monotonic()
@@ -88,7 +90,7 @@ class Interrupts:
                     self._tell(what, now - self._waits)
                 return
         # Once: what cleans up after it must not be torn away from its work.
-        self._possible, self._interrupted = False, True
+        self.possible, self._interrupted = False, True
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
@@ -97,15 +99,15 @@ class Interrupts:
         with self._turning:  # an interrupt that was insisted on is heard, and is none, before the next block
             self.block += 1
         self._waits = None
-        self._possible, self._interrupted = True, False
+        self.possible, self._interrupted = True, False
         try:
             yield
         finally:
-            self._possible = self._interrupted = False
+            self.possible = self._interrupted = False
 
     def refuse(self) -> None:
         """No interrupt any more, for the rest of the block."""
-        self._possible = self._interrupted = False
+        self.possible = self._interrupted = False
 
 
 def _left_by_half(frame: types.FrameType | None) -> str:

@@ -6,13 +6,14 @@ import os
 
 from ..wire.messages import NOTICES
 
-_told = False
+#: Whether this rank was told.
+told = False
 
 
 def tell() -> None:
     """Keep in mind that a machine of the ranks will be taken away."""
-    global _told
-    _told = True
+    global told
+    told = True
 
 
 def preempted() -> bool:
@@ -43,8 +44,8 @@ def preempted() -> bool:
     from ..devices import collective_device
 
     if not dist.is_initialized():
-        return _told
+        return told
     cpu = "cpu:" in dist.get_backend_config()  # where it can be, no GPU has to wait for this
-    told = torch.tensor(int(_told), device="cpu" if cpu else collective_device())
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told.item())
+    anybody = torch.tensor(int(told), device="cpu" if cpu else collective_device())
+    dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
+    return bool(anybody.item())

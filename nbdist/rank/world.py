@@ -218,9 +218,9 @@ class Membership:
         """Of the process group, as `World` has it."""
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
-        # The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
-        # scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work.
-        self._kept: Any = None
+        self.kept: Any = None
+        """The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
+        scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work."""
         # Those of all groups. The last that a `FileStore` does is to write into its file and to read it. That is the
         # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
         self._file_stores: list[Any] = []
@@ -249,7 +249,7 @@ class Membership:
                 os.close(fd)
         if not world.rendezvous.store_port:
             self._file_stores.append(store)
-        self._kept = store, join(world, store)
+        self.kept = store, join(world, store)
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
         """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.
@@ -258,11 +258,11 @@ class Membership:
         """
         dist = sys.modules.get("torch.distributed")
         joined = dist is not None and dist.is_initialized()
-        if not joined and self._kept is None:
+        if not joined and self.kept is None:
             return
         _cut_off(peers)
-        held = [self._kept, process_groups()]
-        self._kept = None
+        held = [self.kept, process_groups()]
+        self.kept = None
         if joined:
             if self._leaving is None or not self._leaving.is_alive():
                 self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)

@@ -29,7 +29,7 @@ def check_torchrec() -> None:
         f"For torch {torch.__version__.partition('+')[0]}, install the pair {pair[0]} and {pair[1]}:"
         f'\n    pip install "nbdist[torchrec]" && pip install --no-deps {pair[0]} {pair[1]}'
     )
-    found = {name: _version(name) for name in ("torchrec", *_DISTRIBUTIONS)}
+    found = {name: installed(name) for name in ("torchrec", *_DISTRIBUTIONS)}
     if importlib.util.find_spec("torchrec") is None:
         raise ImportError(f"TorchRec is not installed. {advice}")
     if importlib.util.find_spec("fbgemm_gpu") is None:
@@ -93,7 +93,8 @@ def releases() -> dict[tuple[int, ...], dict[str, str]]:
         return {tuple(int(part) for part in row.pop("torch").split(".")): row for row in csv.DictReader(file)}
 
 
-def _version(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

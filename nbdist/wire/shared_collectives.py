@@ -283,9 +283,9 @@ def open_shared_collectives() -> SharedCollectives | None:
                 if other != rank:
                     outboxes.append([])
                     for file in offers[other].pipes:
-                        outboxes[-1].append(_open(offers[other], file, os.O_WRONLY, machine))
+                        outboxes[-1].append(open_offered(offers[other], file, os.O_WRONLY, machine))
                         kept.callback(os.close, outboxes[-1][-1])
-            memory = _open(offers[0], offers[0].memory, os.O_RDWR, machine)
+            memory = open_offered(offers[0], offers[0].memory, os.O_RDWR, machine)
             opened.callback(os.close, memory)
             parts = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8).view(2, size, _PIECE)
         except OSError:  # another machine, container or user
@@ -334,7 +334,7 @@ def _file(fd: int) -> _File:
     return _File(fd, (found.st_dev, found.st_ino))
 
 
-def _open(offer: _Offer, file: _File, flags: int, machine: str) -> int:
+def open_offered(offer: _Offer, file: _File, flags: int, machine: str) -> int:
     """Open a file of another process. Raises `OSError` where that is not the one that was offered."""
     if offer.machine != machine:
         raise OSError("on another machine")

@@ -132,19 +132,20 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
         actions: By name, what can be ordered. They return at once: stacks are still asked for.
     """
     faulthandler.register(STACK_SIGNAL, fd, all_threads=False)
-    _thread.start_new_thread(_serve, (fd, _thread.get_ident(), actions))
+    _thread.start_new_thread(serve, (fd, _thread.get_ident(), actions))
 
 
-def _serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
+def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
+    """In a thread of its own: tell the stack of the thread `main`, and do what is ordered, until the kernel is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     order = bytearray()
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
         while question := os.read(fd, 1):
             if question == _ORDER:
-                first, last, size = _PART.unpack(_read(fd, _PART.size))
+                first, last, size = _PART.unpack(read(fd, _PART.size))
                 if first:
                     order.clear()
-                order += _read(fd, size)
+                order += read(fd, size)
                 if last:
                     what, arguments = pickle.loads(order)
                     actions[what](*arguments)
@@ -155,7 +156,8 @@ def _serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> No
                 data = data[os.write(fd, data) :]
 
 
-def _read(fd: int, size: int) -> bytes:
+def read(fd: int, size: int) -> bytes:
+    """Read so many bytes, in however many pieces they come. Raises `OSError` where they do not come."""
     data = b""
     while len(data) < size:
         if not (part := os.read(fd, size - len(data))):

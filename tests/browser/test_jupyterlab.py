@@ -19,12 +19,14 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
+from cells import cells
 from conftest import living, poll
 from nbformat.v4 import new_code_cell, new_notebook
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 MISSING = [name for name in ("jupyterlab", "playwright") if importlib.util.find_spec(name) is None]
 ROOT = str(Path(__file__).parent.parent.parent)
+CELLS = cells("browser/cells/jupyterlab.py")
 
 pytestmark = [
     pytest.mark.browser,
@@ -171,21 +173,8 @@ def open_notebook(lab: tuple[str, Path], browser: Any, request: pytest.FixtureRe
             urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
 
 
-BAR = """
-import os, time
-from nbdist import Session, in_ddp
-def train(steps=4):
-    from tqdm.notebook import tqdm
-    for step in tqdm(range(steps), mininterval=0):
-        print("step", step)
-        while step and not os.path.exists(f"{NAME}{step}"):
-            time.sleep(0.02)
-    return "trained"
-"""
-
-
 def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:
-    book = open_notebook("NAME = 'launch'" + BAR, "in_ddp(2, train)")
+    book = open_notebook("NAME = 'launch'\n" + CELLS["a bar"], "in_ddp(2, train)")
     book.run(0)
     book.start(1)
     book.until(1, "1/4")
@@ -205,17 +194,6 @@ def stop(book: Notebook) -> None:
 
 
 NEXT = "in_ddp(2, lambda: 'the next one works')"
-SWALLOWS = """
-import time
-from nbdist import in_ddp
-def train():
-    while True:
-        print("begun")
-        try:
-            time.sleep(1000)
-        except BaseException:
-            pass
-"""
 
 
 def test_stop_while_the_first_call_starts(open_notebook: Open) -> None:
@@ -230,11 +208,7 @@ def test_stop_while_the_first_call_starts(open_notebook: Open) -> None:
 
 
 def test_stop_while_ranks_work(open_notebook: Open) -> None:
-    book = open_notebook(
-        "import time\nfrom nbdist import in_ddp\ndef train():\n    print('begun')\n    time.sleep(1000)",
-        "in_ddp(2, train)",
-        NEXT,
-    )
+    book = open_notebook(CELLS["ranks that work"], "in_ddp(2, train)", NEXT)
     book.run(0)
     book.start(1)
     book.until(1, "begun")
@@ -244,7 +218,7 @@ def test_stop_while_ranks_work(open_notebook: Open) -> None:
 
 
 def test_stop_that_ranks_do_not_answer(open_notebook: Open) -> None:
-    book = open_notebook(SWALLOWS, "in_ddp(2, train)", NEXT)
+    book = open_notebook(CELLS["ranks that do not answer"], "in_ddp(2, train)", NEXT)
     book.run(0)
     book.start(1)
     book.until(1, "begun")
@@ -256,7 +230,7 @@ def test_stop_that_ranks_do_not_answer(open_notebook: Open) -> None:
 
 def test_the_kernel_is_restarted(open_notebook: Open) -> None:
     book = open_notebook(
-        "import os\nfrom nbdist import Session\nsession = Session(2)",
+        CELLS["a session"],
         "print(*session.run_all(os.getpid))",
         "session.run(lambda: 'works again')",
     )
@@ -273,7 +247,7 @@ def test_the_kernel_is_restarted(open_notebook: Open) -> None:
 
 
 def test_a_page_that_is_loaded_again(open_notebook: Open, lab: tuple[str, Path]) -> None:
-    book = open_notebook("NAME = 'reload'" + BAR, "in_ddp(2, train)", "1 + 1")
+    book = open_notebook("NAME = 'reload'\n" + CELLS["a bar"], "in_ddp(2, train)", "1 + 1")
     book.run(0)
     book.start(1)
     book.until(1, "1/4")
@@ -292,19 +266,14 @@ def test_a_page_that_is_loaded_again(open_notebook: Open, lab: tuple[str, Path])
 
 
 def test_tabs(open_notebook: Open) -> None:
-    book = open_notebook(
-        "import torch.distributed as dist\nfrom nbdist import Session\nsession = Session(2, output='tabs')",
-        "session.run(lambda: print('I am', dist.get_rank()))",
-    )
+    book = open_notebook(CELLS["tabs"], "session.run(lambda: print('I am', dist.get_rank()))")
     book.run(0)
     shown = book.run(1)
     assert all(f"rank {rank}" in shown and f"I am {rank}" in shown for rank in (0, 1))
 
 
 def test_a_breakpoint_is_typed_in_the_input_box(open_notebook: Open) -> None:
-    book = open_notebook(
-        "from nbdist import in_ddp\ndef train(x):\n    breakpoint()\n    return x", "in_ddp(1, train, 20)"
-    )
+    book = open_notebook(CELLS["a breakpoint"], "in_ddp(1, train, 20)")
     book.run(0)
     book.start(1)
     for line, seen in (("p x + 3", "23"), ("x = 42", "x = 42"), ("c", r"\) +c\n")):
@@ -318,30 +287,8 @@ def test_a_breakpoint_is_typed_in_the_input_box(open_notebook: Open) -> None:
     assert re.search(r"\b42\b", book.end(1))
 
 
-WIDGETS = """
-import ipywidgets, time
-import torch.distributed as dist
-from IPython.display import display
-from nbdist import Session
-def show():
-    global button, label
-    button, label = ipywidgets.Button(description="press"), ipywidgets.Label("not yet")
-    def pressed(button):
-        label.value = f"pressed in rank {dist.get_rank()}"
-        print("printed by the handler")
-    button.on_click(pressed)
-    display(ipywidgets.HBox([button, label]))
-def wait():
-    show()
-    while label.value == "not yet":
-        time.sleep(0.02)
-    return label.value
-session = Session(2)
-"""
-
-
 def test_a_widget_is_clicked(open_notebook: Open) -> None:
-    book = open_notebook(WIDGETS, "session.run(wait, ranks=[0])", "session.run(show)", "session.close()")
+    book = open_notebook(CELLS["widgets"], "session.run(wait, ranks=[0])", "session.run(show)", "session.close()")
     book.run(0)
     book.start(1)
     book.cell(1).get_by_role("button", name="press").click()
@@ -358,43 +305,11 @@ def test_a_widget_is_clicked(open_notebook: Open) -> None:
     book.until(2, "ranks of this widget have ended")
 
 
-PLOT = """
-import os, time
-import plotly.graph_objects as go
-from IPython.display import display
-from nbdist import Session
-def draw():
-    global figure, heard
-    heard, figure = [], go.FigureWidget(layout={"width": 500, "height": 300, "showlegend": False})
-    figure.add_scatter(y=[1, 2, 3], mode="markers", marker={"size": 30})
-    figure.data[0].on_click(lambda trace, points, state: heard.append(points.point_inds))
-    display(figure)
-def live():
-    draw()
-    while not os.path.exists("begun"):
-        time.sleep(0.02)
-    figure.add_scatter(y=[3, 2, 1], mode="markers", marker={"size": 30})
-    figure.layout.title = "two lines"
-    while not heard:
-        time.sleep(0.02)
-    figure.data[0].y = [5, 5, 5]
-    return heard
-session = Session(2)
-"""
-
-
-MORE = """
-def more():
-    figure.add_scatter(y=[3, 2, 1], mode="markers", marker={"size": 30})
-    return heard
-session.run(more)
-"""
-
-
 @pytest.mark.skipif(importlib.util.find_spec("plotly") is None, reason="plotly is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("anywidget") is None, reason="anywidget is not installed")
 def test_a_plot_of_plotly_follows_its_rank(open_notebook: Open, lab: tuple[str, Path]) -> None:
-    book = open_notebook(PLOT, "session.run(live, ranks=[0])", "session.run(draw)", MORE, "session.close()")
+    last = (CELLS["more of the plot"], "session.close()")
+    book = open_notebook(CELLS["a plot"], "session.run(live, ranks=[0])", "session.run(draw)", *last)
 
     def points(number: int) -> int:
         return int(book.cell(number).locator(".js-plotly-plot .scatterlayer .point").count())

@@ -11,7 +11,7 @@ import pytest
 from cells import cells
 from conftest import Kernel
 
-from nbdist.capture.side_effects import _modules
+from nbdist.capture.side_effects import modules_in
 
 CELLS = cells("capture/cells/side_effects.py")
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -31,7 +31,7 @@ ROOT = str(Path(__file__).parent.parent.parent)
     ],
 )
 def test_the_modules_of_a_cell(cell: str, named: list[str]) -> None:
-    assert sorted(_modules(cell)) == sorted(named)
+    assert sorted(modules_in(cell)) == sorted(named)
 
 
 def packages(folder: Path) -> None:

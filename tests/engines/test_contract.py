@@ -24,6 +24,7 @@ from conftest import open_fds, poll, ranks_of
 
 import nbdist
 from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, RayOptions, Session
+from nbdist.kernel.session import executor_of
 
 Engine = str | RayOptions
 
@@ -481,7 +482,7 @@ def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
     with Session(2, engine=engine) as own:
         own.run(int)
         future = own.submit(waits, ranks=[1])
-        group = own._executor.group
+        group = executor_of(own).group
         assert group is not None
 
         def heard() -> bool:

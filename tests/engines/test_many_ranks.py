@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -128,8 +129,13 @@ def test_silent_ranks_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_memory_of_many_ranks_is_looked_at_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int | None] = []
-    monkeypatch.setattr("nbdist.engines.local._private_memory", lambda pid: looks.append(pid) or 10**6)
+    looks: list[int] = []
+
+    def look(process: psutil.Process) -> SimpleNamespace:
+        looks.append(process.pid)
+        return SimpleNamespace(uss=10**6)
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", look)
     with Session(20) as session:
         pids = session.run_all(os.getpid)
         for seen in (pids, pids[:16], [*pids[16:], *pids[:12]]):

@@ -27,6 +27,7 @@ import nbdist
 from nbdist import NbdistError, RankDied, RayOptions, Session
 from nbdist.engines.ray import connecting, process
 from nbdist.engines.ray.ranks import RayEngine, RayRanks
+from nbdist.kernel.session import executor_of
 from nbdist.wire.channel import Channel
 
 pytestmark = pytest.mark.long("clusters of Ray")
@@ -242,7 +243,7 @@ def test_captured_data_goes_to_each_node_once(options: RayOptions) -> None:
     with Session(6, engine=options) as own:
         before = private()
         assert own.run_all(total) == [data.sum()] * 6
-        ranks: Any = own._executor.group.ranks  # type: ignore[union-attr]
+        ranks: Any = executor_of(own).group.ranks  # type: ignore[union-attr]
         received = ranks.received()
         assert len(received) == 2 and all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
         assert own.run_all(total) == [data.sum()] * 6
@@ -256,7 +257,7 @@ def test_only_nodes_that_run_the_function_get_its_data(options: RayOptions) -> N
     data = np.ones(1 << 20)
     with Session(2, engine=options) as own:
         assert own.call(lambda: float(data[5]), ranks=[1]) == [1.0]
-        first, second = own._executor.group.ranks.received()  # type: ignore[union-attr]
+        first, second = executor_of(own).group.ranks.received()  # type: ignore[union-attr]
         assert first == 0 and second >= data.nbytes
 
 
@@ -268,7 +269,7 @@ def test_data_are_passed_on_from_node_to_node(ray_cluster: Any) -> None:
         with Session(4, engine=options) as own:
             assert own.run_all(node_rank) == [0, 1, 2, 3]
             assert own.run_all(lambda: float(data.sum())) == [data.sum()] * 4
-            received = own._executor.group.ranks.received()  # type: ignore[union-attr]
+            received = executor_of(own).group.ranks.received()  # type: ignore[union-attr]
             assert all(data.nbytes <= size < data.nbytes + 100_000 for size in received)
     finally:
         for node in nodes:
@@ -425,7 +426,7 @@ def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
         assert poll(lambda: len(list(tmp_path.glob("0-2-*"))) == 2)
         own_nodes.lose(victim)
         assert poll((tmp_path / "1-1-0").exists, 200)
-        assert own.nranks == 1 and own.status()._look().title.startswith("1 rank,")
+        assert own.nranks == 1 and str(own.status()).startswith("1 rank,")
         own_nodes.add()
         (tmp_path / "grown").touch()
         assert future.result() == (2, [0, 1]) and own.nranks == 2
@@ -475,7 +476,7 @@ def test_a_node_that_is_drained_lets_all_ranks_know_at_the_same_step(
 def test_a_lost_driver(options: RayOptions) -> None:
     with Session(2, engine=options) as own:
         assert own.run(sums) == 2.0
-        driver = own._executor.group.ranks._driver.process  # type: ignore[union-attr]
+        driver = executor_of(own).group.ranks.driver.process  # type: ignore[union-attr]
         future = own.submit(time.sleep, 1000)
         assert poll(future.running)
         os.kill(driver.pid, signal.SIGKILL)
@@ -512,7 +513,7 @@ def test_a_press_while_ranks_come_or_go_gives_their_room_back(
     options = RayOptions(**{**vars(options), "linger": 1000.0})
     session = Session(2, engine=options)
     session.run_all(node_rank)
-    driver: Any = session._executor.group.ranks._driver  # type: ignore[union-attr]
+    driver: Any = executor_of(session).group.ranks.driver  # type: ignore[union-attr]
     if when != "end":
         session.close()  # its room is kept
     monkeypatch.setattr(driver, "reusable" if when == "look" else "request", interrupted)
@@ -560,7 +561,7 @@ def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook() 
     process.release()
     with Session(2, engine=RayOptions(linger=0.0, cpus=0.5)) as own:
         assert own.run(sums) == 2.0
-        holder, address, _ = process._private[os.getpid()]
+        holder, address, _ = process.private_rays[os.getpid()]
         family = psutil.Process(holder.pid).children(recursive=True)
         with pytest.raises(NbdistError, match="no connection to Ray"):
             in_ddp_on(RayOptions(address=address), 1)

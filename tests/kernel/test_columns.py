@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Any
 
 import pytest
+from cells import cells
 from conftest import Kernel, Result
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,12 +14,8 @@ from nbdist import in_ddp
 from nbdist.kernel.columns import _Text
 from nbdist.kernel.widgets import Widgets
 
+CELLS = cells("kernel/cells/columns.py")
 FIRST_CELL = "import time, torch.distributed as dist\nfrom nbdist import in_ddp"
-
-
-def run(kernel: Kernel, body: str, nranks: int = 2) -> Result:
-    code = "def f():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ")
-    return kernel.run(f"{code}\nin_ddp.options(output='tabs')({nranks}, f)")
 
 
 def last(result: Result) -> dict[str, Any]:
@@ -33,18 +29,7 @@ def last(result: Result) -> dict[str, Any]:
 
 
 def test_a_column_for_each_rank(notebook: Kernel) -> None:
-    body = """
-    from IPython.display import HTML, display
-    from tqdm.auto import tqdm
-    rank = dist.get_rank()
-    print(f"<rank {rank}>")
-    handle = display(HTML("<i>begin</i>"), display_id=True)
-    for i in tqdm(range(4), desc="bar"):
-        pass
-    handle.update(HTML(f"<i>end {rank}</i>"))
-    print("\\x1b[31mred\\x1b[0m")
-    """
-    result = run(notebook, body)
+    result = notebook.run(CELLS["a column for each rank"])
     assert result.error is None
     data = last(result)
     for rank in range(2):
@@ -57,23 +42,14 @@ def test_a_column_for_each_rank(notebook: Kernel) -> None:
 
 
 def test_the_failing_rank_is_in_front(notebook: Kernel) -> None:
-    result = run(
-        notebook, "print('I am', dist.get_rank())\ndist.barrier()\nif dist.get_rank() == 1: 1 / 0\ndist.barrier()"
-    )
+    result = notebook.run(CELLS["a rank that fails"])
     assert result.error == "ZeroDivisionError"
     data = last(result)
     assert data["text/plain"].startswith("[rank 1: failed]\nI am 1") and "#d32f2f" in data["text/html"]
 
 
 def test_plots_and_cleared_output(notebook: Kernel) -> None:
-    body = """
-    import matplotlib.pyplot as plt
-    from IPython.display import clear_output
-    print("gone")
-    clear_output()
-    plt.plot([1, 2])
-    """
-    html = last(run(notebook, body, nranks=1))["text/html"]
+    html = last(notebook.run(CELLS["plots and cleared output"]))["text/html"]
     assert "data:image/png;base64,iVBOR" in html and "gone" not in html
 
 
@@ -155,17 +131,7 @@ def test_what_is_binary_in_a_state_is_put_in_its_place() -> None:
 
 
 def test_a_widget_of_the_notebook_shows_what_ranks_do_to_it(notebook: Kernel) -> None:
-    code = """
-    import ipywidgets
-    bar, out = ipywidgets.IntProgress(max=3), ipywidgets.Output()
-    def work():
-        for _ in range(3):
-            bar.value += 1
-        bar.bar_style = "success"
-        return bar.max
-    print(in_ddp(2, work), bar.value, bar.bar_style, bar.comm.comm_id)
-    """
-    result = notebook.ok(textwrap.dedent(code))
+    result = notebook.ok(CELLS["a widget of the notebook"])
     *shown, comm_id = result.text.split()
     assert shown == ["3", "3", "success"]
     states = [o["data"]["state"] for o in result.outputs if o["kind"] == "comm_msg" and o["comm_id"] == comm_id]
@@ -176,14 +142,7 @@ def test_a_widget_of_the_notebook_shows_what_ranks_do_to_it(notebook: Kernel) ->
 
 
 def test_a_widget_that_comes_back_is_the_notebooks(notebook: Kernel) -> None:
-    code = """
-    def make():
-        import ipywidgets
-        return ipywidgets.VBox([ipywidgets.IntSlider(value=3, max=9)])
-    (slider,) = in_ddp(2, make).children
-    print(slider.comm.comm_id)
-    """
-    comm_id = notebook.ok(textwrap.dedent(code)).text.strip()
+    comm_id = notebook.ok(CELLS["a widget that comes back"]).text.strip()
     said = {"comm_id": comm_id, "data": {"method": "update", "state": {"value": 7}, "buffer_paths": []}}
     notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", said))
     assert notebook.ok("print(slider.value)").text == "7\n", "it was moved in the page"

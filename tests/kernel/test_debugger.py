@@ -8,16 +8,17 @@ import queue
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cells import cells
 from conftest import Kernel, Result, poll, typed
 
 from nbdist import NbdistError, Session, in_ddp, post_mortem
 
 ROOT = str(Path(__file__).parent.parent.parent)
+CELLS = cells("kernel/cells/debugger.py")
 
 #: From Python 3.13 on, pdb stops at the very line of `breakpoint()`, and not at the one after it.
 TO_THE_NEXT = ["n"] if sys.version_info >= (3, 13) else []
@@ -27,29 +28,15 @@ TO_THE_NEXT = ["n"] if sys.version_info >= (3, 13) else []
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("debugger"))
     try:
-        kernel.ok(
-            "import sys, time, torch, torch.distributed as dist\nfrom nbdist import Session, in_ddp\n"
-            "session = Session(2)\nsession.run(int)"
-        )
+        kernel.ok(CELLS["first cell"])
         yield kernel
     finally:
         kernel.close()
 
 
 def test_a_breakpoint_in_one_rank_while_the_other_waits(notebook: Kernel) -> None:
-    code = """
-    def train():
-        x = torch.full((1,), dist.get_rank() + 1.0)
-        dist.barrier()
-        if dist.get_rank() == 1:
-            breakpoint()
-            x += 5
-        dist.all_reduce(x)
-        return x.item()
-    print("returned", session.run(train))
-    """
     lines = ["p x.item()", "n", "p x.item(), dist.get_rank()", "x.zero_()", "w", "rank 0", "print('printed')", "c"]
-    prompts, text = typed(notebook, textwrap.dedent(code), *TO_THE_NEXT, *lines)
+    prompts, text = typed(notebook, CELLS["a breakpoint in one rank"], *TO_THE_NEXT, *lines)
     assert prompts == ["(rank 1) "] * len([*TO_THE_NEXT, *lines])
     assert "-> x += 5" in text and "2.0\n" in text and "(7.0, 1)\n" in text and "printed\n" in text
     assert "rank 1 stands still; meanwhile rank 0 waits in all_reduce at" in text
@@ -58,25 +45,16 @@ def test_a_breakpoint_in_one_rank_while_the_other_waits(notebook: Kernel) -> Non
 
 
 def test_breakpoints_in_both_ranks(notebook: Kernel) -> None:
-    code = """
-    def stops():
-        own = 10 + dist.get_rank()
-        dist.barrier()
-        breakpoint()
-        return own
-    print(session.run_all(stops))
-    """
+    code = CELLS["breakpoints in both ranks"]
     prompts: list[str] = []
     while prompts != ["(rank 0) "] * 2 + ["(rank 1) "] * 3 + ["(rank 0) "] * 2:
         # Only when both stand still is it sure that one can change over.
-        prompts, text = typed(
-            notebook, textwrap.dedent(code), "p own", "rank 1", "p own", "own = 99", "c", "own = 88", "c"
-        )
+        prompts, text = typed(notebook, code, "p own", "rank 1", "p own", "own = 99", "c", "own = 88", "c")
     assert "10\n" in text and "11\n" in text and text.endswith("[88, 99]\n"), text
 
 
 def test_stepping_to_the_end_and_quitting(notebook: Kernel) -> None:
-    code = "def f():\n    breakpoint()\n    return 5\nprint('returned', session.run(f, ranks=[0]))"
+    code = CELLS["stepping to the end"]
     _, text = typed(notebook, code, *TO_THE_NEXT, "n", "n")
     assert text.endswith("returned 5\n") and "--Return--" in text
     _, text = typed(notebook, code, "q")
@@ -84,15 +62,15 @@ def test_stepping_to_the_end_and_quitting(notebook: Kernel) -> None:
 
 
 def test_interact_keeps_the_frames(notebook: Kernel) -> None:
-    code = "def f(x):\n    breakpoint()\n    return x\nprint('returned', session.run(f, 6, ranks=[1]))"
+    code = CELLS["interact"]
     prompts, text = typed(notebook, code, "interact", "x * 7", "1 / 0", "exit()", "p x + 1", "c")
     assert prompts == ["(rank 1) ", "(rank 1) >>> ", "(rank 1) >>> ", "(rank 1) >>> ", "(rank 1) ", "(rank 1) "]
     assert "42\n" in text and "ZeroDivisionError" in text and "7\n" in text and text.endswith("returned 6\n")
 
 
 def test_the_time_at_a_breakpoint_does_not_count(notebook: Kernel) -> None:
-    notebook.ok(LATER)
-    code = "def f():\n    breakpoint()\n    return 5\nprint('returned', short.run(f))"
+    notebook.ok(CELLS["a timeout that is over once there is a file"])
+    code = CELLS["a breakpoint under a timeout"]
     said: list[str] = []
 
     def answer(message: dict) -> None:  # type: ignore[type-arg]
@@ -108,25 +86,8 @@ def test_the_time_at_a_breakpoint_does_not_count(notebook: Kernel) -> None:
     notebook.ok("short.close(); waiting.time = time")
 
 
-#: A session with a timeout that is over from the moment on at which there is a file `later`.
-LATER = """
-import os
-from types import SimpleNamespace
-from nbdist.kernel import waiting
-short = Session(1, timeout=1000)
-short.run(int)
-waiting.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 4000 * os.path.exists("later"))
-"""
-
-
 def test_input(notebook: Kernel) -> None:
-    code = """
-    def asks():
-        first = input("name? ")
-        return first, sys.stdin.readline()
-    print(session.run(asks, ranks=[1]))
-    """
-    prompts, text = typed(notebook, textwrap.dedent(code), "Ada", "Grace")
+    prompts, text = typed(notebook, CELLS["input"], "Ada", "Grace")
     assert prompts == ["(rank 1) name? ", "(rank 1) "] and text == "('Ada', 'Grace\\n')\n"
 
 
@@ -142,7 +103,7 @@ def test_a_password_is_not_shown(notebook: Kernel) -> None:
         said.append(message["content"].get("text", "") + "".join(message["content"].get("traceback", ())))
 
     notebook.ok("from getpass import getpass\nread = input")
-    code = "def asks():\n    return getpass('key? '), read('name? ')\nprint(*map(len, session.run(asks, ranks=[0])))"
+    code = CELLS["a password"]
     notebook.client.allow_stdin = True
     notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output)
     assert "".join(said) == "6 6\n"
@@ -158,7 +119,7 @@ def asked(notebook: Kernel) -> bool:
 
 def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
     notebook.client.allow_stdin = True
-    cell = notebook.start("def f():\n    breakpoint()\n    return 5\nsession.run(f)", watched=True)
+    cell = notebook.start(CELLS["stop at a breakpoint"], watched=True)
     assert poll(lambda: asked(notebook))
     notebook.interrupt()
     result: Result = notebook.finish(cell)
@@ -175,13 +136,9 @@ def test_where_nobody_can_type(notebook: Kernel) -> None:
         assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
     result = notebook.run("session.submit(breakpoint).result()")
     assert result.error == "NbdistError" and "a call in the background" in result.message
-    code = """
-    from concurrent.futures import ThreadPoolExecutor
-    session.run(lambda: ThreadPoolExecutor().submit(input).result())
-    """
     result = notebook.run("from getpass import getpass\nsession.run(getpass, 'key? ')")
     assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
-    assert "only the main thread" in notebook.run(textwrap.dedent(code)).message
+    assert "only the main thread" in notebook.run(CELLS["input in a thread"]).message
 
 
 def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
@@ -203,7 +160,7 @@ def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
 
 def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:
     notebook.ok("session.close(); session = Session(2, hold_on_error=True)")
-    notebook.run("def train(x):\n    return x / (x - x)\ndef caller(mine):\n    session.run(train, mine)\ncaller(41)")
+    notebook.run(CELLS["debug in the frame of the rank"])
     prompts, text = typed(notebook, "%debug", "p x + 1", "q")
     assert "42\n" in text and "-> return x / (x - x)" in text and "nbdist/" not in text, text
     assert set(prompts) == {"(rank 0) "} or set(prompts) == {"(rank 1) "}
@@ -213,14 +170,14 @@ def test_debug_opens_in_the_frame_of_the_rank(notebook: Kernel) -> None:
     _, text = typed(notebook, "%debug", "p own + 1", "q")
     assert "7\n" in text, "another exception is looked at as ever"
     notebook.run("caller(1)")
-    notebook.ok("try:\n    session.run(int, 'x')\nexcept ValueError:\n    session.run(int)")
+    notebook.ok(CELLS["a call after a failure"])
     _, text = typed(notebook, "%debug", "p mine", "q")
     assert "1\n" in text, "the frames of the rank are gone with the next call, those of the notebook are not"
 
 
 def test_debug_opens_in_the_cell_that_called(notebook: Kernel) -> None:
     notebook.run("1 / 0")
-    notebook.run("def caller(mine):\n    in_ddp(1, lambda: 1 / 0)\ncaller(41)")
+    notebook.run(CELLS["debug in the cell that called"])
     _, text = typed(notebook, "%debug", "p mine + 1", "q")
     assert "42\n" in text and "errors.py" not in text, text
 
@@ -252,15 +209,7 @@ def test_the_rank_can_be_asked_for_its_number_afterwards(capsys: pytest.CaptureF
 
 def test_in_a_terminal(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    code = """
-    from nbdist import in_ddp
-    def f(x):
-        breakpoint()
-        return input("name? "), x
-    if __name__ == "__main__":
-        print("returned", in_ddp(1, f, 6))
-    """
-    script.write_text(textwrap.dedent(code))
+    script.write_text(CELLS["in a terminal"])
     environ = {**os.environ, "PYTHONPATH": ROOT}
     typed_in = "p x * 7\nc\nAda\n"
     command = [sys.executable, str(script)]
@@ -270,7 +219,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
 
 def test_the_end_of_the_input(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("from nbdist import in_ddp\nif __name__ == '__main__':\n    in_ddp(1, input)\n")
+    script.write_text(CELLS["the end of the input"])
     environ = {**os.environ, "PYTHONPATH": ROOT}
     command = [sys.executable, str(script)]
     done = subprocess.run(command, input="", capture_output=True, text=True, env=environ)

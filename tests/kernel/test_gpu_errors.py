@@ -18,6 +18,7 @@ from calls import on, remember, sums
 from nbdist import Session
 from nbdist.gpus import GpuUse, in_words, look
 from nbdist.kernel import waiting
+from nbdist.kernel.session import executor_of
 
 GIB = 1 << 30
 
@@ -70,12 +71,11 @@ def session() -> Iterator[Session]:
     """Two CPU ranks, which the notebook takes for ranks that share a GPU once they run."""
     with Session(2, devices="cpu") as session:
         session.run(sums)
-        layout = dataclasses.replace(session._executor.layout, devices=["cuda:0", "cuda:0"])
-        session._executor._layout = layout
-        assert session._executor.group is not None
-        session._executor.group.layout = layout
+        executor = executor_of(session)
+        assert executor.group is not None
+        executor.wanted = executor.group.layout = dataclasses.replace(executor.layout, devices=["cuda:0", "cuda:0"])
         yield session
-        session._executor._layout = dataclasses.replace(layout, devices=["cpu", "cpu"])
+        executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
 
 
 def test_what_the_driver_says(nvml: FakeNvml) -> None:
@@ -102,9 +102,9 @@ def test_out_of_memory_says_who_has_it(session: Session, nvml: FakeNvml) -> None
     assert "on rank 1 (pid" in said and said.endswith(
         "rank 1 works on cuda:0 (NVIDIA H100, 60.0 GiB of 80.0 GiB in use: rank 0 20.0 GiB, rank 1 39.0 GiB)"
     )
-    session._executor.group.layout = dataclasses.replace(  # type: ignore[union-attr]
-        session._executor.layout, devices=["cpu", "cpu"]
-    )
+    group = executor_of(session).group
+    assert group is not None
+    group.layout = dataclasses.replace(group.layout, devices=["cpu", "cpu"])
     assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids, "the rank can go on"
 
 
@@ -129,7 +129,8 @@ def test_a_rank_whose_context_is_lost_is_replaced(
     said = str(caught.value.__cause__)
     assert "on the GPU: /pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: Assertion " in said
     assert said.endswith("rank 1 works on cuda:0; who uses its memory is told where nvidia-ml-py is installed")
-    session._executor._layout = dataclasses.replace(session._executor.layout, devices=["cpu", "cpu"])
+    executor = executor_of(session)
+    executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
     capfd.readouterr()
     assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
     assert "fresh ranks: rank 1 cannot use its GPU any more, after a CUDA error" in capfd.readouterr().err

@@ -441,7 +441,7 @@ def test_a_second_call_need_not_import_anything_again() -> None:
 
 def test_warm_returns_at_once_and_takes_no_names_for_modules() -> None:
     assert in_ddp(1, int) == 0
-    server = forkserver._server()
+    server = forkserver.server()
     server.process.send_signal(signal.SIGSTOP)
     try:
         warm("import colorsys")  # for which the server cannot do anything now

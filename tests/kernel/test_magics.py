@@ -9,12 +9,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, living, poll, ranks_of, typed
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core import completer
 
 from nbdist.kernel.command_line import numbers
+
+CELLS = cells("kernel/cells/magics.py")
 
 
 @pytest.fixture(scope="module")
@@ -268,32 +271,16 @@ def test_post_mortem_is_typed_in_the_notebook(kernel: Kernel) -> None:
 
 
 def test_a_call_without_ranks_is_debugged_as_usual(kernel: Kernel) -> None:
-    kernel.ok("from nbdist import in_ddp\ndef f(x):\n    y = x + 1\n    return y / 0")
+    kernel.ok(CELLS["a function without ranks"])
     assert kernel.run("in_ddp(0, f, 41)").error == "ZeroDivisionError"
     prompts, text = typed(kernel, "%debug", "p y", "q")
     assert "42\n" in text and len(prompts) == 2
-    kernel.ok("def g(x):\n    breakpoint()\n    return x + 1")
     prompts, text = typed(kernel, "print('returned', in_ddp(0, g, 6))", "p x * 7", "c")
     assert "42\n" in text and "returned 7" in text
 
 
 def test_output_of_the_background_goes_to_its_own_cell(kernel: Kernel) -> None:
-    kernel.ok("import os, time\nfrom nbdist import Session\nsession = Session(2)\nsession.run(int)")
-    code = """
-def train():
-    from IPython.display import display
-    from tqdm.auto import tqdm
-    handle = display("begin", display_id=True)
-    for epoch in range(5):
-        print("epoch", epoch)
-        while epoch == 2 and not os.path.exists("seen"):
-            time.sleep(0.05)
-    handle.update("end")
-    display("over")
-    return 7
-future = session.submit(train)
-"""
-    cell, other = kernel.start(code, watched=True), ""
+    cell, other = kernel.start(CELLS["training in the background"], watched=True), ""
     mine, others, kinds = "", "", []
     while "7\n" not in others:
         message = kernel.client.get_iopub_msg()
@@ -314,8 +301,7 @@ future = session.submit(train)
 
 
 def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
-    kernel.ok("import os, time\nfrom nbdist import Session\nsession = Session(1)\nsession.run(int)")
-    kernel.ok("def waits():\n    while not os.path.exists('seen'): time.sleep(0.05)")
+    kernel.ok(CELLS["a call that waits"])
     cell = kernel.start("future = session.submit(waits)\nsession.status()", watched=True)
     table = ""
     for state in ("<td>running", "<td>idle"):  # first the call may still be on its way to the rank
@@ -328,7 +314,7 @@ def test_a_live_status_follows_the_call(kernel: Kernel) -> None:
 
 def test_the_kernel_can_end_while_the_background_works(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
-    kernel.ok("import time\nfrom nbdist import Session\nfuture = Session(2).submit(time.sleep, 1000)")
+    kernel.ok(CELLS["a call in the background"])
     assert poll(lambda: len(ranks_of(kernel.pid)) == 2)
     family = psutil.Process(kernel.pid).children(recursive=True)
     kernel.manager.shutdown_wait_time = 10_000.0  # it would be killed after five seconds

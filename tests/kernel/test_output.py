@@ -16,6 +16,7 @@ from unittest import mock
 
 import nbformat
 import pytest
+from cells import cells
 from conftest import Kernel, Result, endless
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from nbdist.wire import frames
 from nbdist.wire.frames import MAGIC, MESSAGE, STDERR, STDOUT, FrameReader, FrameWriter
 
 ROOT = str(Path(__file__).parent.parent.parent)
+CELLS = cells("kernel/cells/output.py")
 
 # --------------------------------------------------------------------------------------------------------- the wire
 
@@ -209,22 +211,12 @@ def test_a_log_keeps_the_last_text(texts: list[str], kept: int) -> None:
 
 # --------------------------------------------------------------------------------------------------- in a notebook
 
-PRELUDE = """
-import os, sys, time, warnings, logging, subprocess, ctypes, inspect, threading
-import torch, torch.distributed as dist
-from nbdist import Session, in_ddp
-
-def wait_for(name):
-    while not os.path.exists(name):
-        time.sleep(0.01)
-"""
-
 
 @pytest.fixture(scope="module")
 def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     kernel = Kernel(tmp_path_factory.mktemp("relay"))
     try:
-        kernel.ok(PRELUDE)
+        kernel.ok(CELLS["first cell"])
         yield kernel
     finally:
         kernel.close()
@@ -232,7 +224,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
 
 def run(kernel: Kernel, body: str, call: str = "in_ddp(2, f)") -> Result:
     """Run a cell that calls a function with this body in two ranks."""
-    return kernel.ok("def f():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n" + call)
+    return kernel.ok("def f():\n" + textwrap.indent(body, "    ") + "\n" + call)
 
 
 def streams(result: Result, name: str = "stdout") -> str:
@@ -274,23 +266,7 @@ def test_output_is_live(notebook: Kernel) -> None:
 
 
 def test_everything_that_writes_in_order(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        print("print")
-        logging.basicConfig(level=logging.INFO)
-        logging.info("logging")
-        warnings.warn("warning")
-        os.write(1, b"descriptor 1\\n")
-        os.write(2, b"descriptor 2\\n")
-        subprocess.run(["sh", "-c", "echo child; echo complaint >&2"])
-        ctypes.CDLL(None).puts(b"C")
-        ctypes.CDLL(None).fflush(None)
-        print("ünï€odé 😀", "x" * 10_000)
-        sys.stdout.buffer.write(b"bytes\\n")
-        print("no newline", end="")
-        """,
-    )
+    result = notebook.ok(CELLS["everything that writes"])
     shown = streams(result).splitlines()
     assert shown == ["print", "descriptor 1", "child", "C", "ünï€odé 😀 " + "x" * 10_000, "bytes", "no newline"]
     errors = streams(result, "stderr")
@@ -300,21 +276,7 @@ def test_everything_that_writes_in_order(notebook: Kernel) -> None:
 
 
 def test_displays_in_order(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        import pandas as pd
-        from IPython.display import HTML, clear_output, display, update_display
-        print("first")
-        display(pd.DataFrame({"a": [1]}))
-        print("second")
-        display(HTML("<b>bold</b>"), display_id="mine")
-        print("third", file=sys.stderr)
-        update_display(HTML("<b>bolder</b>"), display_id="mine")
-        clear_output(wait=True)
-        print("last")
-        """,
-    )
+    result = notebook.ok(CELLS["displays"])
     assert (
         kinds(result)
         == "stream display_data stream display_data stream update_display_data clear_output stream".split()
@@ -327,37 +289,19 @@ def test_displays_in_order(notebook: Kernel) -> None:
 
 
 def test_figures(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        import matplotlib.pyplot as plt
-        plt.plot([1, 2])
-        plt.show()
-        print("between")
-        plt.plot([2, 1])
-        """,
-    )
+    result = notebook.ok(CELLS["figures"])
     assert kinds(result) == ["display_data", "stream", "display_data"]  # one shown, one left open
     assert all(output["data"]["image/png"].startswith("iVBOR") for output in result.outputs[::2])
 
 
 def test_plain_tqdm(notebook: Kernel) -> None:
-    result = run(notebook, "from tqdm import tqdm\nfor i in tqdm(range(20)): pass\nprint('done')")
+    result = notebook.ok(CELLS["plain tqdm"])
     assert re.search(r"\r100%\|█+\| 20/20", streams(result, "stderr")) and streams(result) == "done\n"
 
 
 def test_widget_of_tqdm(notebook: Kernel) -> None:
     (notebook.cwd / "seen").unlink(missing_ok=True)
-    cell = notebook.start(
-        """
-def f():
-    from tqdm.auto import tqdm
-    for i in tqdm(range(20), mininterval=0):
-        if i == 10:
-            wait_for("seen")
-in_ddp(2, f)
-"""
-    )
+    cell = notebook.start(CELLS["widget of tqdm"])
     view = "application/vnd.jupyter.widget-view+json"
     result = notebook.finish(cell, until=lambda result: "'value': 9.0" in str(result.outputs))
     (shown,) = [o["data"] for o in result.outputs if o["kind"] == "display_data"]
@@ -386,16 +330,7 @@ in_ddp(2, f)
 
 def test_output_widget_and_rich(notebook: Kernel) -> None:
     """What rich clears while its bar grows is in its own widget, and not in the cell."""
-    result = run(
-        notebook,
-        """
-        from rich import print
-        from rich.progress import track
-        print("[bold]before[/bold]")
-        for _ in track(range(3), description="Rich"):
-            time.sleep(0.01)
-        """,
-    )
+    result = notebook.ok(CELLS["rich"])
     assert result.outputs[0]["data"]["text/html"].count("before") == 1
     assert any("Rich" in str(o.get("data", {}).get("text/html")) for o in result.outputs)
     inside = False
@@ -410,17 +345,7 @@ def test_output_widget_and_rich(notebook: Kernel) -> None:
 
 
 def test_text_in_an_output_widget(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        from ipywidgets import Output
-        with Output():
-            print("inside")
-            1 / 0
-        print("outside")
-        get_ipython().run_line_magic("timeit", "-n1 -r1 1")
-        """,
-    )
+    result = notebook.ok(CELLS["an output widget"])
     outputs = [output for output in result.outputs if output["kind"] in ("comm_msg", "stream")]
     marks = []
     for kind, group in itertools.groupby(outputs, key=lambda output: output["kind"]):
@@ -437,20 +362,7 @@ def test_text_in_an_output_widget(notebook: Kernel) -> None:
 def test_bar_of_fastprogress(notebook: Kernel) -> None:
     for mark in notebook.cwd.glob("seen*"):
         mark.unlink()
-    cell = notebook.start(
-        """
-def f():
-    from fastprogress.fastprogress import master_bar, progress_bar
-    bar = master_bar(range(3))
-    bar.write(["epoch", "loss"], table=True)
-    for epoch in bar:
-        for _ in progress_bar(range(10), parent=bar):
-            time.sleep(0.04)
-        bar.write([str(epoch), f"0.{epoch}"], table=True)
-        wait_for(f"seen{epoch}")
-in_ddp(2, f)
-"""
-    )
+    cell = notebook.start(CELLS["bar of fastprogress"])
     outputs = []
     for epoch in range(3):  # a row that the next one overtakes is not shown
         outputs += notebook.finish(cell, until=lambda result: f"<td>0.{epoch}" in str(result.outputs)).outputs  # noqa: B023
@@ -468,21 +380,7 @@ in_ddp(2, f)
 
 
 def test_all_ranks_with_prefix(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        rank = dist.get_rank()
-        for turn in range(2):
-            if rank == turn:
-                print("a", end="")
-                print("b\\nc")
-                print("complaint", file=sys.stderr)
-                display(f"shown {rank}")
-                print("no newline", end="")
-            dist.barrier()
-        """,
-        'with Session(2, output="all") as session:\n    session.run(f)',
-    )
+    result = notebook.ok(CELLS["all ranks with prefix"])
     for rank in range(2):
         lines = [line for line in streams(result).splitlines() if line.startswith(f"[rank {rank}]")]
         assert lines == [f"[rank {rank}]{rest}" for rest in (" ab", " c", "", " no newline")]
@@ -493,11 +391,7 @@ def test_all_ranks_with_prefix(notebook: Kernel) -> None:
 
 def test_logs(notebook: Kernel) -> None:
     notebook.ok("session = Session(2, output='none')")
-    result = run(
-        notebook,
-        "print('from', dist.get_rank())\nprint('complaint', file=sys.stderr)\ndisplay('shown')\nos.write(1, b'end')",
-        "session.run(f)",
-    )
+    result = notebook.ok(CELLS["logs"])
     assert not result.outputs
     assert notebook.ok("print([session.logs(0), session.logs(1)])").text == (
         r"""["from 0\ncomplaint\n'shown'\nend", "from 1\ncomplaint\n'shown'\nend"]""" + "\n"
@@ -510,15 +404,7 @@ def test_logs(notebook: Kernel) -> None:
 
 
 def test_much_output_at_once(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        for i in range(20_000):
-            print("out", dist.get_rank(), i)
-            print("err", dist.get_rank(), i, file=sys.stderr)
-        """,
-        'with Session(2, output="all", lines=None) as session:\n    session.run(f)',
-    )
+    result = notebook.ok(CELLS["much output at once"])
     for stream, word in (("stdout", "out"), ("stderr", "err")):
         lines = streams(result, stream).splitlines()
         for rank in range(2):
@@ -529,15 +415,7 @@ def test_much_output_at_once(notebook: Kernel) -> None:
 
 
 def test_a_flood_is_shown_in_part(notebook: Kernel) -> None:
-    body = """
-    for i in range(30_000):
-        print("line", i)
-    from IPython.display import HTML, display
-    display(HTML("between"))
-    for i in range(5):
-        print("after", i)
-    """
-    result = run(notebook, body)
+    result = notebook.ok(CELLS["a flood"])
     head = streams(result)
     assert head == "".join(f"line {i}\n" for i in range(2000))
     shown: dict[str, str] = {}
@@ -579,42 +457,19 @@ def test_the_notebook_stays_responsive(notebook: Kernel) -> None:
     """While ranks flood it with output, the kernel passes it on as it comes, and can be interrupted: the ranks are
     not killed at the end of what they get to clean up, for that has none here."""
     with endless(notebook, "GRACE_AFTER_INTERRUPT"):
-        cell = notebook.start("def f():\n    while True: print('flood')\nin_ddp(2, f)")
+        cell = notebook.start(CELLS["a flood without end"])
         notebook.finish(cell, until=lambda result: result.text.count("flood") > 1000)
         notebook.interrupt()
         assert notebook.finish(cell).error == "KeyboardInterrupt"
 
 
 def test_workers_of_a_data_loader_print_whole_lines(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        from torch.utils.data import DataLoader
-        class Data:
-            def __len__(self):
-                return 2000
-            def __getitem__(self, i):
-                print("worker", i)
-                return i
-        assert len(list(DataLoader(Data(), batch_size=50, num_workers=2))) == 40
-        """,
-    )
+    result = notebook.ok(CELLS["workers of a data loader"])
     assert sorted(result.text.splitlines()) == sorted(f"worker {i}" for i in range(2000))
 
 
 def test_threads_print(notebook: Kernel) -> None:
-    result = run(
-        notebook,
-        """
-        def work(n):
-            for i in range(500):
-                sys.stdout.write(f"thread {n} {i} {'x' * 5000}\\n")
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        """,
-        "in_ddp.options(lines=None)(2, f)",
-    )
+    result = notebook.ok(CELLS["threads"])
     lines = result.text.splitlines()
     for n in range(4):
         assert [line for line in lines if line.startswith(f"thread {n} ")] == [
@@ -624,34 +479,17 @@ def test_threads_print(notebook: Kernel) -> None:
 
 
 def test_source_of_a_notebook_function(notebook: Kernel) -> None:
-    code = "def g():\n    return 42  # the answer\n" + "def f():\n    print(inspect.getsource(g))\nin_ddp(2, f)"
-    assert "return 42  # the answer" in notebook.ok(code).text
+    assert "return 42  # the answer" in notebook.ok(CELLS["source of a notebook function"]).text
 
 
 # ------------------------------------------------------------------------------------------------- a saved notebook
-
-COLLAB = """
-from nbdist import in_ddp
-from nbdist.recsys.datasets import synthetic_ratings
-ratings = synthetic_ratings(n_ratings=2000, n_users=100, n_items=100).frame.to_pandas()
-def train(epochs):
-    from tqdm.auto import tqdm
-    dls = CollabDataLoaders.from_df(ratings, bs=64)
-    learn = collab_learner(dls, n_factors=5, y_range=(0, 5.5))
-    with learn.distrib_ctx():
-        learn.fit_one_cycle(epochs, 5e-3)
-    for _ in tqdm(range(1000), mininterval=0):
-        pass
-    dls.show_batch()
-in_ddp(2, train, 3, imports="from fastai.collab import *; from fastai.distributed import *")
-"""
 
 
 @pytest.mark.slow
 def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training with fastai leaves a handful of ordinary outputs: the table, not every step of the bar."""
     monkeypatch.setenv("PYTHONPATH", ROOT)
-    node = new_notebook(cells=[new_code_cell(COLLAB)])
+    node = new_notebook(cells=[new_code_cell(CELLS["training with fastai"])])
     client = NotebookClient(node, resources={"metadata": {"path": str(tmp_path)}}, kernel_name="python3")
     client.create_kernel_manager().kernel_spec.argv[0] = sys.executable
     client.execute()
@@ -676,28 +514,7 @@ def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_in_a_script(tmp_path: Path) -> None:
     """No IPython there: text goes to the script's own streams, at once; displays are text."""
     script = tmp_path / "script.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, subprocess, sys
-            import torch.distributed as dist
-            from nbdist import in_ddp
-
-            def f():
-                print("from", dist.get_rank())
-                print("complaint", file=sys.stderr)
-                os.write(1, b"raw\\n")
-                sys.stdout.flush()
-                from IPython.display import display
-                display([dist.get_rank()])
-                print("end", end="")
-
-            if __name__ == "__main__":
-                in_ddp(2, f)
-                print("after")
-            """
-        )
-    )
+    script.write_text(CELLS["a script"])
     done = subprocess.run(
         [sys.executable, str(script)],
         capture_output=True,
@@ -711,13 +528,12 @@ def test_in_a_script(tmp_path: Path) -> None:
 
 
 def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
-    script = (
-        "from nbdist import in_ddp\nimport os, time\n"
-        "def f():\n    print('now')\n    while not os.path.exists('seen'): time.sleep(0.01)\n"
-        "in_ddp(1, f)\n"
-    )
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={"PYTHONPATH": ROOT}
+        [sys.executable, "-c", CELLS["a script in a pipe"]],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT},
     ) as process:
         try:
             assert process.stdout is not None
@@ -730,15 +546,5 @@ def test_a_script_is_live_in_a_pipe(tmp_path: Path) -> None:
 
 def test_a_figure_that_is_returned_is_drawn(kernel: Kernel) -> None:
     """Also by a kernel that has not plotted before."""
-    code = """
-    from nbdist import in_ddp
-    def draw():
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(1, 1))
-        figure.subplots().plot([1, 2])
-        return figure
-    figure = in_ddp(2, draw)
-    figure
-    """
-    (shown,) = kernel.ok(textwrap.dedent(code)).outputs
+    (shown,) = kernel.ok(CELLS["a figure that is returned"]).outputs
     assert shown["data"]["image/png"].startswith("iVBOR")

@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from cells import cells
 from conftest import Cell, Deadly, Kernel, die, open_fds, poll, ranks_of
 
 import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
 from nbdist.engines.ray import process
 from nbdist.kernel import parallel
+
+CELLS = cells("kernel/cells/parallel.py")
 
 
 class Point:
@@ -257,21 +260,14 @@ def test_nothing_is_left() -> None:
 
 
 def test_in_a_notebook(cell: Cell) -> None:
-    cell("from nbdist import parallel_map\nscale = 3")
-    result = cell("""
-        def work(i):
-            print("item", i)
-            return i * scale
-        print(parallel_map(work, range(6), 2))
-    """)
+    result = cell(CELLS["in a notebook"])
     lines = result.text.splitlines()
     assert sum(line.startswith("item ") for line in lines) == 6 and "[0, 3, 6, 9, 12, 15]" in lines[-1]
     assert "0/6" in result.text, "the bar, as text where there are no widgets"
 
 
 def test_traceback_in_the_cell(notebook: Kernel) -> None:
-    notebook.ok("from nbdist import parallel_map")
-    result = notebook.run("def work(i):\n    return 1 / (i - 3)\nparallel_map(work, range(6), 2, progress=False)")
+    result = notebook.run(CELLS["a traceback"])
     assert result.error == "ZeroDivisionError"
     text = result.plain_traceback
     assert "raised ZeroDivisionError, at item 3 (3)" in text and "return 1 / (i - 3)" in text
@@ -279,16 +275,7 @@ def test_traceback_in_the_cell(notebook: Kernel) -> None:
 
 
 def test_stopped_workers_clean_up(notebook: Kernel) -> None:
-    notebook.ok("from nbdist import parallel_map\nimport time")
-    message = notebook.start("""
-def work(i):
-    try:
-        print("begun")
-        time.sleep(1000)
-    finally:
-        print("cleaned up")
-parallel_map(work, range(10), 2, progress=False)
-""")
+    message = notebook.start(CELLS["workers that clean up"])
     notebook.finish(message, until=lambda result: "begun" in result.text)
     notebook.interrupt()
     result = notebook.finish(message)
@@ -297,14 +284,7 @@ parallel_map(work, range(10), 2, progress=False)
 
 def test_fastcore_parallel(cell: Cell) -> None:
     pytest.importorskip("fastcore.parallel")
-    text = cell("""
-        import nbdist
-        from fastcore.parallel import parallel
-        nbdist.context("multiprocessing")
-        scale = 5
-        print(parallel(lambda x: x * scale, range(4), n_workers=2, method="nbdist"))
-    """).text
-    assert "[0, 5, 10, 15]" in text
+    assert "[0, 5, 10, 15]" in cell(CELLS["fastcore"]).text
 
 
 # ----------------------------------------------------------------------------------------------------------- a cluster

@@ -23,6 +23,7 @@ from calls import boom, on, remember, sums
 from conftest import open_fds, poll
 
 from nbdist import CaptureError, NbdistError, Session, in_ddp, post_mortem
+from nbdist.kernel.executor import Executor
 from nbdist.wire.parcel import Parcel
 
 
@@ -181,11 +182,13 @@ def test_status(session: Session) -> None:
     assert poll(future.done) and poll(lambda: "running  sleep" not in str(session.status()))
 
 
-def test_status_before_the_ranks_have_started() -> None:
+def test_status_before_the_ranks_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
     with Session(2) as session:
         assert "not started" in str(session.status())
-        seen = session._lock.in_turn(session._look)
-        assert seen.busy and "starting" in seen.title
+        monkeypatch.setattr(Executor, "empty_cache", lambda *args: seen.append(session.status().look()))
+        session.empty_cache()  # takes its turn, and starts nothing
+        assert seen[0].busy and "starting" in seen[0].title
 
 
 def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +391,7 @@ def test_an_interrupt_at_any_moment_gives_the_turn_back(monkeypatch: pytest.Monk
     session = Session(1)
     request = SimpleNamespace(call=SimpleNamespace(parcel=Parcel(b"", [], [])))
     monkeypatch.setattr(session, "_capture", lambda *args: request)
-    monkeypatch.setattr(session._executor, "carry_out", lambda *args: [1])
+    monkeypatch.setattr(Executor, "carry_out", lambda *args: [1])
 
     def interrupt(signum: int, frame: Any) -> None:
         raise Interrupted
@@ -404,7 +407,7 @@ def test_an_interrupt_at_any_moment_gives_the_turn_back(monkeypatch: pytest.Monk
                     time.sleep(0.001)
                 except Interrupted:
                     interrupted += 1
-            assert not session._lock.busy(), f"lost after {interrupted} interrupts"
+            assert not session.status().look().busy, f"lost after {interrupted} interrupts"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -446,7 +449,7 @@ def test_a_call_that_was_torn_off_is_not_answered_by_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(session._executor, "_wait_for", torn)
+        patch.setattr(Executor, "_wait_for", torn)
         session.run(time.sleep, 1)
     assert session.run(lambda: 5) == 5 and "fresh ranks" in capfd.readouterr().err
     assert set(session.run_all(os.getpid)).isdisjoint(before)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from nbdist import RankTimeout, Session
 from nbdist.kernel import stacks
+from nbdist.kernel.session import executor_of
 from nbdist.kernel.stacks import Frame, describe, main_thread, report
 from nbdist.wire import stacks as wire
 
@@ -177,7 +178,7 @@ def running(fn: Callable[[], Any], **kwargs: Any) -> Iterator[Session]:
         try:
             yield session
         finally:
-            group = session._executor.group
+            group = executor_of(session).group
             if group is not None:
                 for rank in range(2):
                     group.ranks.signal(rank, 9)
@@ -257,7 +258,7 @@ def calls_and_returns() -> None:
 def test_many_reads_of_ranks_busy_in_python_code_kill_none() -> None:
     """Ten thousand of them, and of others: benchmarks/rank/stacks.py."""
     with running(calls_and_returns) as session:
-        ranks = session._executor.group.ranks  # type: ignore[union-attr]
+        ranks = executor_of(session).group.ranks  # type: ignore[union-attr]
         assert poll(lambda: all("in calls_and_returns" in text for text in ranks.stacks((0, 1)).values()))
         assert all("in calls_and_returns" in ranks.stacks([number % 2])[number % 2] for number in range(300))
         assert len(living(ranks_of())) >= 2

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
@@ -28,8 +28,7 @@ from nbdist.kernel.group import Group
 from nbdist.kernel.stopping import ranks_named
 
 ROOT = str(Path(__file__).parent.parent.parent)
-
-
+CELLS = cells("kernel/cells/stopping.py")
 FIRST_CELL = "import sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp"
 
 
@@ -54,27 +53,9 @@ def stopped(kernel: Kernel, code: str, begun: int = 2, presses: int = 1) -> Resu
 
 # --------------------------------------------------------------------------------------------------- the stop button
 
-STUBBORN = """
-def stubborn():
-    while True:
-        try:
-            open(f"begun{dist.get_rank()}", "w").close()
-            time.sleep(1000)
-        except KeyboardInterrupt:
-            pass
-"""
-SLEEP = """
-import os, signal
-from nbdist import parallel_map
-def sleep(_):
-    open(f"begun{os.getpid()}", "w").close()
-    time.sleep(1000)
-"""
-
 
 def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) -> None:
-    code = f"{STUBBORN}\nin_ddp(2, lambda: stubborn() if dist.get_rank() else open('begun0', 'w').close())"
-    result = stopped(notebook, code)
+    result = stopped(notebook, CELLS["a rank that does not leave"])
     assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
     what, where, lost = result.message.splitlines()
     assert what == "stopped; rank 1 did not leave the call and had to be killed:"
@@ -86,14 +67,7 @@ def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) 
 def test_a_second_press_says_the_same(notebook: Kernel) -> None:
     notebook.ok("session = Session(2)\nsession.run(int)")
     # The file is made by C code that goes on: no press can come between two steps of Python.
-    code = """
-def holds_the_gil():
-    begin = filter(None, map(os.mknod, [f"begun{dist.get_rank()}"]))
-    sum(itertools.chain(begin, range(10**13)))
-import itertools, os
-session.run(holds_the_gil)
-"""
-    result = stopped(notebook, code, presses=2)
+    result = stopped(notebook, CELLS["ranks in C code"], presses=2)
     assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
     assert "ranks 0 and 1 did not leave the call and had to be killed" in result.message
     assert "in holds_the_gil at" in result.message
@@ -201,7 +175,7 @@ class Stopped:
 @pytest.mark.parametrize("call", ["in_ddp(2, sleep, 0)", "parallel_map(sleep, range(2))"])
 def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None:
     """As one is that comes right before the kernel waits: Python does not hear of it before the end of that."""
-    notebook.ok(SLEEP + "_ = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])")
+    notebook.ok(CELLS["the notebook's main thread hears no press"])
     try:
         assert stopped(notebook, call).error == "KeyboardInterrupt"
     finally:
@@ -212,14 +186,8 @@ def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None
 def test_a_press_while_ranks_import_leaves_no_half_of_a_module(notebook: Kernel, seconds: int) -> None:
     name = f"imported_in_{seconds}_s"
     slow_to_import(notebook.cwd / name, seconds)
-    notebook.ok("import os, importlib\nsession = Session(2)\npids = session.run_all(os.getpid)")
-    code = f"""
-def use():  # as a library does it that imports in the midst of its work
-    importlib.import_module("{name}.part")
-    return sys.modules["{name}"].part.here
-session.run(use)
-"""
-    result = stopped(notebook, code)
+    notebook.ok(f"name = {name!r}\n" + CELLS["ranks that import"])
+    result = stopped(notebook, "session.run(use)")
     assert result.error == "KeyboardInterrupt", result.traceback
     assert seconds == 1 or "imports a module first; stop once more" in result.text
     assert notebook.ok("print(session.run_all(os.getpid) == pids)").text == "True\n"
@@ -230,7 +198,8 @@ session.run(use)
         slow_to_import(
             notebook.cwd / "imported_forever", 1000, "import nbdist.rank.interrupts as its\nits._MOST = 1e6\n"
         )
-        result = stopped(notebook, code.replace("session.run(use)", "in_ddp(2, use)").replace(name, "imported_forever"))
+        notebook.ok("name = 'imported_forever'")
+        result = stopped(notebook, "in_ddp(2, use)")
         assert result.error == "KeyboardInterrupt" and "imports a module" not in result.text
 
 
@@ -238,14 +207,7 @@ def slow_to_import(package: Path, seconds: int, first: str = "") -> None:
     """Make a package whose import goes on for so long after a press."""
     package.mkdir()
     (package / "part.py").write_text("here = True\n")
-    (package / "__init__.py").write_text(
-        f"{first}import os, time\n"
-        "from . import part\n"
-        "open(f'begun{os.environ[\"RANK\"]}', 'w').close()\n"
-        "while not os.path.exists('pressed'): time.sleep(0.01)\n"
-        f"end = time.monotonic() + {seconds}\n"
-        "while time.monotonic() < end: time.sleep(0.01)\n"
-    )
+    (package / "__init__.py").write_text(f"{first}seconds = {seconds}\n" + CELLS["slow to import"])
 
 
 def test_a_press_before_ranks_hear_of_the_call_costs_nothing() -> None:
@@ -332,8 +294,7 @@ def test_what_the_message_proposes_works() -> None:
 
 
 def test_an_exit_names_rank_and_line(notebook: Kernel) -> None:
-    code = "def leaves():\n    if dist.get_rank() == 1:\n        sys.exit(3)\n    dist.barrier()\nin_ddp(2, leaves)"
-    result = notebook.run(code)
+    result = notebook.run(CELLS["an exit"])
     place = f"Cell In[{result.number}], line 3"
     assert result.error == "SystemExit"
     assert re.search(rf"rank 1 \(pid \d+\) called sys.exit\(3\) in leaves at .*{re.escape(place)}\n", result.text)
@@ -344,21 +305,7 @@ def test_an_exit_names_rank_and_line(notebook: Kernel) -> None:
 
 def test_a_plain_traceback_has_one_frame_of_nbdist(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    code = """
-    from nbdist import Session, in_ddp
-    import traceback
-    def fails():
-        raise LookupError("boom")
-    if __name__ == "__main__":
-        session = Session(1)
-        for call in (lambda: in_ddp(1, fails), lambda: session.run(fails), lambda: session.submit(fails).result(),
-                     lambda: in_ddp(1, 5)):
-            try:
-                call()
-            except Exception as error:
-                print([frame.name for frame in traceback.extract_tb(error.__traceback__)])
-    """
-    script.write_text(textwrap.dedent(code))
+    script.write_text(CELLS["a script"])
     environ = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environ)
     assert done.stdout.splitlines() == ["['<module>', '<lambda>', 'nbdist']"] * 4, done.stdout + done.stderr
@@ -366,13 +313,11 @@ def test_a_plain_traceback_has_one_frame_of_nbdist(tmp_path: Path) -> None:
 
 def test_a_failing_test_shows_its_own_lines(tmp_path: Path) -> None:
     file = tmp_path / "test_theirs.py"
-    file.write_text(
-        "from nbdist import in_ddp\ndef fails():\n    raise LookupError('boom')\ndef test():\n    in_ddp(1, fails)\n"
-    )
+    file.write_text(CELLS["test_theirs.py"])
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(file)]
     environ = {**os.environ, "PYTHONPATH": ROOT}
     done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=tmp_path)
-    assert "LookupError: boom" in done.stdout and "raise LookupError('boom')" in done.stdout
+    assert "LookupError: boom" in done.stdout and 'raise LookupError("boom")' in done.stdout
     assert "nbdist/errors.py" not in done.stdout and "nbdist/kernel" not in done.stdout, done.stdout
 
 

@@ -16,30 +16,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cells import cells
 from conftest import Kernel, left_in_shared_memory, living, open_fds, poll, ranks_of, shared_memory_names
 
 from nbdist import Session, in_ddp
 
 ROOT = str(Path(__file__).parent.parent.parent)
 
-PRELUDE = """
-import os, signal, sys, time
-import torch, torch.distributed as dist
-from nbdist import Session, in_ddp
-
-def work():
-    try:
-        open(f"began{dist.get_rank()}", "w").close()
-        time.sleep(1000)
-    finally:
-        time.sleep(0.2)
-        open(f"cleaned{dist.get_rank()}", "w").close()
-"""
+CELLS = cells("kernel/cells/terminal.py")
 
 
 def write(folder: Path, code: str) -> Path:
     script = folder / "script.py"
-    script.write_text(PRELUDE + '\nif __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(code), "    "))
+    script.write_text(CELLS["prelude"] + '\nif __name__ == "__main__":\n' + textwrap.indent(code, "    "))
     return script
 
 
@@ -88,19 +77,10 @@ def cleaned(folder: Path) -> list[bool]:
     return [(folder / f"cleaned{rank}").exists() for rank in range(2)]
 
 
-CATCHES = """
-try:
-    in_ddp(2, work)
-except KeyboardInterrupt as error:
-    print("interrupted", os.path.exists("cleaned0"), os.path.exists("cleaned1"))
-print("again", in_ddp(2, dist.get_world_size))
-"""
-
-
 def test_ctrl_c_typed_at_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     try:
-        with script(tmp_path, CATCHES, terminal=theirs) as process:
+        with script(tmp_path, CELLS["catches an interrupt"], terminal=theirs) as process:
             family = began(tmp_path, process)
             os.write(ours, b"\x03")
             output = process.communicate()[0]
@@ -137,13 +117,7 @@ def test_a_script_that_is_killed(tmp_path: Path, name: str) -> None:
     ids=["runs out", "sys.exit", "raises", "os._exit", "without the collector"],
 )
 def test_a_script_that_forgets_its_session(tmp_path: Path, end: str) -> None:
-    code = f"""
-    session = Session(2)
-    print(*session.run_all(os.getpid), os.getppid(), flush=True)
-    session.run(os.system, "sleep 300 &")
-    {end}
-    """
-    with script(tmp_path, code) as process:
+    with script(tmp_path, CELLS["forgets its session"] + end) as process:
         output = process.communicate()[0]
         pids = [int(pid) for pid in output.splitlines()[0].split()[:2]]
         assert process.returncode == {"sys.exit(3)": 3, "1 / 0": 1, "os._exit(4)": 4}.get(end, 0), output
@@ -159,13 +133,7 @@ def is_ours(process: psutil.Process, folder: Path) -> bool:
 
 
 def test_a_script_that_leaves_a_thread_training(tmp_path: Path) -> None:
-    code = """
-    import threading
-    threading.Thread(target=in_ddp, args=(2, work), daemon=True).start()
-    while not (os.path.exists("began0") and os.path.exists("began1")):
-        time.sleep(0.01)
-    """
-    with script(tmp_path, code) as process:
+    with script(tmp_path, CELLS["leaves a thread training"]) as process:
         process.communicate()
         assert poll(lambda: not [p for p in psutil.process_iter() if is_ours(p, tmp_path)])
 
@@ -209,7 +177,7 @@ def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
     temporary.mkdir()
     kernel = Kernel(tmp_path, env={"TMPDIR": str(temporary)})
     try:
-        kernel.ok(PRELUDE)
+        kernel.ok(CELLS["prelude"])
         if busy:
             kernel.start("in_ddp(2, work)")
             assert poll(lambda: (tmp_path / "began0").exists() and (tmp_path / "began1").exists())
@@ -220,7 +188,7 @@ def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
         kernel.manager.restart_kernel(now=now)
         assert poll(lambda: not living(family)), living(family)
         kernel.client.wait_for_ready()
-        kernel.ok(PRELUDE)
+        kernel.ok(CELLS["prelude"])
         assert kernel.ok("print(in_ddp(2, dist.get_world_size))").text == "2\n"
         assert not left_in_shared_memory(before)
         assert not [path for path in temporary.rglob("*") if "nbdist" in path.name]

@@ -232,7 +232,7 @@ def test_orders_of_any_size_arrive_whole_and_in_order(monkeypatch: pytest.Monkey
     got: queue.Queue[Any] = queue.Queue()
     with ours, theirs:
         thread = threading.Thread(
-            target=stacks._serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
+            target=stacks.serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
         )
         thread.start()
         big = bytes(range(256)) * 5_000
@@ -251,7 +251,7 @@ def test_an_order_that_is_not_taken_does_not_spoil_the_next_one(monkeypatch: pyt
     with ours, theirs:
         assert not stacks.order(ours, "take", bytes(10_000_000)), "nobody reads"
         thread = threading.Thread(
-            target=stacks._serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
+            target=stacks.serve, args=(theirs.fileno(), threading.get_ident(), {"take": lambda *what: got.put(what)})
         )
         thread.start()
         assert poll(lambda: stacks.order(ours, "take", 2)) and got.get() == (2,)

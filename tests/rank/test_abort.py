@@ -62,13 +62,13 @@ def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str, monkeypatch:
 
 
 def hears_orders_late() -> None:
-    read = stacks._read
+    read = stacks.read
 
     def late(fd: int, size: int) -> bytes:
         time.sleep(0.2)  # as on a machine with more to do than cores
         return read(fd, size)
 
-    stacks._read = late
+    stacks.read = late
 
 
 def work_for_a_second() -> float:
@@ -117,7 +117,7 @@ def group_that_never_ends(kept_by: str) -> None:
     held = NeverEnds()
     if kept_by == "the rank":
         membership = next(found for found in gc.get_objects() if type(found) is Membership)
-        membership._kept = membership._kept, held
+        membership.kept = membership.kept, held
         del held  # not by the frame
     boom()
 

@@ -7,63 +7,26 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from cells import cells
 from conftest import living, poll
 
 from nbdist import Session, in_ddp
 
+CELLS = cells("server/cells/leaving.py")
 ROOT = str(Path(__file__).parent.parent.parent)
 
 # --------------------------------------------------------------------------------------------- children of the kernel
 
-IN_SESSION = """
-import multiprocessing, os, sys, time
-from nbdist import NbdistError, Session, in_ddp
-
-session = Session(2)
-pids = session.run_all(os.getpid)
-"""
+IN_SESSION = CELLS["in a session"]
 
 CHILDREN = {
-    "fork": """
-        pid = os.fork()
-        if pid == 0:
-            sys.exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-    """,
-    "multiprocessing": """
-        child = multiprocessing.get_context("fork").Process(target=print)
-        child.start()
-        child.join()
-        assert child.exitcode == 0
-    """,
-    "a child that drops the session": """
-        pid = os.fork()
-        if pid == 0:
-            session.close()
-            del session
-            sys.exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-    """,
-    "a child that calls it": """
-        pid = os.fork()
-        if pid == 0:
-            try:
-                session.run(os.getpid)
-            except NbdistError as error:
-                assert "forked" in str(error), error
-                assert set(session.restart() or session.run_all(os.getpid)).isdisjoint(pids)
-                assert in_ddp(1, os.getpid) not in pids
-                sys.exit(0)
-            os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
-    """,
+    name: CELLS[name] for name in ("fork", "multiprocessing", "a child that drops the session", "a child that calls it")
 }
 
 
@@ -80,7 +43,7 @@ def script(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("child", CHILDREN.values(), ids=CHILDREN)
 def test_a_child_of_the_kernel_that_leaves(tmp_path: Path, child: str) -> None:
-    code = IN_SESSION + textwrap.dedent(child) + "\nassert session.run_all(os.getpid) == pids\nprint('same')"
+    code = IN_SESSION + child + "assert session.run_all(os.getpid) == pids\nprint('same')"
     with script(code, tmp_path) as kernel:
         out, _ = kernel.communicate()
     assert kernel.returncode == 0 and out.split()[-1:] == ["same"]
@@ -96,8 +59,8 @@ LASTING = {
 
 @pytest.mark.parametrize("fork", LASTING.values(), ids=LASTING)
 def test_ranks_end_with_the_kernel_though_a_child_of_it_lives(tmp_path: Path, fork: str) -> None:
-    code = IN_SESSION + f"kernel = os.getpid()\n{fork}\nif os.getpid() == kernel: print(*pids, flush=True)\n"
-    with script(code + "time.sleep(1000)", tmp_path) as kernel:
+    code = f"{IN_SESSION}{fork}\n" + CELLS["the kernel names its ranks"]
+    with script(code, tmp_path) as kernel:
         assert kernel.stdout is not None
         ranks = [psutil.Process(int(pid)) for pid in kernel.stdout.readline().split()]
         assert len(ranks) == 2

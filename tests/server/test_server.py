@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from cells import cells
 from conftest import living, open_fds, poll
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,13 +29,14 @@ pytestmark = pytest.mark.slow
 
 #: Each starts an interpreter and a fork server.
 SCRIPTS = pytest.mark.long("more ways for a script to end")
+CELLS = cells("server/cells/server.py")
 ROOT = str(Path(__file__).parent.parent.parent)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def not_that_of_other_tests() -> None:
     """Stop a server that may have been forked with modules of its own."""
-    forkserver._stop_server()
+    forkserver.stop()
 
 
 def all_reduce_of_ones() -> float:
@@ -45,7 +46,7 @@ def all_reduce_of_ones() -> float:
 
 
 def server() -> psutil.Process:
-    return psutil.Process(forkserver._server().process.pid)
+    return psutil.Process(forkserver.server().process.pid)
 
 
 def gone(pid: int) -> bool:
@@ -75,7 +76,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
 @pytest.mark.started
 def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -> None:
     """`DistributedDataParallel` and accelerate import hundreds of modules of torch when they are used."""
-    forkserver._stop_server()
+    forkserver.stop()
 
     def imported_at_use() -> list[str]:
         before = set(sys.modules)
@@ -90,23 +91,9 @@ def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -
 def test_what_an_optimizer_imports_at_use_is_there_before_the_fork(tmp_path: Path) -> None:
     """In a process of its own: the server of the tests may have imported it for others."""
     script = tmp_path / "script.py"
-    script.write_text(OPTIMIZES)
+    script.write_text(CELLS["an optimizer"])
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-OPTIMIZES = """
-import sys
-import torch
-from nbdist import in_ddp
-
-def optimize():
-    before = set(sys.modules)
-    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
-    return len(set(sys.modules) - before)
-
-assert in_ddp(2, optimize) == 0
-"""
 
 
 def test_a_server_killed_again_and_again_leaves_no_descriptor() -> None:
@@ -127,7 +114,7 @@ def huge_pages_can_be_had() -> bool:
 @pytest.mark.started
 @pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
 def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
-    forkserver._stop_server()
+    forkserver.stop()
     assert in_ddp(1, all_reduce_of_ones) == 1.0
 
     def gathered() -> bool:
@@ -147,7 +134,7 @@ def full_collections() -> int:
 
 @pytest.mark.started
 def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
-    forkserver._stop_server()
+    forkserver.stop()
     assert in_ddp(1, full_collections) == 0
 
 
@@ -159,12 +146,6 @@ def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:
     assert in_ddp(2, all_reduce_of_ones) == 2.0 and server().pid == before
 
 
-NOISY = """
-import threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
-"""
-
-
 def threads_and_modules(module: str) -> tuple[int, bool, int]:
     return psutil.Process().num_threads(), module in sys.modules, os.getpid()
 
@@ -172,15 +153,15 @@ def threads_and_modules(module: str) -> tuple[int, bool, int]:
 def test_modules_that_start_threads_are_left_to_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "noisy_module.py").write_text(NOISY)
+    (tmp_path / "noisy_module.py").write_text(CELLS["a module that starts a thread"])
     (tmp_path / "quiet_module.py").write_text("")
     (tmp_path / "broken_module.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    forkserver._stop_server()  # a new one writes where capfd reads
+    forkserver.stop()  # a new one writes where capfd reads
     with Session(2) as session:
         before = session.run_all(threads_and_modules, "noisy_module")
         pid = server().pid
-        forkserver._server().ask("preload", ["broken_module", "noisy_module", "quiet_module"], sys.path)
+        forkserver.server().ask("preload", ["broken_module", "noisy_module", "quiet_module"], sys.path)
         # The session goes on, with the same ranks; new ranks come from a server that has the quiet module only.
         assert [rank[2] for rank in session.run_all(threads_and_modules, "")] == [rank[2] for rank in before]
         noisy, quiet = (in_ddp(1, threads_and_modules, name)[1] for name in ("noisy_module", "quiet_module"))
@@ -198,15 +179,15 @@ def test_a_package_that_starts_threads_is_refused_once_and_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "noisy_package").mkdir()
-    (tmp_path / "noisy_package/__init__.py").write_text(NOISY)
+    (tmp_path / "noisy_package/__init__.py").write_text(CELLS["a module that starts a thread"])
     (tmp_path / "noisy_package/inner.py").write_text("")
     (tmp_path / "noisy_package/other.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    forkserver._stop_server()
+    forkserver.stop()
     in_ddp(1, os.getpid)
     pid = server().pid
     for module in ("noisy_package.inner", "noisy_package.other", "noisy_package"):
-        forkserver._server().ask("preload", [module], sys.path)
+        forkserver.server().ask("preload", [module], sys.path)
         in_ddp(1, os.getpid)
     said = capfd.readouterr().err
     assert said.count("starts threads") == 1 and "noisy_package starts threads" in said and server().pid == pid
@@ -242,10 +223,10 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
     (tmp_path / "uses_driver.py").write_text("import loads_driver\nloads_driver.driver.cuInit(0)\n")
     (tmp_path / "asks_torch.py").write_text("import os; asked = os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']")
     monkeypatch.syspath_prepend(tmp_path)
-    forkserver._stop_server()
+    forkserver.stop()
     pid = in_ddp(1, os.getppid)
     for module in ("loads_driver", "uses_driver", "asks_torch"):
-        forkserver._server().ask("preload", [module], sys.path)
+        forkserver.server().ask("preload", [module], sys.path)
     # A driver that is only loaded does no harm; that of which `cuInit` was called is gone with what called it.
     assert in_ddp(1, lambda: ("uses_driver" in sys.modules, driver_state(library), os.getppid())) == (False, 3, pid)
     assert in_ddp(1, lambda: (sys.modules["asks_torch"].asked, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))) == (
@@ -259,9 +240,9 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
 def test_what_notebooks_import_is_fit_to_be_preloaded(capfd: pytest.CaptureFixture[str]) -> None:
-    forkserver._stop_server()
+    forkserver.stop()
     for module in ("pyarrow", "pandas", "matplotlib.pyplot", "sklearn.linear_model", "fastai.collab"):
-        forkserver._server().preload([module])
+        forkserver.server().preload([module])
         assert in_ddp(1, threads_and_modules, module)[1], capfd.readouterr().err
         assert server().num_threads() == 1
 
@@ -283,34 +264,12 @@ def test_what_ranks_have_started_ends_with_them() -> None:
 
 # --------------------------------------------------------------------------------------------- the end of a kernel
 
-BUSY = """
-import os, subprocess, sys, time
-import torch
-import torch.distributed as dist
-from nbdist import Session
-
-def fn(folder):
-    rank = dist.get_rank()
-    if rank == 3:
-        subprocess.Popen(["sleep", "1000"])
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    open(f"{folder}/{rank}", "w").close()
-    if rank == 0:
-        while True:
-            pass
-    if rank == 1:
-        time.sleep(1000)
-    if rank == 2:
-        dist.all_reduce(torch.ones(1))
-    time.sleep(1000)
-
-session = Session(4)
-"""
+BUSY = CELLS["busy ranks"]
 
 
 @contextlib.contextmanager
 def script(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    (folder / "script.py").write_text(textwrap.dedent(code))
+    (folder / "script.py").write_text(code)
     (folder / "tmp").mkdir()
     env = {**os.environ, "PYTHONPATH": ROOT, "TMPDIR": str(folder / "tmp")}
     with subprocess.Popen([sys.executable, "script.py"], cwd=folder, env=env, text=True, stdout=subprocess.PIPE) as one:
@@ -324,7 +283,7 @@ def script(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=SCRIPTS)])
 def test_all_ends_with_the_kernel_whatever_the_ranks_do(tmp_path: Path, signum: int) -> None:
     places = [tmp_path / str(rank) for rank in range(4)]
-    with script(f"{BUSY}\nsession.run(fn, {str(tmp_path)!r})", tmp_path) as kernel:
+    with script(f"{BUSY}session.run(fn, {str(tmp_path)!r})", tmp_path) as kernel:
         try:
             assert poll(lambda: all(place.exists() for place in places))
             process = psutil.Process(kernel.pid)
@@ -341,11 +300,7 @@ def test_all_ends_with_the_kernel_whatever_the_ranks_do(tmp_path: Path, signum: 
     ["", "os._exit(3)", *(pytest.param(how, marks=SCRIPTS) for how in ("sys.exit(3)", "raise KeyboardInterrupt"))],
 )
 def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: str) -> None:
-    code = f"""
-        {textwrap.indent(BUSY, " " * 8).strip()}
-        print(*session.run_all(os.getpid), flush=True)
-        {how}
-    """
+    code = f"{BUSY}print(*session.run_all(os.getpid), flush=True)\n{how}\n"
     with script(code, tmp_path) as kernel:
         out, _ = kernel.communicate()
     pids = [int(word) for word in out.split()]
@@ -356,17 +311,6 @@ def test_a_kernel_that_leaves_without_closing_its_session(tmp_path: Path, how: s
 
 @pytest.mark.slow
 def test_a_process_forked_from_the_kernel_has_a_server_of_its_own(tmp_path: Path) -> None:
-    code = """
-        import os, sys
-        from nbdist import in_ddp
-
-        print(in_ddp(1, lambda: "first"), flush=True)
-        pid = os.fork()
-        print(in_ddp(1, lambda: "child" if pid == 0 else "parent"), flush=True)
-        if pid:
-            assert os.waitpid(pid, 0)[1] == 0
-            print(in_ddp(1, lambda: "last"), flush=True)
-    """
-    with script(code, tmp_path) as kernel:
+    with script(CELLS["a process forked from the kernel"], tmp_path) as kernel:
         out, _ = kernel.communicate()
     assert kernel.returncode == 0 and sorted(out.split()) == ["child", "first", "last", "parent"]

@@ -19,24 +19,14 @@ import psutil
 import pytest
 import torch.distributed as dist
 from calls import sums
+from cells import cells
 from conftest import living, open_fds, poll
 
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
 
-#: In the server: its next forks fail.
-FAILING_FORKS = """
-import errno, os
-left = [{fork_at}]
-fork = os.fork
-def fails():
-    left[0] -= 1
-    if left[0] == 0:
-        os.fork = fork
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    return fork()
-os.fork = fails
-"""
+#: In the server: one of its next forks fails.
+FAILING_FORK = cells("server/cells/spared.py")["a fork fails"]
 
 
 @pytest.fixture
@@ -49,17 +39,17 @@ def spared() -> Iterator[Session]:
 
 
 def server() -> psutil.Process:
-    return psutil.Process(forkserver._server().process.pid)
+    return psutil.Process(forkserver.server().process.pid)
 
 
 def load_in_server(code: str, name: str, folder: Path) -> None:
     (folder / f"{name}.py").write_text(code)
-    forkserver._server().ask("preload", [name], [*sys.path, str(folder)])
+    forkserver.server().ask("preload", [name], [*sys.path, str(folder)])
 
 
 @pytest.mark.parametrize("fork_at", [1, 2])
 def test_a_fork_that_fails(spared: Session, tmp_path: Path, fork_at: int) -> None:
-    load_in_server(FAILING_FORKS.format(fork_at=fork_at), f"failing_{fork_at}", tmp_path)
+    load_in_server(f"fork_at = {fork_at}\n{FAILING_FORK}", f"failing_{fork_at}", tmp_path)
     with pytest.raises(RankDied, match=rf"rank {fork_at - 1} could not be started: .*limit of processes"):
         in_ddp(2, sums)
     assert in_ddp(2, sums) == 2.0
@@ -82,14 +72,14 @@ def test_a_server_out_of_descriptors(spared: Session) -> None:
 
 
 def send_raw(body: bytes) -> None:
-    forkserver._server()._control.sock.sendall(struct.pack("<QI", len(body), 0) + body)
+    forkserver.server().control.sock.sendall(struct.pack("<QI", len(body), 0) + body)
 
 
 def test_requests_that_make_no_sense(spared: Session) -> None:
     before = server().pid
-    forkserver._server().ask("nonsense", 1)
-    forkserver._server().ask("fork")
-    forkserver._server().ask("abandon", 10**9, 1)
+    forkserver.server().ask("nonsense", 1)
+    forkserver.server().ask("fork")
+    forkserver.server().ask("abandon", 10**9, 1)
     send_raw(b"no pickle")
     assert in_ddp(2, sums) == 2.0 and server().pid == before
 

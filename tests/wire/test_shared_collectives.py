@@ -57,12 +57,12 @@ def test_small_ones_go_along(session: Session) -> None:
         shared, rank, mean = opened(), dist.get_rank(), (dist.get_world_size() - 1) / 2
         piece = shared_collectives._PIECE // 4
         for size in (0, 3, piece - 16, piece - 15, piece, 2 * piece + 1):
-            exchanged = shared._count
+            exchanged = shared.turns
             gradients, loss = torch.full((size,), 1.0 * rank), torch.tensor(4.0 * rank, dtype=torch.float64)
             more = torch.full((2, 1), 6.0 * rank)
             assert shared.mean_(gradients, loss, more) is gradients
             assert (gradients == mean).all() and loss == 4 * mean and more.tolist() == [[6 * mean]] * 2
-            assert shared._count - exchanged == max(1, -(-size // (piece - 32))), "none is waited for by itself"
+            assert shared.turns - exchanged == max(1, -(-size // (piece - 32))), "none is waited for by itself"
 
     session.run_all(together)
 
@@ -72,12 +72,12 @@ def test_several_large_ones_fill_turns(session: Session) -> None:
         shared, rank = opened(), dist.get_rank()
         piece = shared_collectives._PIECE // 4
         for sizes in ([piece // 2] * 5, [piece + 16, 0, piece - 16], [0, 0], [3 * piece // 2, 1, piece, 7]):
-            exchanged = shared._count
+            exchanged = shared.turns
             several = [torch.arange(size, dtype=torch.float64).float() + rank for size in sizes]
             assert shared.mean_(*several) is several[0]
             for size, one in zip(sizes, several, strict=True):
                 assert torch.equal(one, torch.arange(size, dtype=torch.float64).float() + 1)
-            assert shared._count - exchanged == max(1, -(-sum(-(-size // 16) * 16 for size in sizes) // piece))
+            assert shared.turns - exchanged == max(1, -(-sum(-(-size // 16) * 16 for size in sizes) // piece))
 
     session.run_all(together)
 
@@ -231,8 +231,7 @@ def test_where_memory_cannot_be_shared(session: Session, what: str) -> None:
         module: Any = shared_collectives
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(module, "_open", module._open)
-                original = module._open
+                original = module.open_offered
 
                 def fails(offer: Any, file: Any, flags: int, machine: str) -> int:
                     if what == "another machine":
@@ -243,7 +242,7 @@ def test_where_memory_cannot_be_shared(session: Session, what: str) -> None:
                         raise PermissionError
                     return int(original(offer, file, flags, machine))
 
-                patch.setattr(module, "_open", fails)
+                patch.setattr(module, "open_offered", fails)
                 return open_shared_collectives() is None
         return open_shared_collectives() is None
 

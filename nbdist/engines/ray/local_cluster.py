@@ -49,6 +49,7 @@ class LocalCluster(Cluster):
     def shutdown(self) -> None:
         """End the nodes, all that they have started, and the driver that nbdist keeps for the next call."""
         release()
-        processes = family(node.all_processes["raylet"][0].process.pid for node in self.list_all_nodes())
-        super().shutdown()
+        nodes: Any = self.list_all_nodes()  # type: ignore[no-untyped-call]
+        processes = family(node.all_processes["raylet"][0].process.pid for node in nodes)
+        super().shutdown()  # type: ignore[no-untyped-call]
         end(processes)

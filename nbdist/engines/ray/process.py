@@ -218,7 +218,8 @@ _lock = threading.RLock()  # ranks that nobody refers to any more are given up a
 _idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
 #: By address: the variables that open a Ray which was started from here.
 opened_by: dict[str, Mapping[str, str]] = {}
-_private: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}  # by process: a Ray of its own, address, token
+#: By process: a Ray of its own, its address, and its token.
+private_rays: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}
 
 
 def acquire(
@@ -242,7 +243,7 @@ def acquire(
 def _private_ray() -> tuple[str, Mapping[str, str]]:
     """The address of a Ray of this machine alone, which ends with this process, and the variables that open it."""
     with _lock:
-        process, address, token = _private.get(os.getpid(), (None, "", ""))
+        process, address, token = private_rays.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:
             check_token_support()
             token = secrets.token_hex(32)
@@ -261,7 +262,7 @@ def _private_ray() -> tuple[str, Mapping[str, str]]:
                 ended = f"its process ended with exit code {process.wait()}"
                 raise NbdistError(f"Ray does not start on this machine: {said.get('refused', ended)}")
             address = said["address"]
-            _private[os.getpid()] = process, address, token
+            private_rays[os.getpid()] = process, address, token
         return address, variables
 
 
@@ -284,7 +285,7 @@ def check_token_support() -> None:
 def _after_fork() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
-    for process, _, _ in _private.values():
+    for process, _, _ in private_rays.values():
         if process.stdin is not None and not process.stdin.closed:
             blind(process.stdin.fileno())  # the end of which ends it
 
@@ -309,7 +310,7 @@ def release() -> None:
     with _lock:
         drivers = [driver for (pid, *_), found in _idle.items() if pid == os.getpid() for driver in found]
         _idle.clear()
-        ray, _, _ = _private.pop(os.getpid(), (None, "", ""))
+        ray, _, _ = private_rays.pop(os.getpid(), (None, "", ""))
     for driver in drivers:
         driver.stop()
     if ray is not None:

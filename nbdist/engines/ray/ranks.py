@@ -80,7 +80,7 @@ class RayRanks:
     patience = 30.0  # Ray needs as long to be sure that a node is lost which just does not answer
 
     def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        self._driver = driver
+        self.driver = driver
         self._several = len(driver.counts) > 1
         self._rendezvous = 0  # how many there were: the agent tells a question that is repeated from the next one
         self._gathered: list[_Sent] | None = None
@@ -144,10 +144,10 @@ class RayRanks:
         with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
             if messages:
                 pickled = [(node, pickle.dumps(own, protocol=5)) for node, own in messages.items()]
-                self._driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
+                self.driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
             for kind, asked in found.items():
                 for node, own in asked.items():
-                    self._driver.send("ask", 0, [node], kind, (own,), ANSWER)
+                    self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
     def read(self, rank: int, which: int) -> bytes | None:
         return self._news.read(rank, which)
@@ -180,7 +180,7 @@ class RayRanks:
     def rendezvous(self) -> _RemoteRendezvous:
         self._rendezvous += 1
         host, deadline = self._nodes[0].address if self._several else None, time.monotonic() + self.patience
-        while (address := self._driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
+        while (address := self.driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
             if self._news.any_exit() or time.monotonic() > deadline:
                 raise NbdistError(
                     f"the node of rank 0 ({self._nodes[0].host}, {self._nodes[0].address}) does not answer, so that "
@@ -202,7 +202,7 @@ class RayRanks:
         if rank not in self._news.alive:
             return False
         with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
-            self._driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
+            self.driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
         return True
 
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
@@ -216,38 +216,38 @@ class RayRanks:
     def connections(self) -> list[list[Connection]]:
         several = len({node.address for node in self._nodes}) > 1
         found: list[list[Connection]] = []
-        for count, node in zip(self._driver.counts, self._driver.ask_all("connections"), strict=True):
+        for count, node in zip(self.driver.counts, self.driver.ask_all("connections"), strict=True):
             ranks = node or [[] for _ in range(count)]
             found += [[Connection(*one) for one in rank if not (several and _loopback(one[0][0]))] for rank in ranks]
         return found
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         found = {
-            rank: text for node in self._driver.ask_all("stacks", list(ranks)) for rank, text in (node or {}).items()
+            rank: text for node in self.driver.ask_all("stacks", list(ranks)) for rank, text in (node or {}).items()
         }
         return {rank: found.get(rank, "") for rank in ranks}
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
-        nodes = self._driver.ask_all("memory", list(ranks))
+        nodes = self.driver.ask_all("memory", list(ranks))
         return {rank: found for node in nodes for rank, found in (node or {}).items()}
 
     def received(self) -> list[int | None]:
         """Bytes of big data that each node has got from the notebook."""
-        return self._driver.ask_all("received")
+        return self.driver.ask_all("received")
 
     def close(self, grace: float = 0.0) -> None:
         if not self._open:
             return
         self._open = False
         try:
-            healthy = self._driver.request("close", grace, seconds=grace + 30.0)
+            healthy = self.driver.request("close", grace, seconds=grace + 30.0)
             self._news.close()
-            if healthy and self._driver.whole:  # with less room than was wanted, the next ones ask for all of it again
-                return self._driver.keep()
+            if healthy and self.driver.whole:  # with less room than was wanted, the next ones ask for all of it again
+                return self.driver.keep()
         except BaseException:  # an interrupt: as long as the driver lives, so does its room
-            self._driver.stop(at_once=True)
+            self.driver.stop(at_once=True)
             raise
-        self._driver.stop()
+        self.driver.stop()
 
 
 class _Sent(NamedTuple):

@@ -56,11 +56,11 @@ def parquet(location: Location, footer: pq.FileMetaData | None = None) -> pq.Par
     """Open a Parquet file; reads its footer unless that is given. Of a remote one, what is asked for is fetched."""
     if isinstance(location, Path):
         return pq.ParquetFile(location)
-    filesystem, path = _resolve(location)
+    filesystem, path = resolve(location)
     return pq.ParquetFile(path, filesystem=filesystem, pre_buffer=True, metadata=footer)
 
 
-def _resolve(uri: str) -> tuple[pafs.FileSystem, str]:
+def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     """The file system of a URI, and the path there."""
     scheme, _, rest = uri.partition("://")
     location, _, query = rest.partition("?")
@@ -92,7 +92,7 @@ def _find_remote(uri: str) -> list[str]:
         folder, _, pattern = address.rpartition("/")
         if glob.has_magic(folder):
             raise ValueError(f"{uri}: a pattern for the last part of a URI only")
-    filesystem, path = _resolve(folder + mark + query)
+    filesystem, path = resolve(folder + mark + query)
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:
         return [folder + mark + query]

@@ -59,7 +59,7 @@ class Loader(Adapter):
 
     _waits = True  # whether making a block takes waiting
     _group: Any = None  # through which ranks agree, if not the default process group
-    _table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
+    table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Loader(Adapter):
         else:
             rows = self._windows_of_rest(rest, epoch, position, stop)
         if device.type == "cuda":
-            rows = self._resident.windows(rows, device, self._table)
+            rows = self._resident.windows(rows, device, self.table)
         placed = on_device(self._keyed_blocks(blocks(rows, partition, rank, start)), device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:

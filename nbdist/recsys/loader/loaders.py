@@ -53,32 +53,32 @@ class MemoryLoader(Loader):
     """
 
     _waits = False
-    _table: Columns
+    table: Columns
 
     def __init__(self, data: Any, batch_size: int, **options: Any) -> None:
         self._tuples = isinstance(data, (tuple, list))
-        self._table = to_table(data)
-        first = next(iter(self._table))
-        for name, column in self._table.items():
+        self.table = to_table(data)
+        first = next(iter(self.table))
+        for name, column in self.table.items():
             if rows_of(column) != self.rows:
                 raise ValueError(f"column {name!r} has {rows_of(column)} rows, {first!r} has {self.rows}")
         super().__init__(batch_size, **options)
 
     @property
     def rows(self) -> int:
-        return rows_of(next(iter(self._table.values())))
+        return rows_of(next(iter(self.table.values())))
 
     def _shape(self, batch: Columns) -> Any:
         return tuple(batch.values()) if self._tuples else batch
 
     def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
-        yield self._everything(self._table, partition, rank, epoch)
+        yield self._everything(self.table, partition, rank, epoch)
 
     def _names(self) -> list[str]:
-        return [] if self._tuples else list(self._table)
+        return [] if self._tuples else list(self.table)
 
     def _fingerprint(self) -> str:
-        return _digest([(name, dtype_of(column)) for name, column in self._table.items()])
+        return _digest([(name, dtype_of(column)) for name, column in self.table.items()])
 
 
 class ParquetLoader(Loader):
@@ -121,16 +121,19 @@ class ParquetLoader(Loader):
         **options: Any,
     ) -> None:
         self._files = ParquetFiles(files, columns)
-        self._table: Columns | None = None
+        self.table: Columns | None = None
         size, rows = self._files.size, self.rows
-        self._whole = size + 8 * rows <= memory // 2
+        self.whole = size + 8 * rows <= memory // 2
+        """Whether all rows are held in memory."""
         largest = max(self._files.groups, key=lambda group: group.size)
         # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if options.get("prefetch") is None else options["prefetch"]
         beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
-        self._window = memory - memory // 16 - beside  # allocators keep a little more than they are asked for
-        if not self._whole and self._window < largest.size + 8 * largest.rows:
+        # Allocators keep a little more than they are asked for.
+        self.window = memory - memory // 16 - beside
+        """Bytes of the rows that are held otherwise."""
+        if not self.whole and self.window < largest.size + 8 * largest.rows:
             need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
@@ -144,12 +147,12 @@ class ParquetLoader(Loader):
         return len(self._files)
 
     def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
-        if not self._whole:
+        if not self.whole:
             yield from self._stream(partition, rank, epoch, position)
             return
-        if self._table is None:
-            self._table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
-        yield self._everything(self._table, partition, rank, epoch)
+        if self.table is None:
+            self.table = self._files.read([Piece(group, 0, group.rows) for group in self._files.groups])
+        yield self._everything(self.table, partition, rank, epoch)
 
     def _stream(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
         """What `rank` reads for an epoch, one window after the other; those before `position` are not read."""
@@ -164,7 +167,7 @@ class ParquetLoader(Loader):
         pieces = slice_groups(groups, start + shift, stop - start - repeats)
         # A repeated row has a window of its own: it is to be the last, wherever the others go.
         each = [
-            windows(pieces, self._window if self.shuffle else 0),
+            windows(pieces, self.window if self.shuffle else 0),
             windows(slice_groups(groups, stop - 1 + shift, repeats), 0),
         ]
         todo = [(sum(p.stop - p.start for p in window), window) for window in itertools.chain(*each)]
@@ -184,10 +187,10 @@ class ParquetLoader(Loader):
 
     def _fingerprint(self) -> str:
         types = [(name, str(kind)) for name, kind in self._files.types.items()]
-        return _digest([types, self._files.groups, None if self._whole else self._window])
+        return _digest([types, self._files.groups, None if self.whole else self.window])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # read again where it arrives, and not sent
+        return {**self.__dict__, "table": None}  # read again where it arrives, and not sent
 
 
 def _digest(value: Any) -> str:

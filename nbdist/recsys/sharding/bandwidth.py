@@ -37,7 +37,7 @@ class Bandwidth:
 
 
 #: Process group → type of device → what was measured.
-_measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
+measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
 
 
 def measure(device: torch.device, group: Any) -> Bandwidth:
@@ -47,7 +47,7 @@ def measure(device: torch.device, group: Any) -> Bandwidth:
         device: Device of the tables.
         group: Process group that sends their rows; None: the default group.
     """
-    known = _measured.setdefault(group or dist.group.WORLD, {})
+    known = measured.setdefault(group or dist.group.WORLD, {})
     all_know = torch.tensor(int(device.type in known), device=device)  # a rank may have been interrupted
     dist.all_reduce(all_know, dist.ReduceOp.MIN, group=group)
     if not all_know:

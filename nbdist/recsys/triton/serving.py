@@ -200,7 +200,7 @@ class _Installed:
 
 @contextlib.contextmanager
 def _running(installed: _Installed, repository: Path, folder: Path, timeout: float) -> Iterator[Server]:
-    http, grpc = _free_ports()
+    http, grpc = free_ports()
     region = f"nbdist-triton-{os.getpid()}-{secrets.token_hex(4)}-"
     options = {
         "model-repository": repository,
@@ -237,7 +237,8 @@ def _running(installed: _Installed, repository: Path, folder: Path, timeout: flo
             left.unlink(missing_ok=True)
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
+    """Ports of this machine that nobody has now: somebody may have them a moment later."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind((_LOOPBACK, 0))

@@ -12,7 +12,7 @@ interrupts.install()
 
 
 def signal_that_wakes_nobody():
-    while not interrupts._possible:
+    while not interrupts.possible:
         time.sleep(0.01)
     time.sleep(0.2)
     _thread.interrupt_main()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from cells import cells
 
 from nbdist.recsys.etl import Workflow
 from nbdist.recsys.io import disk, folders
@@ -18,24 +19,7 @@ from nbdist.recsys.io import disk, folders
 OLD, NEW = pl.DataFrame({"user": [1, 2]}), pl.DataFrame({"user": [3, 4, 5]})
 
 #: Replaces a folder and kills itself at one of the renames; "plainly": on a file system that cannot exchange folders.
-SCRIPT = """
-import os, signal, sys
-import polars as pl
-from nbdist.recsys.etl import Workflow
-from nbdist.recsys.io import folders
-folder, how, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-workflow = Workflow().fit(pl.DataFrame({"user": [3, 4, 5]}), progress=False)
-if how == "plainly":
-    folders.exchange = lambda *_: False
-def watch(event, arguments):
-    global last
-    if event == "os.rename":
-        last -= 1
-        if not last:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-workflow.transform(pl.DataFrame({"user": [3, 4, 5]}), folder, files=1, shuffle=False, overwrite=True, progress=False)
-"""
+SCRIPT = cells("recsys/io/cells/folders.py")["kills itself at a rename"]
 
 
 def write(frame: pl.DataFrame, folder: Path, overwrite: bool = False) -> None:

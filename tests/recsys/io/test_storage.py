@@ -44,7 +44,7 @@ def query() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def files(query: str) -> str:
     """Three files of eight row groups each, rows numbered through."""
-    filesystem, root = storage._resolve(f"s3://ratings/train?{query}")
+    filesystem, root = storage.resolve(f"s3://ratings/train?{query}")
     for number in range(3):
         rows = pa.array(range(number * ROWS // 3, (number + 1) * ROWS // 3))
         table = pa.table({"row": rows, "rating": rows.cast(pa.float64())})
@@ -140,7 +140,7 @@ def coded(source: str, movies: str, folder: str) -> tuple[int, ...]:
 def test_etl_of_an_object_store(
     files: str, query: str, engine: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    filesystem, root = storage._resolve(f"s3://ratings/movies?{query}")
+    filesystem, root = storage.resolve(f"s3://ratings/movies?{query}")
     kinds = pa.table({"rating": [float(i) for i in range(ROWS)], "kind": [f"kind {i % 7}" for i in range(ROWS)]})
     pq.write_table(kinds, f"{root}/movies.parquet", filesystem=filesystem)
     movies = f"s3://ratings/movies/movies.parquet?{query}"

@@ -25,6 +25,7 @@ from nbdist.recsys.loader import batches as batching
 from nbdist.recsys.loader.base import Loader
 from nbdist.recsys.loader.columns import Ragged, keyed_jagged
 from nbdist.recsys.loader.keyed import Keyed
+from nbdist.recsys.loader.parquet import ParquetFiles
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
@@ -90,7 +91,7 @@ def write(folder: Path, counts: list[int], group: int) -> Path:
 
 def stream(one: ParquetLoader, window: int) -> ParquetLoader:
     """Make a loader of a small file do what it does with a large one."""
-    one._whole, one._window = False, window
+    one.whole, one.window = False, window
     return one
 
 
@@ -236,8 +237,13 @@ def test_resumed_parquet_reads_only_what_is_still_to_come(folder: Path, monkeypa
         pass
     state = one.state_dict()
     read: list[int] = []
-    original = one._files.read
-    monkeypatch.setattr(one._files, "read", lambda pieces, *rest: read.append(len(pieces)) or original(pieces, *rest))
+    original = ParquetFiles.read
+
+    def counting(self: ParquetFiles, *args: Any) -> Any:
+        read.append(len(args[0]))
+        return original(self, *args)
+
+    monkeypatch.setattr(ParquetFiles, "read", counting)
     one.load_state_dict(state)
     assert len(epoch(one)) == 20 - 13
     assert len(read) in (4, 5), "of ten or eleven windows, the last"
@@ -290,7 +296,7 @@ def test_tensors_are_neither_copied_nor_changed_in_kind() -> None:
 def test_rows_that_lie_scattered_in_memory_are_brought_together_once(array: Any) -> None:
     rows = np.arange(6_000).reshape(3_000, 2)
     loader = MemoryLoader((array(rows),), 1_000, shuffle=True)
-    assert loader._table["0"][0].is_contiguous()
+    assert loader.table["0"][0].is_contiguous()
     assert sorted(map(tuple, torch.cat([batch for (batch,) in loader]).tolist())) == list(map(tuple, rows.tolist()))
 
 
@@ -469,23 +475,23 @@ def test_a_file_that_changes_is_noticed(folder: Path) -> None:
         epoch(one)
 
 
-def test_the_memory_budget(folder: Path) -> None:
+def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 3_000_000
     rng = np.random.default_rng(0)
     data = {"user": rng.integers(0, 10**6, rows), "item": rng.integers(0, 10**6, rows), "rating": rng.random(rows)}
     pq.write_table(pa.table(data), write(folder, [], 1) / "0.parquet", row_group_size=100_000)
     budget = 48 << 20
     one = ParquetLoader(folder, 4096, shuffle=True, memory=budget, seed=0)
-    assert one._files.size == 24 * rows > budget and not one._whole
+    assert ParquetFiles(folder).size == 24 * rows > budget and not one.whole
     taken: list[int] = []
-    original = one._files.read
+    original = ParquetFiles.read
 
     def read(*args: Any) -> Any:
         columns = original(*args)
         taken.append(sum(map(batching.bytes_of, columns.values())))
         return columns
 
-    one._files.read = read  # type: ignore[method-assign]
+    monkeypatch.setattr(ParquetFiles, "read", read)
     total = sum(int(batch["user"].sum()) for batch in one)
     assert total == data["user"].sum() and budget // 4 < max(taken) < budget
     with pytest.raises(ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory=(\d+) or more") as caught:
@@ -497,7 +503,7 @@ def test_the_memory_budget(folder: Path) -> None:
 def test_a_loader_is_sent_without_what_it_can_read_again(folder: Path) -> None:
     one = ParquetLoader(write(folder, [500], 100), 50, shuffle=True, seed=5)
     first = epoch(one)
-    assert one._table is not None
+    assert one.table is not None
     data = pickle.dumps(one)
     assert len(data) < 3000
     other = pickle.loads(data)

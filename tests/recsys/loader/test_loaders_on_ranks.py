@@ -45,7 +45,7 @@ def test_ranks_share_an_epoch(session: Session, files: Path, whole: bool, shuffl
     def fn() -> list[list[torch.Tensor]]:
         loader = ParquetLoader(files, 64, columns=["row"], shuffle=shuffle)
         if not whole:
-            loader._whole, loader._window = False, 50_000
+            loader.whole, loader.window = False, 50_000
         epochs = []
         for _ in range(2):
             batches = []

@@ -749,7 +749,7 @@ def test_the_planner_knows_how_fast_this_machine_is(sessions: Sessions) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bandwidth, "time", SimpleNamespace(perf_counter=lambda: next(looks) / 1000))
             again = measured(group)
-            bandwidth._measured.clear()
+            bandwidth.measured.clear()
             return again, measured(group)
 
     first, second = sessions[2].run_all(lambda: measured(shared_group()))
@@ -856,7 +856,7 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def versions(**found: str) -> None:
         names = {"torchrec": "1.8.0"} | {name.replace("_", "-"): version for name, version in found.items()}
-        monkeypatch.setattr("nbdist.recsys.versions._version", names.get)
+        monkeypatch.setattr("nbdist.recsys.versions.installed", names.get)
 
     versions(fbgemm_gpu_cpu="1.7.0")
     with pytest.raises(ImportError, match=rf"fbgemm-gpu-cpu 1.7.0 .* another release of torch. (.|\n)*{pair}"):

@@ -401,7 +401,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
             fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), show=False)
         finally:
             del os.environ[preemption.NOTICES]
-            preemption._told = False
+            preemption.told = False
 
     sessions[2].run(warned)
     assert [path.name for path in Snapshots(tmp_path).all()] == ["step-3", "step-8"]

@@ -837,7 +837,7 @@ with serve({str(repository)!r}) as server:
 @server_needed
 @pytest.mark.long("Triton: exports and a server")
 def test_a_port_that_somebody_else_got_is_not_the_end(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, asked = serving._free_ports, []
+    free, asked = serving.free_ports, []
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -848,7 +848,7 @@ def test_a_port_that_somebody_else_got_is_not_the_end(repository: Path, monkeypa
             port = taken.getsockname()[1]
             return [(port, other), (one, port), (one, other)][len(asked) - 1]
 
-        monkeypatch.setattr(serving, "_free_ports", ports)
+        monkeypatch.setattr(serving, "free_ports", ports)
         with serve(repository) as server:
             assert len(asked) == 3 and server.http == f"127.0.0.1:{asked[-1]}"
 
