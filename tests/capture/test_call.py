@@ -285,6 +285,7 @@ def test_a_script(tmp_path: Path, code: str) -> None:
     assert run_python(["script.py"], tmp_path) == "once\nTrue 20.0 __main__ True\n"
 
 
+@pytest.mark.long("interpreters of their own")
 def test_a_script_from_standard_input(tmp_path: Path) -> None:
     assert run_python(["-"], tmp_path, stdin=SCRIPT + CALL) == "once\nTrue 20.0 __main__ True\n"
 

@@ -75,6 +75,7 @@ def test_a_module_that_ranks_cannot_import_is_told_of(kernel: Kernel) -> None:
     )
 
 
+@pytest.mark.long("larger trainings")
 def test_methods_that_fastai_gives_its_learners_elsewhere() -> None:
     code = """
 import sys, fastai.learner

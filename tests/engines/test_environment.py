@@ -38,6 +38,7 @@ def test_variables_that_are_read_at_import_hold() -> None:
         assert plain.run(seen)[0] == server and in_ddp(1, seen)[0] == server
 
 
+@pytest.mark.long("interpreters of their own")
 def test_variables_that_the_notebook_has_set_since_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     first = in_ddp(1, seen)
     monkeypatch.setenv("TORCH_LOGS", "+aot")

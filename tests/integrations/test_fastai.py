@@ -207,6 +207,7 @@ def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None
     assert np.isfinite(in_ddp(2, fn, ratings[:2000])).all()
 
 
+@pytest.mark.long("larger trainings")
 @pytest.mark.slow
 def test_nothing_is_said_of_arrays_that_pandas_made_read_only(kernel: Kernel) -> None:
     """pandas 3 hands out read-only arrays, of which torch warns once in each process."""

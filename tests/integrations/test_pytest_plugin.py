@@ -57,6 +57,7 @@ def test_a_module_shares_its_ranks_until_a_test_fails(tmp_path: Path) -> None:
     assert status == 1 and "4 passed" in out and "2 failed" in out, out
 
 
+@pytest.mark.long("other test runs")
 def test_a_failure_shows_what_its_rank_has_written(tmp_path: Path) -> None:
     status, out = run(tmp_path, "def test_it(ddp):\n    ddp(2, fails)\n")
     assert status == 1, out

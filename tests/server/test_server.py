@@ -73,6 +73,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
     assert server().pid != killed.pid
 
 
+@pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
 def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -> None:
     """`DistributedDataParallel` and accelerate import hundreds of modules of torch when they are used."""
@@ -87,6 +88,7 @@ def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -
     assert in_ddp(2, imported_at_use, imports="import accelerate") == []
 
 
+@pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
 def test_what_an_optimizer_imports_at_use_is_there_before_the_fork(tmp_path: Path) -> None:
     """In a process of its own: the server of the tests may have imported it for others."""

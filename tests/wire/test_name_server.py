@@ -14,6 +14,7 @@ from cells import cells
 SCRIPT = cells("wire/cells/name_server.py")["ranks beside a name server"]
 
 
+@pytest.mark.long("interpreters of their own")
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux' own")
 def test_no_rank_asks_a_name_server(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -66,6 +66,7 @@ def workflow() -> Workflow:
     )
 
 
+@pytest.mark.long("rows larger than memory")
 def test_a_lazy_frame_where_machines_share_no_disk(sessions: Sessions) -> None:
     """Ranks 1 and 2 behave as if they were on another machine, without the temporary files of rank 0's."""
     frame = ratings(10_000)

@@ -64,7 +64,7 @@ class Case:
     """Samples of each rank; the first so many ranks count."""
     longest: int = 4
     """A bag has 0 to so many ids."""
-    steps: int = 5
+    steps: int = 3
     seed: int = 0
     real: bool = True
     """Whether the tables have values before they are sharded."""
