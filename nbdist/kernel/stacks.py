@@ -68,8 +68,8 @@ def describe(frames: list[Frame] | None) -> str:
     if not frames:
         return "has not started yet, or does not answer"
     *inner, own = frames
-    if own.name == "serve":
-        return "waits for a call"
+    if own.name == "serve":  # its answer may be on the way
+        return "has returned" if any(frame.name == "send" for frame in inner) else "waits for a call"
     if own.name in ("join", "_join"):
         return "is joining the process group"
     if own.name == "leave":

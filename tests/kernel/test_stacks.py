@@ -108,6 +108,7 @@ WRAPPER = Frame(torch.distributed.__file__, "83", "wrapper")
         (None, "has returned"),
         ([], "has not started yet, or does not answer"),
         ([Frame(stacks._OWN[0], "150", "serve")], "waits for a call"),
+        ([Frame("/nbdist/wire/channel.py", "55", "send"), Frame(stacks._OWN[0], "150", "serve")], "has returned"),
         ([LIBRARY, Frame(stacks._OWN[0], "90", "_join")], "is joining the process group"),
         ([OWN], "is in the function"),
         ([LIBRARY, OWN], "is in all_reduce"),
