@@ -57,20 +57,24 @@ def pytest_runtest_logstart(nodeid: str) -> None:
         Path(folder, str(os.getpid())).write_text(nodeid)
 
 
-_seconds: Counter[str] = Counter()
+#: By file, and by whether the test is long.
+_seconds: Counter[tuple[str, bool]] = Counter()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Add what a phase of a test took."""
-    _seconds[report.nodeid.partition("::")[0]] += report.duration
+    _seconds[report.nodeid.partition("::")[0], "long" in report.keywords] += report.duration
 
 
 def pytest_sessionfinish(session: Any) -> None:
     """Keep the seconds of each file. The seconds of a file that was not run stay."""
     if not hasattr(session.config, "workerinput") and _seconds:
         path = ROOT / "tests" / "seconds.json"
-        seconds = {**json.loads(path.read_text()), **{file: round(taken, 1) for file, taken in _seconds.items()}}
-        path.write_text(json.dumps(dict(sorted(seconds.items())), indent=1) + "\n")
+        seconds = json.loads(path.read_text())
+        for (file, long), taken in _seconds.items():
+            seconds.setdefault(file, [0.0, 0.0])[long] = round(taken, 1)
+        lines = [f" {json.dumps(file)}: {json.dumps(taken)}" for file, taken in sorted(seconds.items())]
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @dataclass

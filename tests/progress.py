@@ -1,7 +1,7 @@
 """Show the progress of a run of tests, the time left, each failure at once, and at the end what was left out.
 
-`seconds.json` holds the seconds of each file of tests, from a run on two quiet cores (`python -m benchmarks.suite`).
-Files that take longest begin first. The time left follows from these seconds and from the speed of the run so far.
+`seconds.json` holds the seconds of each file, without its long tests and of these alone, from a run on two quiet cores
+(`make suite`). Files that take longest begin first. The time left follows from these seconds and from the speed so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-SECONDS: dict[str, float] = json.loads((HERE / "seconds.json").read_text())
+SECONDS: dict[str, tuple[float, float]] = json.loads((HERE / "seconds.json").read_text())
 #: Seconds of a file that is not in `SECONDS`.
 UNKNOWN = 2.0
 #: Seconds between two lines about the progress.
@@ -32,10 +32,18 @@ def reason(item: pytest.Item) -> str:
     return str(long.args[0]) if long is not None else "takes more than a few seconds"
 
 
+def expected(config: pytest.Config) -> dict[str, float]:
+    """Return the seconds of each file, of those of its tests that `-m` selects."""
+    selected = config.option.markexpr
+    wanted = slice(0, 1) if selected.startswith("not long") else slice(1, 2) if selected == "long" else slice(0, 2)
+    return {file: sum(seconds[wanted]) for file, seconds in SECONDS.items()}
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take longest; the order within a file stays."""
-    order = {file: rank for rank, file in enumerate(sorted(SECONDS, key=lambda file: -SECONDS[file]))}
+    seconds = expected(config)
+    order = {file: rank for rank, file in enumerate(sorted(seconds, key=lambda file: -seconds[file]))}
     items.sort(key=lambda item: order.get(file_of(item.nodeid), len(order)))
 
 
@@ -44,6 +52,7 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        self._seconds = expected(config)
         self._begin = self._shown = time.monotonic()
         self._left: dict[str, int] = {}
         self._sizes: Counter[str] = Counter()
@@ -98,7 +107,7 @@ class Progress:
         """Return the number of tests that have run, and the time left."""
 
         def seconds(counts: dict[str, int]) -> float:
-            return sum(SECONDS.get(file, UNKNOWN) * count / self._sizes[file] for file, count in counts.items())
+            return sum(self._seconds.get(file, UNKNOWN) * count / self._sizes[file] for file, count in counts.items())
 
         whole, left = seconds(self._sizes), seconds({file: n for file, n in self._left.items() if file in self._sizes})
         passed = time.monotonic() - self._begin
