@@ -24,6 +24,8 @@ from nbdist import Session, in_ddp
 ROOT = str(Path(__file__).parent.parent.parent)
 
 CELLS = cells("kernel/cells/terminal.py")
+#: Each starts a kernel.
+MORE = pytest.mark.long("more ways for a kernel to end")
 
 
 def write(folder: Path, code: str) -> Path:
@@ -170,8 +172,15 @@ def test_a_session_in_a_cycle() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("now", [True, False], ids=["at once", "asked to leave"])
-@pytest.mark.parametrize("busy", [True, False], ids=["in a call", "idle"])
+@pytest.mark.parametrize(
+    ("busy", "now"),
+    [
+        pytest.param(True, True, id="in a call, at once"),
+        pytest.param(False, False, id="idle, asked to leave"),
+        pytest.param(True, False, id="in a call, asked to leave", marks=MORE),
+        pytest.param(False, True, id="idle, at once", marks=MORE),
+    ],
+)
 def test_restarted_kernel(tmp_path: Path, now: bool, busy: bool) -> None:
     before, temporary = shared_memory_names(), tmp_path / "temporary"
     temporary.mkdir()

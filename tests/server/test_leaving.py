@@ -24,6 +24,8 @@ ROOT = str(Path(__file__).parent.parent.parent)
 # --------------------------------------------------------------------------------------------- children of the kernel
 
 IN_SESSION = CELLS["in a session"]
+#: Each starts an interpreter.
+MORE = pytest.mark.long("more ways for a script to end")
 
 CHILDREN = {
     name: CELLS[name] for name in ("fork", "multiprocessing", "a child that drops the session", "a child that calls it")
@@ -131,7 +133,9 @@ FIRST = {"nbdist": "", "torch": "import torch, multiprocessing.util, weakref\nwe
 
 
 @pytest.mark.started
-@pytest.mark.parametrize("first", FIRST.values(), ids=FIRST)
+@pytest.mark.parametrize(
+    "first", [pytest.param(FIRST["nbdist"], marks=MORE, id="nbdist"), pytest.param(FIRST["torch"], id="torch")]
+)
 def test_ranks_lose_nothing_when_the_kernel_ends(tmp_path: Path, first: str) -> None:
     code = (
         first

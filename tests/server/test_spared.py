@@ -27,6 +27,8 @@ from nbdist.engines import forkserver
 
 #: In the server: one of its next forks fails.
 FAILING_FORK = cells("server/cells/spared.py")["a fork fails"]
+#: Costs the ranks of a session.
+MORE = pytest.mark.long("more ways for a rank to fail")
 
 
 @pytest.fixture
@@ -177,7 +179,9 @@ def die_at_join() -> None:
     dist.init_process_group = lambda *args, **kwargs: os._exit(9)
 
 
-@pytest.mark.parametrize(("spoil", "error"), [(spoil_join, "cannot join"), (die_at_join, "exit code 9")])
+@pytest.mark.parametrize(
+    ("spoil", "error"), [(spoil_join, "cannot join"), pytest.param(die_at_join, "exit code 9", marks=MORE)]
+)
 def test_a_rank_that_is_not_asked_cannot_join(spoil: Any, error: str) -> None:
     with Session(2) as session:
         session.call(spoil, ranks=[1])

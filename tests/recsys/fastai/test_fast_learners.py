@@ -28,7 +28,7 @@ WARM = IMPORTS
 
 @pytest.fixture(scope="module")
 def ratings() -> pd.DataFrame:
-    return synthetic_ratings(n_users=200, n_items=150, n_ratings=6000).with_titles().to_pandas()
+    return synthetic_ratings(n_users=100, n_items=80, n_ratings=3000).with_titles().to_pandas()
 
 
 def collab(ratings: pd.DataFrame, bs: int = 64, **options: Any) -> Learner:

@@ -119,8 +119,7 @@ def test_what_is_no_index(ids: list[Any], message: str) -> None:
 # --- the loss ---
 
 
-@pytest.mark.parametrize("negatives", [0, 64])
-@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize(("negatives", "corrected"), [(0, True), (64, True), (64, False)])
 def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool) -> None:
     """Everybody takes items by the same shares: then the right score of an item is the logarithm of its share."""
     draw = torch.Generator().manual_seed(0)

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 NUMBERS = (2, 4)
+FOUR = pytest.mark.long("more on four ranks")
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
 SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -203,7 +204,7 @@ def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize("nranks", NUMBERS)
+@pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_trains_as_in_one_piece(sessions: Sessions, strategy: str, nranks: int) -> None:
     answers = assert_same(sessions[nranks], Case(strategy))
@@ -497,7 +498,7 @@ def load(strategies: dict[str, str], folder: Path, optimizer: bool = True) -> tu
 
 
 @pytest.mark.parametrize("strategies", [pytest.param(strategies, id=name) for name, strategies in PLANS.items()])
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), pytest.param(4, 2, marks=FOUR)])
 def test_saved_on_n_ranks_and_loaded_on_m(
     sessions: Sessions, tmp_path: Path, strategies: dict[str, str], n: int, m: int
 ) -> None:
