@@ -62,7 +62,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def started_or_forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start what a test marked `started` starts. Its fork servers end with it: those of other tests are forked."""
+    """Start what a test marked `started` starts. Its fork servers end with it: other tests fork their own."""
     if request.node.get_closest_marker("started") is None:
         yield
         return

@@ -33,7 +33,7 @@ def reason(item: pytest.Item) -> str:
 
 
 def expected(config: pytest.Config) -> dict[str, float]:
-    """Return the seconds of each file, of those of its tests that `-m` selects."""
+    """Return the seconds of each file, for the tests that `-m` selects."""
     selected = config.option.markexpr
     wanted = slice(0, 1) if selected.startswith("not long") else slice(1, 2) if selected == "long" else slice(0, 2)
     return {file: sum(seconds[wanted]) for file, seconds in SECONDS.items()}

@@ -143,7 +143,7 @@ _servers: dict[tuple[int, Variables], ForkServer] = {}
 
 
 def server(variables: Variables | None = None) -> ForkServer:
-    """This process's server of ranks with these variables, or with those of now; started where there is none."""
+    """Return this process's server of ranks with these variables (default: the current ones). Start one if need be."""
     key = os.getpid(), read_at_import(os.environ) if variables is None else variables
     with _lock:
         found = _servers.get(key)

@@ -496,7 +496,7 @@ class Session:
 
 
 def executor_of(session: Session) -> Executor:
-    """What holds the ranks of a session, for others inside nbdist, tests and benchmarks."""
+    """Return the executor of a session, which holds its ranks, for other modules of nbdist, tests and benchmarks."""
     return session._executor
 
 

@@ -6,7 +6,7 @@ import os
 
 from ..wire.messages import NOTICES
 
-#: Whether this rank was told.
+#: Whether this rank got the warning.
 told = False
 
 

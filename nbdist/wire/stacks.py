@@ -136,7 +136,7 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
 
 
 def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
-    """In a thread of its own: tell the stack of the thread `main`, and do what is ordered, until the kernel is gone."""
+    """In a thread of its own: send the stack of the thread `main`, and do what is ordered, until the kernel is gone."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     order = bytearray()
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
@@ -157,7 +157,7 @@ def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> Non
 
 
 def read(fd: int, size: int) -> bytes:
-    """Read so many bytes, in however many pieces they come. Raises `OSError` where they do not come."""
+    """Read `size` bytes, in however many pieces they come. Raises `OSError` where they do not come."""
     data = b""
     while len(data) < size:
         if not (part := os.read(fd, size - len(data))):

@@ -238,7 +238,7 @@ def _running(installed: _Installed, repository: Path, folder: Path, timeout: flo
 
 
 def free_ports() -> tuple[int, int]:
-    """Ports of this machine that nobody has now: somebody may have them a moment later."""
+    """Return free ports of this machine. Another program may take them a moment later."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind((_LOOPBACK, 0))
