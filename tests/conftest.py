@@ -151,7 +151,7 @@ def ranks_of(pid: int | None = None) -> list[psutil.Process]:
 
 
 def open_fds() -> int:
-    """Return the number of open descriptors, but for those of templates, which start when a test first needs them."""
+    """Return the number of open descriptors, leaving out templates, which start when a test first needs them."""
     own = sum(one.descriptors() for one in _templates)
     return len(os.listdir("/proc/self/fd")) - own if sys.platform == "linux" else 0
 

@@ -367,7 +367,7 @@ def test_except_clauses_work(notebook: Kernel) -> None:
 
 
 def test_raised_anew_by_the_notebook(notebook: Kernel) -> None:
-    seen = fails(notebook, CELLS["raised anew"], "RuntimeError").plain_traceback
+    seen = fails(notebook, CELLS["raised again"], "RuntimeError").plain_traceback
     assert 'raise ValueError("boom")' in seen and "while training" in seen and "rank 0" in seen
 
 

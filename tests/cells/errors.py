@@ -44,7 +44,7 @@ except ValueError as error:
     traceback.print_exc(file=sys.stdout)
 
 
-# %% raised anew
+# %% raised again
 def f():
     raise ValueError("boom")
 

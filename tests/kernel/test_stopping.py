@@ -175,7 +175,7 @@ class Stopped:
 @pytest.mark.parametrize("call", ["in_ddp(2, sleep, 0)", "parallel_map(sleep, range(2))"])
 def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None:
     """As one is that comes right before the kernel waits: Python does not hear of it before the end of that."""
-    notebook.ok(CELLS["the notebook's main thread hears no press"])
+    notebook.ok(CELLS["the notebook's main thread misses each press"])
     try:
         assert stopped(notebook, call).error == "KeyboardInterrupt"
     finally:

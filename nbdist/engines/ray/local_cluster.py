@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 
 from .process import release
 from .starting import agent_ports, announced, environment, patiently
-from .stopping import end, family
+from .stopping import family, kill
 
 
 class LocalCluster(Cluster):
@@ -52,4 +52,4 @@ class LocalCluster(Cluster):
         nodes: Any = self.list_all_nodes()  # type: ignore[no-untyped-call]
         processes = family(node.all_processes["raylet"][0].process.pid for node in nodes)
         super().shutdown()  # type: ignore[no-untyped-call]
-        end(processes)
+        kill(processes)

@@ -160,10 +160,16 @@ def _missing_gpus(gpus: int) -> str:
 
 def _end(ray: subprocess.Popen[str], folder: str) -> None:
     """End Ray and all that it has started, at once: no user is left who could use time to save something."""
-    from nbdist.engines.ray.stopping import end, family
+    import psutil
+
+    from nbdist.engines.ray.stopping import family, kill
 
     processes = family([ray.pid])[1:]
     ray.kill()
-    end(processes)
+    for process in processes:
+        if process.is_running() and process.name() in ("raylet", "gcs_server"):
+            process.terminate()
+    psutil.wait_procs(processes, timeout=3)
+    kill(processes)
     ray.wait()
     shutil.rmtree(folder, ignore_errors=True)

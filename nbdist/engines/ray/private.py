@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .starting import agent_ports, announced, patiently, why
-from .stopping import end, family
+from .stopping import family, kill
 
 
 def main(kernel: str) -> None:
@@ -41,7 +41,7 @@ def main(kernel: str) -> None:
     ends.poll()
     processes = family([os.getpid()])[1:]
     node.kill_all_processes(check_alive=False)
-    end(processes)
+    kill(processes)
 
 
 def _start(ports: Mapping[str, Any]) -> Any:

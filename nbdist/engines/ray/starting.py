@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .stopping import end, family
+from .stopping import family, kill
 
 #: On the path of Ray's processes: modules that stand in for others whose import takes seconds.
 LIGHT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "light")
@@ -106,7 +106,7 @@ def patiently(start: Callable[[], Any]) -> Any:
         except Exception as exc:
             if attempt + 1 == ATTEMPTS or "timed out during startup" not in str(exc):
                 raise
-            end(family(process.pid for process in set(psutil.Process().children()) - before))
+            kill(family(process.pid for process in set(psutil.Process().children()) - before))
     raise AssertionError("unreachable")
 
 

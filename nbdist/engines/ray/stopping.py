@@ -1,4 +1,4 @@
-"""Ending all processes of Ray nodes on this machine.
+"""Killing what is left of Ray nodes on this machine.
 
 Ray's agents and workers notice late that their node has ended, on a busy machine after more than a minute.
 """
@@ -6,14 +6,11 @@ Ray's agents and workers notice late that their node has ended, on a busy machin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import psutil
-
-#: Seconds that a node's own processes get to end, before they are killed.
-GRACE = 3
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
@@ -28,18 +25,11 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
     return found
 
 
-def end(processes: Iterable[psutil.Process]) -> None:
-    """End processes of Ray: nodes are asked to, and all that is left after `GRACE` seconds is killed."""
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill the processes that still live, and wait for their end."""
     import psutil
 
-    left = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            left.append(process)
-            if process.name() in ("raylet", "gcs_server"):
-                process.terminate()
-    _, left = psutil.wait_procs(left, timeout=GRACE)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=GRACE)
+    psutil.wait_procs(processes, timeout=3)

@@ -25,7 +25,7 @@ def holds_the_gil():
 
 session.run(holds_the_gil)
 
-# %% the notebook's main thread hears no press
+# %% the notebook's main thread misses each press
 import os
 import signal
 
