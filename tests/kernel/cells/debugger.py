@@ -20,7 +20,9 @@ session.run(int)
 def touch_when_in(name, path):
     """Make a file once the main thread is in a function of this name."""
 
-    def watch(main=threading.main_thread().ident):
+    main = threading.main_thread().ident
+
+    def watch():
         while name not in [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])]:
             time.sleep(0.01)
         Path(path).touch()
