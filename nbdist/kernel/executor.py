@@ -159,14 +159,16 @@ class Executor:
     ) -> list[Any]:
         """Send ranks what they are to do, all of it also where an interrupt comes, and wait for their answers."""
         waiting: Waiting | None = None
-        interrupted = False
-        group.underway = True
+        interrupted = begun = False
         try:
             with postponed_interrupts():
+                begun = group.underway = True
                 send()
                 waiting = Waiting(group, targets, what, **about)
         except BaseException as exc:
             interrupted = isinstance(exc, KeyboardInterrupt)
+            if interrupted and not begun:
+                raise early_stop(killed=False) from None
             if waiting is None:  # they may have got half of it
                 self._lost = "the last call was broken off while it was sent to the ranks"
                 self._dead = group.dead

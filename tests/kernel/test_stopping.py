@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import random
@@ -140,6 +141,21 @@ def test_a_press_while_a_call_is_sent_costs_no_rank(monkeypatch: pytest.MonkeyPa
             patch.setattr(Group, "send", pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.run(time.sleep, 1000)
+        assert session.run_all(os.getpid) == pids
+
+
+def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def pressed() -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        with monkeypatch.context() as patch:
+            patch.setattr("nbdist.kernel.executor.postponed_interrupts", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                session.run(int)
         assert session.run_all(os.getpid) == pids
 
 
