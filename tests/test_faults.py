@@ -206,6 +206,7 @@ def test_a_disk_without_room_for_a_folder(tmp_path: Path) -> None:
         kernel.close()
 
 
+@pytest.mark.long("kernels with a small /dev/shm")
 @pytest.mark.slow
 def test_shared_memory_full(tmp_path: Path) -> None:
     """Big values do not need /dev/shm; what the user's own code puts there fails with a reason."""

@@ -15,6 +15,7 @@ def test_it_arrives(cell: Cell, case: str) -> None:
     cell(ARRIVE[case])
 
 
+@pytest.mark.long("interpreters of their own")
 def test_columns_of_objects_in_polars_frames(cell: Cell) -> None:
     cell(REFUSALS["columns of objects in polars frames"])
 

@@ -89,6 +89,7 @@ for name in ("distrib_ctx", "no_such"):
     assert "from fastai.distributed: `from fastai.distributed import *` in a cell" in known and not unknown
 
 
+@pytest.mark.long("interpreters of their own")
 def test_in_a_script(tmp_path: Path) -> None:
     packages(tmp_path)
     script = tmp_path / "script.py"

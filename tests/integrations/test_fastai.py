@@ -79,6 +79,7 @@ def test_a_learner_returns_ready_for_use(session: Session, ratings: pd.DataFrame
     assert again == learn.recorder.values
 
 
+@pytest.mark.long("larger trainings")
 def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) -> None:
     """As it does on a machine with one GPU."""
 

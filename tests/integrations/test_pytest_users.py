@@ -28,10 +28,8 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["plain", *(pytest.param(way, marks=pytest.mark.long("other test runs")) for way in list(WAYS)[1:])]
-)
+@pytest.mark.long("other test runs")
+@pytest.mark.parametrize("way", WAYS)
 def test_tests_of_users_pass(tmp_path: Path, way: str) -> None:
     (tmp_path / "test_mine.py").write_text(CELLS["test_mine.py"])
     done = run_pytest(tmp_path, *WAYS[way])

@@ -485,6 +485,7 @@ def test_source_of_a_notebook_function(notebook: Kernel) -> None:
 # ------------------------------------------------------------------------------------------------- a saved notebook
 
 
+@pytest.mark.long("notebooks")
 @pytest.mark.slow
 def test_saved_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training with fastai leaves a handful of ordinary outputs: the table, not every step of the bar."""

@@ -256,6 +256,7 @@ def calls_and_returns() -> None:
         deep(20)
 
 
+@pytest.mark.long("ranks that are asked again and again")
 def test_many_reads_of_ranks_busy_in_python_code_kill_none() -> None:
     """Ten thousand of them, and of others: benchmarks/rank/stacks.py."""
     with running(calls_and_returns) as session:

@@ -327,6 +327,7 @@ def test_a_plain_traceback_has_one_frame_of_nbdist(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["['<module>', '<lambda>', 'nbdist']"] * 4, done.stdout + done.stderr
 
 
+@pytest.mark.long("other test runs")
 def test_a_failing_test_shows_its_own_lines(tmp_path: Path) -> None:
     file = tmp_path / "test_theirs.py"
     file.write_text(CELLS["test_theirs.py"])

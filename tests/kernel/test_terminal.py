@@ -176,7 +176,7 @@ def test_a_session_in_a_cycle() -> None:
     ("busy", "now"),
     [
         pytest.param(True, True, id="in a call, at once"),
-        pytest.param(False, False, id="idle, asked to leave"),
+        pytest.param(False, False, id="idle, asked to leave", marks=MORE),
         pytest.param(True, False, id="in a call, asked to leave", marks=MORE),
         pytest.param(False, True, id="idle, at once", marks=MORE),
     ],

@@ -160,7 +160,13 @@ def test_a_file_that_is_not_what_the_notebook_has_reloaded_is_named(write: Write
         assert session.run(answer) == other.run(answer) == 3
 
 
-@pytest.mark.parametrize("mode", ["%autoreload 2", "%autoreload 3", "%autoreload 2 --full"])
+MORE = pytest.mark.long("more modes of %autoreload")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["%autoreload 2", pytest.param("%autoreload 3", marks=MORE), pytest.param("%autoreload 2 --full", marks=MORE)],
+)
 def test_autoreload(mode: str, kernel: Kernel, tmp_path: Path) -> None:
     module = tmp_path / "own_a.py"
     module.write_text("def answer(x): return x + 1\n")

@@ -43,7 +43,10 @@ def script(code: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
             one.kill()
 
 
-@pytest.mark.parametrize("child", CHILDREN.values(), ids=CHILDREN)
+@pytest.mark.parametrize(
+    "child",
+    [pytest.param(code, id=name, marks=MORE if name.startswith("a child") else ()) for name, code in CHILDREN.items()],
+)
 def test_a_child_of_the_kernel_that_leaves(tmp_path: Path, child: str) -> None:
     code = IN_SESSION + child + "assert session.run_all(os.getpid) == pids\nprint('same')"
     with script(code, tmp_path) as kernel:
@@ -132,6 +135,7 @@ def test_a_rank_that_leaves_loses_nothing(tmp_path: Path, how: str) -> None:
 FIRST = {"nbdist": "", "torch": "import torch, multiprocessing.util, weakref\nweakref.finalize(torch, print)\n"}
 
 
+@pytest.mark.long("more ways for a kernel to end")
 @pytest.mark.started
 @pytest.mark.parametrize(
     "first", [pytest.param(FIRST["nbdist"], marks=MORE, id="nbdist"), pytest.param(FIRST["torch"], id="torch")]

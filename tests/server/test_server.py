@@ -113,6 +113,7 @@ def huge_pages_can_be_had() -> bool:
     return sys.platform == "linux" and tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1)
 
 
+@pytest.mark.long("the server's memory")
 @pytest.mark.started
 @pytest.mark.skipif(not huge_pages_can_be_had(), reason="MADV_COLLAPSE came with Linux 6.1")
 def test_an_idle_server_gathers_its_memory_in_huge_pages() -> None:
@@ -134,6 +135,7 @@ def full_collections() -> int:
     return int(gc.get_stats()[2]["collections"]) - before
 
 
+@pytest.mark.long("the server's memory")
 @pytest.mark.started
 def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
     forkserver.stop()
@@ -152,6 +154,7 @@ def threads_and_modules(module: str) -> tuple[int, bool, int]:
     return psutil.Process().num_threads(), module in sys.modules, os.getpid()
 
 
+@pytest.mark.long("modules that notebooks import")
 def test_modules_that_start_threads_are_left_to_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +180,7 @@ def test_modules_that_start_threads_are_left_to_the_ranks(
         assert (caught.value.rank, caught.value.status) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.long("modules that notebooks import")
 def test_a_package_that_starts_threads_is_refused_once_and_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,7 +66,7 @@ def fit(learn: Learner, epochs: int = 1) -> Learner:
     return learn
 
 
-@pytest.mark.parametrize("make", [collab, tabular])
+@pytest.mark.parametrize("make", [collab, pytest.param(tabular, marks=pytest.mark.long("larger trainings"))])
 def test_batches_are_those_of_fastai(make: Any, ratings: pd.DataFrame) -> None:
     learn = make(ratings) if make is collab else make()
     theirs = list(learn.dls.valid)
@@ -99,6 +99,7 @@ def test_fused_steps_are_steps_of_adam(make: Any, ratings: pd.DataFrame) -> None
     plain.opt.step()
 
 
+@pytest.mark.long("larger trainings")
 def test_it_stays_a_fastai_learner(ratings: pd.DataFrame) -> None:
     learn = fit(fast(collab(ratings)), 2)
     at_the_end = learn.recorder.values[-1][1]

@@ -475,6 +475,7 @@ def test_a_file_that_changes_is_noticed(folder: Path) -> None:
         epoch(one)
 
 
+@pytest.mark.long("larger tables")
 def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 3_000_000
     rng = np.random.default_rng(0)

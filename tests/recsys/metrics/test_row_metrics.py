@@ -85,6 +85,7 @@ def test_a_rank_without_rows_takes_part(session: Session, silent: int) -> None:
         assert values == pytest.approx([roc_auc_score(labels, scores), log_loss(labels, scores.sigmoid())])
 
 
+@pytest.mark.long("larger tables")
 def test_millions_of_rows_are_summed_exactly_enough() -> None:
     rmse, loss = RMSE(), LogLoss()
     for _ in range(20):

@@ -42,6 +42,13 @@ pytestmark = pytest.mark.slow
 WARM = "import torchrec.distributed"
 NUMBERS = (2, 4)
 FOUR = pytest.mark.long("more on four ranks")
+#: One strategy of each kind: by rows, by columns, by both, copied. The others are long.
+SOME_STRATEGIES = [
+    strategy
+    if strategy in ("row_wise", "column_wise", "grid_shard", "data_parallel")
+    else pytest.param(strategy, marks=pytest.mark.long("more strategies"))
+    for strategy in STRATEGIES
+]
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
 SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
@@ -320,7 +327,7 @@ def assert_same_shape(
     assert_same(session, Case(strategy, {}, tuple(rows), width * 4 * nranks, **options))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SOME_STRATEGIES)
 def test_any_shape(sessions: Sessions, strategy: str) -> None:
     @FEW
     @given(nranks=st.sampled_from(NUMBERS), pooling=POOLINGS, **SHAPES)
@@ -341,7 +348,7 @@ def test_sequences_of_any_shape(sessions: Sessions, strategy: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SOME_STRATEGIES)
 def test_batches_of_different_sizes(sessions: Sessions, strategy: str) -> None:
     assert_same(sessions[2], Case(strategy, batches=(7, 3, 0, 0), mean=True))
     assert_same(sessions[2], Case(strategy, batches=(0, 8, 0, 0), weighted=True))
@@ -421,6 +428,7 @@ def initial(strategies: dict[str, str]) -> tuple[nn.Module | None, list[float]]:
     return whole, [*fit(sharded, range(3)), float(torch.rand(1))]
 
 
+@pytest.mark.long("larger tables")
 def test_tables_on_meta_start_alike_whatever_the_plan(sessions: Sessions) -> None:
     states, losses = [], []
     for nranks in NUMBERS:
@@ -524,6 +532,7 @@ def test_loaded_with_other_strategies(sessions: Sessions, tmp_path: Path) -> Non
         torch.testing.assert_close(loaded.state_dict(), saved.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.long("larger tables")
 def test_sequences_of_different_lengths(sessions: Sessions) -> None:
     def losses(strategies: dict[str, str]) -> list[list[float]]:
         return sessions[4].run_all(lambda: fit(build(strategies), range(4), (8, 1, 3, 5)))

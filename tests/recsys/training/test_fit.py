@@ -315,7 +315,9 @@ def test_ids_that_are_sent_ahead_change_nothing(sessions: Sessions, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.long("larger trainings") if how == "sharded" else ()) for how in HOWS]
+)
 def test_resumed_as_if_never_broken_off(sessions: Sessions, tmp_path: Path, how: str) -> None:
     """In mid-epoch, between two records, with dropout and everybody's random generators in use: bit for bit."""
     history, expected = sessions[2].run(train, how, 1200, 64, **LONG)
@@ -355,6 +357,7 @@ def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
     assert aucs[0] == pytest.approx(aucs[1], abs=0.005)
 
 
+@pytest.mark.long("larger trainings")
 @pytest.mark.slow
 def test_other_batches_make_other_epochs(sessions: Sessions, tmp_path: Path) -> None:
     """On half as many ranks with the same batches, an epoch has twice the steps, and the run as many epochs."""
@@ -421,6 +424,7 @@ def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: Sessions,
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+@pytest.mark.long("larger trainings")
 @pytest.mark.slow
 def test_the_best_snapshot_is_kept(sessions: Sessions, tmp_path: Path) -> None:
     """Training first makes it better, and then, with labels turned round, worse."""
@@ -735,6 +739,7 @@ history = in_ddp(2, train)
 """
 
 
+@pytest.mark.long("notebooks")
 @pytest.mark.slow
 def test_shown_in_the_cell_as_it_goes(kernel: Kernel) -> None:
     cell, outputs = kernel.start(CELL), []
