@@ -374,7 +374,7 @@ class Waiting:
         if self._leaving:
             self._dismiss(rank)
 
-    def _copy(self, rank: int, buffers: list[tuple[int, int, bool]]) -> None:
+    def _copy(self, rank: int, buffers: list[tuple[int, int]]) -> None:
         """Copy the big buffers of a rank's answer, which waits for that; or let it send them."""
         pid = self._ranks.pids[rank]
         try:

@@ -38,7 +38,6 @@ class Parcel:
         finally:
             self.close()
         views = [wholes[span.segment][span.start : span.start + span.size] for span in self.spans]
-        views = [v.toreadonly() if span.readonly else v for v, span in zip(views, self.spans, strict=True)]
         pickled = views.pop(0) if self.inline is None else memoryview(self.inline)
         return pickled, self.buffers or views
 
@@ -62,9 +61,7 @@ def pack(pickled: memoryview, buffers: Iterable[pickle.PickleBuffer], cache: Sen
         found, segments = [None] * len(views), []
     starts, end = layout(view.nbytes if hit is None else 0 for view, hit in zip(views, found, strict=True))
     spans = [
-        Span(len(segments), start, view.nbytes, view.readonly)
-        if hit is None
-        else Span(segments.index(hit[0]), hit[1], view.nbytes, view.readonly)
+        Span(len(segments), start, view.nbytes) if hit is None else Span(segments.index(hit[0]), hit[1], view.nbytes)
         for view, hit, start in zip(views, found, starts, strict=True)
     ]
     if None in found:

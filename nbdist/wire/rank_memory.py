@@ -26,19 +26,18 @@ _PIECE = 32 << 20  # bytes that one core reads as fast as several
 
 
 class RankBuffer(NamedTuple):
-    """A buffer in a rank's memory: its address and size in bytes, and whether it is read-only."""
+    """A buffer in a rank's memory: its address and size in bytes."""
 
     address: int
     size: int
-    readonly: bool
 
 
 def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
     """In the rank: where these buffers lie. They must stay there until the kernel has answered."""
     import numpy as np
 
-    arrays = [(np.frombuffer(view, dtype=np.uint8), view.readonly) for view in views]
-    return [RankBuffer(array.ctypes.data, array.nbytes, readonly) for array, readonly in arrays]
+    arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
+    return [RankBuffer(array.ctypes.data, array.nbytes) for array in arrays]
 
 
 def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
@@ -53,8 +52,7 @@ def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
     ]
     by_threads(lambda piece: _read(pid, *piece), work)
     whole = memoryview(memory)
-    views = [whole[start : start + buffer.size] for start, buffer in zip(starts, buffers, strict=True)]
-    return [view.toreadonly() if buffer.readonly else view for view, buffer in zip(views, buffers, strict=True)]
+    return [whole[start : start + buffer.size] for start, buffer in zip(starts, buffers, strict=True)]
 
 
 class _Iovec(ctypes.Structure):

@@ -69,12 +69,11 @@ class Segment:
 
 
 class Span(NamedTuple):
-    """Where a buffer lies: the number of its segment, its start and size in bytes, and whether it is read-only."""
+    """Where a buffer lies: the number of its segment, its start and size in bytes."""
 
     segment: int
     start: int
     size: int
-    readonly: bool
 
 
 @functools.cache
