@@ -175,6 +175,7 @@ def test_status(session: Session) -> None:
     for rank, row in enumerate(rows):
         assert row.split()[:4] == [str(rank), str(pids[rank]), "cpu", "idle"] and row.endswith("loss 0.25")
         assert "MB" in row
+        assert row.index("loss 0.25") == head.index(head.split("  ")[-1].strip()), "columns are aligned"
     future = session.submit(time.sleep, 1000)
     assert poll(lambda: str(session.status()).count("running  sleep") == 2), session.status()
     assert "<td>running</td><td>sleep</td>" in session.status()._repr_html_()
