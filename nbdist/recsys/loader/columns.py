@@ -128,6 +128,20 @@ def join(parts: Sequence[Column]) -> Column:
     return Ragged(values, offsets)
 
 
+def ids_of(batch: Mapping[str, Column], name: str) -> Column:
+    """A column of ids: one per row, shape (rows,), or lists of them.
+
+    Raises:
+        ValueError: for a column that is not there, or has another shape.
+    """
+    if name not in batch:
+        raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
+    column = batch[name]
+    if not isinstance(column, Ragged) and column.ndim != 1:
+        raise ValueError(f"column {name!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
+    return column
+
+
 def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJaggedTensor:
     """TorchRec's `KeyedJaggedTensor` of some columns of a batch: what its loader has made ahead with `keyed=`, if so.
 
@@ -158,11 +172,7 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
         return made
     values, lengths = [], []
     for key in keys:
-        if key not in batch:
-            raise ValueError(f"the batch has no column {key!r}, but {', '.join(batch)}")
-        column = batch[key]
-        if not isinstance(column, Ragged) and column.ndim != 1:
-            raise ValueError(f"column {key!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
+        column = ids_of(batch, key)
         values.append(column.values if isinstance(column, Ragged) else column)
         lengths.append(column.lengths if isinstance(column, Ragged) else torch.ones_like(column, dtype=torch.int64))
         if values[-1].dtype != values[0].dtype:

@@ -46,8 +46,18 @@ from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
 from .annotations import annotate_for_profilers_alone
+from .collections import find_tables, to_torchrec
 from .exchange import exchange_at_once
-from .hooks import check_ids, divide_means, look_up_singly, move_inputs, pad_batches, restore_order, sum_instead
+from .hooks import (
+    check_ids,
+    divide_means,
+    look_up_singly,
+    move_inputs,
+    pad_batches,
+    restore_order,
+    sum_instead,
+    take_columns,
+)
 from .initial import common_seed, fill, let_go, materialise, without_memory
 from .planning import Planner, make_sharders
 from .strategies import (
@@ -57,7 +67,6 @@ from .strategies import (
     Table,
     check_optimizer,
     choose,
-    find_tables,
     fused_types,
     of_each,
     too_large_to_copy,
@@ -153,6 +162,7 @@ def shard(
     for name, table in tables.items():  # where TorchRec looks for it
         table.weight._optimizer_kwargs = [{"optimizer": OPTIMIZERS[named[name]], "learning_rate": rates[name]}]  # type: ignore[attr-defined]
     template = without_memory(model)
+    model, taken = to_torchrec(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
         # gloo sends what ranks of one machine have for each other through its network's loopback.
@@ -177,6 +187,8 @@ def shard(
             )
         for add in hooks:
             add(parallel.module)
+        for path, columns in taken.items():
+            take_columns(parallel.module.get_submodule(path), columns)
         collections = {parallel.module.get_submodule(path): names for path, names in features.items()}
         for collection in collections:
             exchange_at_once(collection)

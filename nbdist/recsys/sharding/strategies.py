@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import RowWiseAdagrad
 
 T = TypeVar("T")
@@ -81,26 +79,6 @@ def fused_types(device: torch.device, fused: bool | None) -> set[EmbOptimType]:
     if fused is False:
         return set()
     return {OPTIMIZERS[name] for name in (EVERYWHERE if device.type == "cpu" else OPTIMIZERS)}
-
-
-def find_tables(model: nn.Module) -> dict[str, Table]:
-    found: dict[str, Table] = {}
-    for path, module in model.named_modules():
-        pooled = isinstance(module, EmbeddingBagCollection)
-        if not pooled and not isinstance(module, EmbeddingCollection):
-            continue
-        attribute = "embedding_bags" if pooled else "embeddings"
-        for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
-            if config.name in found:
-                raise ValueError(f"two tables are called {config.name!r}: give each a name of its own")
-            weight = getattr(module, attribute)[config.name].weight
-            key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")
-            found[config.name] = Table(config.name, key, config, weight, pooled)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection: nothing to shard"
-        )
-    return found
 
 
 def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:
