@@ -1,7 +1,7 @@
 """Embedding tables of columns of codes: torch's own modules, in collections that `shard` can spread over the ranks.
 
-The collections hold and describe their tables as TorchRec's `EmbeddingBagCollection` and `EmbeddingCollection` do, under
-the same names: so a checkpoint of a model fits it with and without TorchRec.
+The collections hold and describe their tables under the names of TorchRec's `EmbeddingBagCollection` and
+`EmbeddingCollection`: so a checkpoint of a model fits it with and without TorchRec.
 """
 
 from __future__ import annotations
@@ -82,28 +82,30 @@ class PooledTables(nn.Module):
         super().__init__()
         if mode not in ("mean", "sum"):
             raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
-        self.mode = mode
-        self._tables = _describe(columns, embedding_dim, init)
+        self.mode, self.tables = mode, _describe(columns, embedding_dim, init)
         self.embedding_bags = nn.ModuleDict(
             {
                 name: nn.EmbeddingBag(size, embedding_dim, mode=mode, include_last_offset=True, device=device)
                 for name, size in columns.items()
             }
         )
-        _fill(self.embedding_bags, self._tables)
+        _fill(self.embedding_bags, self.tables)
 
     def embedding_bag_configs(self) -> list[Table]:
         """The tables, in their order."""
-        return self._tables
+        return self.tables
 
     def forward(self, batch: Columns) -> Tensor:
         """The vectors of a batch, shape (rows, columns of all tables); it may have other columns, too."""
-        found = []
+        found: list[Tensor] = []
+        bag: Any
         for name, bag in self.embedding_bags.items():
             ids = ids_of(batch, name)
-            # One id per row needs no pooling.
-            pooled = bag(*_indices(ids)) if isinstance(ids, Ragged) else nn.functional.embedding(_index(ids), bag.weight)
-            found.append(pooled)
+            if isinstance(ids, Ragged):
+                values = _index(ids.values)
+                found.append(bag(values, ids.offsets.to(values.dtype)))
+            else:  # one per row needs no pooling
+                found.append(nn.functional.embedding(_index(ids), bag.weight))
         return torch.cat(found, dim=1)
 
 
@@ -137,15 +139,15 @@ class SequenceTables(nn.Module):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self._tables = _describe(columns, embedding_dim, init)
+        self.tables = _describe(columns, embedding_dim, init)
         self.embeddings = nn.ModuleDict(
             {name: nn.Embedding(size, embedding_dim, device=device) for name, size in columns.items()}
         )
-        _fill(self.embeddings, self._tables)
+        _fill(self.embeddings, self.tables)
 
     def embedding_configs(self) -> list[Table]:
         """The tables, in their order."""
-        return self._tables
+        return self.tables
 
     def forward(self, batch: Columns) -> dict[str, Tensor]:
         """For each column, the vectors of its codes, list after list: shape (codes, embedding_dim)."""
@@ -168,9 +170,3 @@ def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
 def _index(ids: Tensor) -> Tensor:
     """Ids of a type that torch looks up by."""
     return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()
-
-
-def _indices(ids: Ragged) -> tuple[Tensor, Tensor]:
-    """Values and offsets, of one type that torch looks up by."""
-    values = _index(ids.values)
-    return values, ids.offsets.to(values.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,42 +43,39 @@ def find_tables(model: nn.Module) -> dict[str, Table]:
     return found
 
 
-def to_torchrec(model: nn.Module) -> tuple[nn.Module, dict[str, list[str]]]:
-    """The model with TorchRec's collections for those of `nbdist.recsys.models`; it is changed.
+def plain_collections(model: nn.Module) -> dict[str, PooledTables | SequenceTables]:
+    """Path → collection, of those that are not TorchRec's."""
+    return {path: one for path, one in model.named_modules() if isinstance(one, (PooledTables, SequenceTables))}
 
-    Returns:
-        The model, or what has become of it where it is such a collection itself; and path of each collection that was
-        replaced → the columns that it takes of a batch.
-    """
-    plain = {path: one for path, one in model.named_modules() if isinstance(one, (PooledTables, SequenceTables))}
-    for path, module in plain.items():
+
+def columns_of(collection: PooledTables | SequenceTables) -> list[str]:
+    """The columns that a collection takes of a batch."""
+    return [column for table in collection.tables for column in table.feature_names]
+
+
+def replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Put modules into a model, by their paths; returns it, or the one module that takes its place."""
+    for path, module in modules.items():
         if not path:
-            return _convert(module), {"": _columns(module)}
+            return module
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _convert(module))
-    return model, {path: _columns(module) for path, module in plain.items()}
+        setattr(model.get_submodule(parent), name, module)
+    return model
 
 
-def _columns(module: PooledTables | SequenceTables) -> list[str]:
-    tables = module.embedding_bag_configs() if isinstance(module, PooledTables) else module.embedding_configs()
-    return [column for table in tables for column in table.feature_names]
-
-
-def _convert(module: PooledTables | SequenceTables) -> nn.Module:
+def to_torchrec(module: PooledTables | SequenceTables) -> nn.Module:
     """TorchRec's collection of the same parameters."""
     meta = torch.device("meta")  # so that no other weights are made
+    described = [vars(table) for table in module.tables]
     collection: Any
     if isinstance(module, PooledTables):
         pooling = PoolingType[module.mode.upper()]
-        configs = [EmbeddingBagConfig(**vars(table), pooling=pooling) for table in module.embedding_bag_configs()]
-        collection = EmbeddingBagCollection(tables=configs, device=meta)
+        bags = [EmbeddingBagConfig(**one, pooling=pooling) for one in described]
+        collection = EmbeddingBagCollection(tables=bags, device=meta)
         held, plain = collection.embedding_bags, module.embedding_bags
     else:
-        collection = EmbeddingCollection(
-            tables=[EmbeddingConfig(**vars(table)) for table in module.embedding_configs()], device=meta
-        )
+        collection = EmbeddingCollection(tables=[EmbeddingConfig(**one) for one in described], device=meta)
         held, plain = collection.embeddings, module.embeddings
     for name, table in plain.items():
         held[name].weight = table.weight
-        collection._device = table.weight.device
     return collection  # type: ignore[no-any-return]

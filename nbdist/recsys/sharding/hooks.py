@@ -18,6 +18,7 @@ from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.modules.embedding_configs import PoolingType
 
 from ..loader.columns import keyed_jagged
+from ..loader.jagged import LoadedJagged
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
@@ -144,8 +145,8 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 
     def check(_: nn.Module, args: tuple[Any, ...]) -> None:
         features: KeyedJaggedTensor = args[0]
-        version, limits = getattr(features, "id_limits", (None, {}))
-        if version in (None, -1) or version != features.values()._version:
+        limits = features.limits if isinstance(features, LoadedJagged) else None
+        if limits is None:
             parts = zip(features.keys(), features.values().split(features.length_per_key()), strict=True)
             known = {feature: ids for feature, ids in parts if feature in tables and len(ids)}
             extremes = [torch.stack(ids.aminmax()) for ids in known.values()]

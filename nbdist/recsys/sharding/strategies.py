@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torchrec.optim import RowWiseAdagrad
 
 T = TypeVar("T")
 
@@ -26,22 +24,31 @@ STRATEGIES = (
 _SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")  # what TorchRec has without pooling
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 
+#: Name → what FBGEMM calls it, in its `EmbOptimType`.
 OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    "lamb": EmbOptimType.LAMB,
-    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    "lars_sgd": EmbOptimType.LARS_SGD,
+    "sgd": "EXACT_SGD",
+    "adagrad": "EXACT_ADAGRAD",
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+    "adam": "ADAM",
+    "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM",
+    "lamb": "LAMB",
+    "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB",
+    "lars_sgd": "LARS_SGD",
 }
+
+
+def _rowwise_adagrad(params: Any, lr: float, eps: float) -> torch.optim.Optimizer:
+    from torchrec.optim import RowWiseAdagrad
+
+    return RowWiseAdagrad(params, lr=lr, eps=eps)  # type: ignore[no-any-return]
+
+
 # The fused ones that FBGEMM has for CPUs. They leave alone the rows that a batch does not touch, and so do their dense
 # counterparts, given to the tables that every rank has a copy of; Adam and the others would move those rows.
 EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params, lr, eps: torch.optim.SGD(params, lr=lr),
     "adagrad": lambda params, lr, eps: torch.optim.Adagrad(params, lr=lr, eps=eps),
-    "rowwise_adagrad": lambda params, lr, eps: RowWiseAdagrad(params, lr=lr, eps=eps),
+    "rowwise_adagrad": _rowwise_adagrad,
 }
 
 
@@ -74,11 +81,9 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
         raise ValueError(f"optimizer={optimizer!r}: with fused=False there are {', '.join(DEFERRED)}")
 
 
-def fused_types(device: torch.device, fused: bool | None) -> set[EmbOptimType]:
-    """Those of FBGEMM's optimizers that are to be fused."""
-    if fused is False:
-        return set()
-    return {OPTIMIZERS[name] for name in (EVERYWHERE if device.type == "cpu" else OPTIMIZERS)}
+def fused_types(device: torch.device, fused: bool | None) -> set[str]:
+    """Those of `OPTIMIZERS` that are to be fused."""
+    return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)
 
 
 def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:
