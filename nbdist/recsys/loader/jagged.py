@@ -23,11 +23,11 @@ class LoadedJagged(KeyedJaggedTensor):
 
     @property
     def limits(self) -> dict[str, tuple[int, int]] | None:
-        """Those that were given; None where somebody may have written other ids since."""
+        """The limits that were given; None where somebody may have written other ids since."""
         version = _version(self.values())
         return self._limits if version is not None and version == self._version else None
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None where that is not counted."""
+    """The number of writes to a tensor; None where torch does not count them."""
     return None if tensor.is_inference() else tensor._version

@@ -75,7 +75,7 @@ def build(
     memory: int | None,
     checked: bool,
 ) -> Sharded:
-    """What `shard` does, where there is TorchRec."""
+    """Shard a model; `shard` describes arguments and errors. TorchRec is there."""
     device = collective_device()
     tables = find_tables(model)
     named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
@@ -150,7 +150,7 @@ def build(
 
 
 def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, device: torch.device) -> None:
-    """What holds for each forward pass of a sharded model, beside its collections."""
+    """Prepare the forward passes of a sharded model: devices, buffers, warnings and annotations."""
     if device.type != "cpu":
         move_inputs(parallel, device)
     names = [name for name, _ in template.named_buffers()]

@@ -1,4 +1,4 @@
-"""The collections of tables in a model: TorchRec's, and those of `nbdist.recsys.models`, which become TorchRec's."""
+"""The collections of tables in a model: from `nbdist.recsys.models`, which become TorchRec's, or TorchRec's own."""
 
 from __future__ import annotations
 

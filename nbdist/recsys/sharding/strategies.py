@@ -82,7 +82,7 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
 
 
 def fused_types(device: torch.device, fused: bool | None) -> set[str]:
-    """Those of `OPTIMIZERS` that are to be fused."""
+    """The names among `OPTIMIZERS` that are to be fused."""
     return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)
 
 

@@ -104,7 +104,7 @@ def test_sharded_and_back(session: Session) -> None:
         torch.manual_seed(0)
         model = Both(device)
         plain = Both() if device == "meta" else model
-        # The same rows on both ranks: the mean of their gradients is that of one.
+        # Both ranks have the same rows, so the mean of their gradients is the gradient of one rank.
         history = Ragged(torch.tensor([1, 2, 3, 15]), torch.tensor([0, 3, 3, 4, 4]))
         rows = {**batch(), "history": history}
         before = plain(rows)

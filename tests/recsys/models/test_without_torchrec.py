@@ -20,7 +20,7 @@ ROOMS = [module.name for module in pkgutil.iter_modules(nbdist.recsys.__path__)]
 
 
 def hide() -> None:
-    """In a rank: from now on nothing of the two can be imported, and recsys is imported anew."""
+    """In a rank: from now on neither of the two can be imported, and recsys is imported again."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("torchrec", "fbgemm_gpu") or name.startswith("nbdist.recsys"):
             del sys.modules[name]
