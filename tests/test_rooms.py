@@ -38,7 +38,7 @@ MAY: dict[str, set[str]] = {
     "recsys.models": {"recsys.loader"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.parallel": {"wire"},
-    "recsys.sharding": {"wire", "recsys.parallel", "recsys.versions"},
+    "recsys.sharding": {"wire", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "recsys.fastai": {"wire", "recsys.loader", "recsys.parallel"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -41,23 +42,52 @@ Column: TypeAlias = Tensor | Ragged
 Columns: TypeAlias = dict[str, Column]
 
 
-class Batch(dict[str, Column]):
-    """The columns of a batch, and what `keyed_jagged` gives for some of them."""
+class KeyedIds(NamedTuple):
+    """The ids of some columns of a batch in one piece, as TorchRec takes them."""
 
-    def __init__(self, columns: Columns, keyed: KeyedJaggedTensor) -> None:
+    keys: list[str]
+    """The columns."""
+    values: Tensor
+    """Int32, shape (ids,): key after key."""
+    lengths: Tensor
+    """Int32, shape (keys * rows,), in the same order."""
+    counts: list[int]
+    """For each key, how many ids."""
+    rows: int
+    limits: dict[str, tuple[int, int]]
+    """The smallest and the largest id of each key that has any."""
+
+
+class Batch(dict[str, Column]):
+    """The columns of a batch, and the ids of some of them in one piece, which its loader has made.
+
+    Args:
+        columns: All of them.
+        ids: Of some. None: of none.
+    """
+
+    def __init__(self, columns: Columns, ids: KeyedIds | None = None) -> None:
         super().__init__(columns)
-        self._keyed = keyed
-        self._made_of = {key: _state(columns[key]) for key in keyed.keys()}  # noqa: SIM118 (no mapping)
+        self._ids, self._made_of = ids, {key: _state(columns[key]) for key in ids.keys} if ids else {}
+
+    @functools.cached_property
+    def _jagged(self) -> KeyedJaggedTensor | None:
+        from .jagged import LoadedJagged
+
+        if self._ids is None:
+            return None
+        keys, values, lengths, counts, rows, limits = self._ids
+        return LoadedJagged(limits, keys=keys, values=values, lengths=lengths, length_per_key=counts, stride=rows)
 
     def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
         """That of these columns, in this order, if it is there."""
-        return self.prepared if list(keys) == self._keyed.keys() else None
+        return self.prepared if self._ids and list(keys) == self._ids.keys else None
 
     @property
     def prepared(self) -> KeyedJaggedTensor | None:
-        """What its loader has made, unless a column has been changed since."""
+        """TorchRec's keyed jagged tensor of `ids`, unless a column has been changed since."""
         same = all(key in self and _state(self[key]) == state for key, state in self._made_of.items())
-        return self._keyed if same else None
+        return self._jagged if same else None
 
 
 def _state(column: Column) -> list[tuple[int, int]]:
@@ -128,6 +158,20 @@ def join(parts: Sequence[Column]) -> Column:
     return Ragged(values, offsets)
 
 
+def ids_of(batch: Mapping[str, Column], name: str) -> Column:
+    """A column of ids: one per row, shape (rows,), or lists of them.
+
+    Raises:
+        ValueError: for a column that is not there, or has another shape.
+    """
+    if name not in batch:
+        raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
+    column = batch[name]
+    if not isinstance(column, Ragged) and column.ndim != 1:
+        raise ValueError(f"column {name!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
+    return column
+
+
 def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJaggedTensor:
     """TorchRec's `KeyedJaggedTensor` of some columns of a batch: what its loader has made ahead with `keyed=`, if so.
 
@@ -158,11 +202,7 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
         return made
     values, lengths = [], []
     for key in keys:
-        if key not in batch:
-            raise ValueError(f"the batch has no column {key!r}, but {', '.join(batch)}")
-        column = batch[key]
-        if not isinstance(column, Ragged) and column.ndim != 1:
-            raise ValueError(f"column {key!r} has shape {tuple(column.shape)}: a list or one id per row is needed")
+        column = ids_of(batch, key)
         values.append(column.values if isinstance(column, Ragged) else column)
         lengths.append(column.lengths if isinstance(column, Ragged) else torch.ones_like(column, dtype=torch.int64))
         if values[-1].dtype != values[0].dtype:

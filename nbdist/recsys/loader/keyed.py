@@ -1,4 +1,4 @@
-"""TorchRec's keyed jagged tensors of batches, made a block at a time in the loader's thread."""
+"""The ids of batches in one piece, as TorchRec takes them, made a block at a time in the loader's thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .columns import Batch, Columns, Ragged, split, version_of
+from .columns import Batch, Columns, KeyedIds, Ragged, split
 
 _MOST = torch.iinfo(torch.int32).max
 
 
 class Keyed(NamedTuple):
-    """The keyed jagged tensors of some consecutive batches in one piece."""
+    """The `KeyedIds` of some consecutive batches in one piece."""
 
     keys: list[str]
     values: Tensor
@@ -71,19 +71,9 @@ class Keyed(NamedTuple):
 
     def batch(self, i: int, columns: Columns) -> Batch:
         """Batch i, whose columns are these."""
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
         (first, last), (row, end), width = self.starts[i : i + 2], self.rows[i : i + 2], len(self.keys)
-        keyed = KeyedJaggedTensor(
-            keys=self.keys,
-            values=self.values[first:last],
-            lengths=self.lengths[row * width : end * width],
-            length_per_key=self.counts[i],
-            stride=end - row,
-        )
-        # Where `shard` looks, so that a GPU is not waited for; until somebody writes other ids there.
-        keyed.id_limits = version_of(self.values), self.limits[i]
-        return Batch(columns, keyed)
+        values, lengths = self.values[first:last], self.lengths[row * width : end * width]
+        return Batch(columns, KeyedIds(self.keys, values, lengths, self.counts[i], end - row, self.limits[i]))
 
 
 def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:

@@ -1,10 +1,23 @@
-"""Recommender models, on TorchRec's modules where it has them: what `shard`, `replicate` and `export_ensemble` take."""
+"""Recommender models of plain torch modules: what `replicate`, `shard` and `export_ensemble` take."""
 
 from .dcn import DCNv2
 from .deepfm import DeepFM
 from .dlrm import DLRM
 from .sasrec import SASRec, padded
 from .softmax import draw_rows, softmax_logits
+from .tables import PooledTables, SequenceTables
 from .two_tower import Tower, TwoTower
 
-__all__ = ["DLRM", "DCNv2", "DeepFM", "SASRec", "Tower", "TwoTower", "draw_rows", "padded", "softmax_logits"]
+__all__ = [
+    "DLRM",
+    "DCNv2",
+    "DeepFM",
+    "PooledTables",
+    "SASRec",
+    "SequenceTables",
+    "Tower",
+    "TwoTower",
+    "draw_rows",
+    "padded",
+    "softmax_logits",
+]

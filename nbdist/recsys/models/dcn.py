@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+from torch.nn import functional
 
 from ..loader.columns import Columns
-from .features import Features, to_logit
+from .features import Features, linear_layers
 
 
 class DCNv2(nn.Module):
     """A click model whose cross layers multiply embeddings and numbers with one another, before other layers.
 
-    The paper's stacked form: each cross layer has products of one order more. The layers are TorchRec's.
+    The paper's stacked form: each cross layer has products of one order more.
 
     Args:
         columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
@@ -55,13 +55,39 @@ class DCNv2(nn.Module):
             raise ValueError(f"crosses={crosses}, low_rank={low_rank}: at least 1")
         self.features = Features(columns, numbers, embedding_dim, device)
         width = len(columns) * embedding_dim + len(numbers)
-        self.crosses: nn.Module = (
-            CrossNet(width, crosses) if low_rank is None else LowRankCrossNet(width, crosses, low_rank)
-        )
-        self.layers = to_logit(width, layers)
+        self.crosses = Crosses(width, crosses, low_rank)
+        self.layers = linear_layers([width, *layers, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         crossed = self.crosses(torch.cat([vectors.flatten(1), numbers], dim=1))
         return self.layers(crossed).squeeze(1)  # type: ignore[no-any-return]
+
+
+class Crosses(nn.Module):
+    """Layers that multiply what goes into the first of them by a linear function of what comes out of the one before.
+
+    Args:
+        width: Of what goes in and comes out.
+        count: How many layers.
+        low_rank: Width between the two narrow matrices that make a layer's. None: one whole matrix.
+    """
+
+    def __init__(self, width: int, count: int, low_rank: int | None) -> None:
+        super().__init__()
+        self.outer = nn.ParameterList(_xavier(width, low_rank or width) for _ in range(count))
+        self.inner = nn.ParameterList(_xavier(low_rank, width) for _ in range(count)) if low_rank else None
+        self.bias = nn.ParameterList(torch.zeros(width) for _ in range(count))
+
+    def forward(self, first: Tensor) -> Tensor:
+        """From shape (rows, width) to the same."""
+        x = first
+        for number, (outer, bias) in enumerate(zip(self.outer, self.bias, strict=True)):
+            narrow = x if self.inner is None else functional.linear(x, self.inner[number])
+            x = first * functional.linear(narrow, outer, bias) + x
+        return x
+
+
+def _xavier(out: int, width: int) -> Tensor:
+    return nn.init.xavier_normal_(torch.empty(out, width))

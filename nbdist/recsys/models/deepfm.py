@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules import deepfm
 
 from ..loader.columns import Columns
-from .features import Features, to_logit
+from .features import Features, linear_layers
 
 
 class DeepFM(nn.Module):
@@ -52,17 +51,14 @@ class DeepFM(nn.Module):
             nn.init.normal_(self.numbers, std=embedding_dim**-0.5)
         width = (len(columns) + len(numbers)) * embedding_dim
         self.linear = nn.Linear(width, 1)
-        self.machine = deepfm.FactorizationMachine()
-        self.deep = deepfm.DeepFM(to_logit(width, layers))
+        self.deep = linear_layers([width, *layers, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.numbers is not None:
             vectors = torch.cat([vectors, numbers[:, :, None] * self.numbers], dim=1)  # (rows, fields, dim)
-        # TorchRec's machine multiplies all numbers of a row with one another. The inner products of the paper are those
-        # of each place in the vectors by itself, added up.
-        fields, dim = vectors.shape[1:]
-        products = self.machine([vectors.transpose(1, 2).reshape(-1, fields)]).view(-1, dim).sum(1)  # (rows,)
-        linear, deep = self.linear(vectors.flatten(1)), self.deep([vectors])  # each (rows, 1)
-        return (linear + deep).squeeze(1) + products  # type: ignore[no-any-return]
+        # The inner products of all pairs: half of what the square of their sum has more than their squares.
+        products = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2  # (rows,)
+        flat = vectors.flatten(1)
+        return (self.linear(flat) + self.deep(flat)).squeeze(1) + products  # type: ignore[no-any-return]

@@ -6,17 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.models.dlrm import InteractionArch
-from torchrec.modules.mlp import MLP
 
 from ..loader.columns import Columns
-from .features import Features, to_logit
+from .features import Features, linear_layers
 
 
 class DLRM(nn.Module):
     """A click model of pairwise products: of the columns' embeddings, and of a vector that is made of the numbers.
 
-    The products, and that vector, go through layers, as in TorchRec's `DLRM`, whose parts these are.
+    The products, and that vector, go through layers.
 
     Args:
         columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
@@ -70,17 +68,20 @@ class DLRM(nn.Module):
         if len(columns) == 1 and not numbers:
             raise ValueError("one column and no numbers: there is nothing to take products of")
         self.features = Features(columns, numbers, embedding_dim, device)
-        self.bottom = MLP(len(numbers), [*bottom, embedding_dim]) if numbers else None
+        self.bottom: nn.Sequential | None = None
+        if numbers:
+            self.bottom = nn.Sequential(*linear_layers([len(numbers), *bottom, embedding_dim]), nn.ReLU())
         vectors = len(columns) + bool(numbers)
-        self.interaction = InteractionArch(vectors - 1)
         pairs = vectors * (vectors - 1) // 2
-        self.layers = to_logit(pairs + (embedding_dim if numbers else 0), layers)
+        self.layers = linear_layers([pairs + (embedding_dim if numbers else 0), *layers, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.bottom is not None:
-            products = self.interaction(self.bottom(numbers), vectors)  # (rows, dim + pairs)
-        else:
-            products = self.interaction(vectors[:, 0], vectors[:, 1:])[:, vectors.shape[2] :]  # (rows, pairs)
+            vectors = torch.cat([self.bottom(numbers)[:, None], vectors], dim=1)
+        first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, device=vectors.device)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, first, second]  # (rows, pairs)
+        if self.bottom is not None:
+            products = torch.cat([vectors[:, 0], products], dim=1)  # (rows, dim + pairs)
         return self.layers(products).squeeze(1)  # type: ignore[no-any-return]

@@ -6,9 +6,9 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from ..loader.columns import Column, Columns, Ragged
+from .tables import SequenceTables
 
 
 class SASRec(nn.Module):
@@ -69,15 +69,9 @@ class SASRec(nn.Module):
     ) -> None:
         super().__init__()
         self.column, self.length, self.temperature = column, length, temperature
-        config = EmbeddingConfig(
-            name=column,
-            num_embeddings=items,
-            embedding_dim=embedding_dim,
-            feature_names=[column],
-            # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
-            init_fn=functools.partial(nn.init.normal_, std=1 / embedding_dim),
-        )
-        self.embeddings = EmbeddingCollection(tables=[config], device=torch.device(device))
+        # Small, so that steps of Adam turn the vectors of rare items too; multiplied again where they are read.
+        small = functools.partial(nn.init.normal_, std=1 / embedding_dim)
+        self.embeddings = SequenceTables({column: items}, embedding_dim=embedding_dim, init=small, device=device)
         self.positions = nn.Embedding(length, embedding_dim)
         nn.init.normal_(self.positions.weight, std=embedding_dim**-0.5)
         self.dropout = nn.Dropout(dropout)
@@ -98,12 +92,11 @@ class SASRec(nn.Module):
         """
         codes, there = padded(batch[self.column], self.length + 1)  # (rows, length + 1)
         rows = len(codes)
-        # One look-up for all: a row for what was drawn, and one for each history.
-        lengths = torch.full((rows + 1,), self.length + 1, device=codes.device)
-        lengths[0] = len(negatives)
-        drawn, whole = self._look_up(torch.cat([negatives, codes.flatten()]), lengths).split(
-            [len(negatives), codes.numel()]
-        )
+        # One look-up for all: one list of what was drawn, and one for each history.
+        starts = len(negatives) + (self.length + 1) * torch.arange(rows + 1, device=codes.device)
+        offsets = torch.cat([starts.new_zeros(1), starts])
+        both = Ragged(torch.cat([negatives, codes.flatten()]), offsets)
+        drawn, whole = self._look_up(both).split([len(negatives), codes.numel()])
         vectors = whole.view(-1, self.length + 1, whole.shape[1])
         states = self._states(vectors[:, :-1], there[:, 1:].sum(1))[there[:, 1:]]  # (places, columns)
         following, next_code = vectors[:, 1:][there[:, 1:]], codes[:, 1:][there[:, 1:]]
@@ -119,7 +112,7 @@ class SASRec(nn.Module):
         Of the plain module, as `gather` gives it.
         """
         codes, there = padded(batch[self.column], self.length)
-        vectors = self._look_up(codes.flatten(), torch.full((len(codes),), self.length, device=codes.device))
+        vectors = self._look_up(codes.flatten())
         lengths = there.sum(1)
         states = self._states(vectors.view(-1, self.length, vectors.shape[1]), lengths)
         last = (lengths - 1).clamp(min=0)
@@ -128,15 +121,14 @@ class SASRec(nn.Module):
 
     def item(self, codes: Tensor) -> Tensor:
         """The vectors of items, shape (items, columns). Of the plain module."""
-        return self._scaled(self._look_up(codes, torch.ones_like(codes)))
+        return self._scaled(self._look_up(codes))
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self.temperature is None else nn.functional.normalize(vectors)
 
-    def _look_up(self, codes: Tensor, lengths: Tensor) -> Tensor:
-        lengths = torch.cat([lengths, lengths.new_zeros(1)])  # TorchRec cannot look up no rows
-        found: Tensor = self.embeddings(KeyedJaggedTensor([self.column], codes, lengths=lengths))[self.column].values()
-        return found
+    def _look_up(self, codes: Column) -> Tensor:
+        """The vector of each code, shape (codes, columns)."""
+        return self.embeddings({self.column: codes})[self.column]  # type: ignore[no-any-return]
 
     def _states(self, vectors: Tensor, lengths: Tensor) -> Tensor:
         """What is known at each place, of it and those before it; shape (rows, length, columns)."""

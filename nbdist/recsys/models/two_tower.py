@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..loader.columns import Columns, keyed_jagged
-from .features import mean_tables
+from ..loader.columns import Columns
+from .features import linear_layers
+from .tables import PooledTables
 
 
 class Tower(nn.Module):
@@ -45,16 +45,12 @@ class Tower(nn.Module):
         if not columns:
             raise ValueError("a tower needs a column")
         self.columns = list(columns)
-        self.embeddings = mean_tables(columns, embedding_dim, device)
-        self.layers: nn.Sequential | None = None
-        if layers:
-            widths = [len(columns) * embedding_dim, *layers]
-            every = [part for pair in itertools.pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
-            self.layers = nn.Sequential(*every[:-1])
+        self.embeddings = PooledTables(columns, embedding_dim=embedding_dim, device=device)
+        self.layers = linear_layers([len(columns) * embedding_dim, *layers]) if layers else None
 
     def forward(self, batch: Columns) -> Tensor:
         """The vectors of a batch, shape (rows, the last width); it may have other columns, too."""
-        pooled: Tensor = self.embeddings(keyed_jagged(batch, self.columns)).values()  # (rows, columns * dim)
+        pooled: Tensor = self.embeddings(batch)  # (rows, columns * dim)
         if self.layers is not None:
             return self.layers(pooled)  # type: ignore[no-any-return]
         return pooled.unflatten(1, (len(self.columns), -1)).sum(1)  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torchrec.distributed import batched_embedding_kernel
-from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 ADAM, ADAGRAD = EmbOptimType.ADAM, EmbOptimType.EXACT_ADAGRAD
 
@@ -141,6 +141,10 @@ class TablesOptimizer(CombinedOptimizer):
     def __init__(self, optimizers: list[Any], waiting: list[DeferredTables]) -> None:
         super().__init__(optimizers)
         self.waiting = waiting
+        copies = [isinstance(one, KeyedOptimizerWrapper) for one in optimizers]
+        self.of_copies = [one for one, copied in zip(optimizers, copies, strict=True) if copied]
+        """Those of what every rank has a copy of."""
+        self.of_tables = [one for one, copied in zip(optimizers, copies, strict=True) if not copied]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

@@ -6,21 +6,23 @@ import copy
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from ...devices import collective_device
 from . import buffers, checkpoint, growth, optimizers
-from .ahead import InputsAhead
 from .checkpoint import no_future_warnings
-from .deferred import TablesOptimizer
 from .growth import Growth
 from .plan import Plan
+
+if TYPE_CHECKING:  # so that this can be imported without TorchRec
+    from torchrec.distributed import DistributedModelParallel
+
+    from .ahead import InputsAhead
+    from .deferred import TablesOptimizer
 
 #: Bytes of a table that are gathered at once.
 BLOCK = 64 << 20
@@ -195,11 +197,7 @@ class Sharded:
     def _fused_state(self) -> dict[str, Any]:
         """The state of the tables' optimizers, without param_groups, which name other parameters on each rank."""
         with no_future_warnings():
-            states = [
-                one.state_dict()["state"]
-                for _, one in self.optimizer.optimizers
-                if not isinstance(one, KeyedOptimizerWrapper)
-            ]
+            states = [one.state_dict()["state"] for one in self.optimizer.of_tables]
         moments = {key: value for state in states for key, value in state.items()}
         return {"optimizer": moments} if moments else {}  # not an empty part, which no other rank may have
 
@@ -217,7 +215,7 @@ def kernels(optimizer: Any) -> Iterator[Any]:
         yield optimizer._emb_module
 
 
-def _steps(optimizer: CombinedOptimizer) -> torch.Tensor:
+def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
     """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
     count = torch.tensor(
         max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
@@ -226,12 +224,10 @@ def _steps(optimizer: CombinedOptimizer) -> torch.Tensor:
     return count.cpu()
 
 
-def _dense(optimizer: CombinedOptimizer) -> list[optimizers.Named]:
+def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
     """The optimizers of what every rank has a copy of: dense layers, data_parallel tables."""
     return [
-        (one._optimizer, {parameter: name for name, parameter in one.params.items()})
-        for _, one in optimizer.optimizers
-        if isinstance(one, KeyedOptimizerWrapper)
+        (one._optimizer, {parameter: name for name, parameter in one.params.items()}) for one in optimizer.of_copies
     ]
 
 

@@ -1,13 +1,16 @@
 """Embedding tables sharded over the ranks, with TorchRec: plan, build, train, save, and get one plain model back."""
 
+import contextlib
+
+from ..parallel.plan import Plan
+from ..parallel.sharded import Sharded
 from ..versions import check_torchrec
+from .call import shard
+from .equal_length import equal_steps
+from .strategies import OPTIMIZERS, STRATEGIES
 
-check_torchrec()  # before anything imports TorchRec: a wrong pair fails with a riddle
-
-from ..parallel.plan import Plan  # noqa: E402
-from ..parallel.sharded import Sharded  # noqa: E402
-from .build import shard  # noqa: E402
-from .equal_length import equal_steps  # noqa: E402
-from .strategies import OPTIMIZERS, STRATEGIES  # noqa: E402
+with contextlib.suppress(ImportError):  # `shard` raises it again
+    check_torchrec()
+    from . import build  # noqa: F401  # here, so that the fork server has TorchRec, and not each rank in each call
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "Plan", "Sharded", "equal_steps", "shard"]

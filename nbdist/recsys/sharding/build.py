@@ -1,17 +1,5 @@
 """From a model with embedding tables to one whose tables are sharded over the ranks, with TorchRec.
 
-Inside a rank::
-
-    from nbdist.recsys.sharding import shard
-
-    def train():
-        sharded = shard(Model(), {"users": "row_wise", "small_*": "data_parallel"}, batch_size=512)
-        for batch in equal_steps(loader()):
-            sharded.optimizer.zero_grad()
-            loss(sharded.model(batch.features), batch.labels).backward()
-            sharded.optimizer.step()
-        return sharded.plan, sharded.gather()
-
 `STRATEGIES` are TorchRec's: a table whole on one rank (table_wise), split by rows (row_wise; table_row_wise: over the
 ranks of one machine), by columns (column_wise; table_column_wise), by both (grid_shard), or a copy on every rank
 (data_parallel). TorchRec itself offers no strategy with rows on CPUs; here all work on CPU ranks (gloo) as on GPUs.
@@ -32,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed import DistributedModelParallel, comm
@@ -46,8 +35,18 @@ from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
 from ..parallel.plan import Plan
 from ..parallel.sharded import Sharded, kernels, share_buffers
 from .annotations import annotate_for_profilers_alone
+from .collections import columns_of, find_tables, plain_collections, replace, to_torchrec
 from .exchange import exchange_at_once
-from .hooks import check_ids, divide_means, look_up_singly, move_inputs, pad_batches, restore_order, sum_instead
+from .hooks import (
+    check_ids,
+    divide_means,
+    look_up_singly,
+    move_inputs,
+    pad_batches,
+    restore_order,
+    sum_instead,
+    take_columns,
+)
 from .initial import common_seed, fill, let_go, materialise, without_memory
 from .planning import Planner, make_sharders
 from .strategies import (
@@ -57,88 +56,32 @@ from .strategies import (
     Table,
     check_optimizer,
     choose,
-    find_tables,
     fused_types,
     of_each,
     too_large_to_copy,
 )
 
 
-def shard(
+def build(
     model: nn.Module,
-    strategies: Mapping[str, str] | None = None,
+    strategies: Mapping[str, str],
     *,
     batch_size: int,
-    optimizer: str | Mapping[str, str] = "rowwise_adagrad",
-    lr: float | Mapping[str, float] = 0.01,
-    eps: float = 1e-8,
-    dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    fused: bool | None = None,
-    memory: int | None = None,
-    checked: bool = True,
+    optimizer: str | Mapping[str, str],
+    lr: float | Mapping[str, float],
+    eps: float,
+    dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    fused: bool | None,
+    memory: int | None,
+    checked: bool,
 ) -> Sharded:
-    """Shard the embedding tables of `model` over all ranks. All ranks have to call it, with the same arguments.
-
-    Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
-    by block, from seeds drawn from torch's random state. So the initial weights depend neither on the strategies nor on
-    the number of ranks. Tables with values keep them; each rank has them whole until it has its part.
-
-    rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
-    little differently from the same table in one piece; sgd and adagrad do not.
-
-    Args:
-        model: A module with `EmbeddingBagCollection`s or `EmbeddingCollection`s, or one of those. It is consumed: use
-            `Sharded.model` instead.
-        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
-            Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
-            warned of.
-        batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass where FBGEMM can; or table name or glob →
-            one. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. All leave alone the rows that a
-            batch does not touch, as `torch.optim.SparseAdam` does.
-        lr: Learning rate of the tables; or table name or glob → one.
-        eps: What is added to the denominator, for those optimizers that have one.
-        dense_optimizer: Makes the optimizer of all other parameters, such as
-            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any.
-        fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
-            this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
-            accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
-        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
-            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
-        checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
-            that, unless a loader with `keyed=` has looked before; without it, such ids are those of other rows, and
-            train them.
-
-    Raises:
-        ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
-        RuntimeError: Outside a process group.
-
-    Examples:
-        >>> import torch
-        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-        >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.loader import keyed_jagged
-        >>> from nbdist.recsys.sharding import shard
-        >>> def train():
-        ...     users = EmbeddingBagConfig(name="users", num_embeddings=100, embedding_dim=8, feature_names=["user"])
-        ...     model = EmbeddingBagCollection(tables=[users], device=torch.device("meta"))
-        ...     sharded = shard(model, {"users": "row_wise"}, batch_size=2, optimizer="adagrad", lr=0.1)
-        ...     features = keyed_jagged({"user": torch.tensor([5, 97])}, ["user"])
-        ...     sharded.optimizer.zero_grad()
-        ...     sharded.model(features).values().square().mean().backward()
-        ...     sharded.optimizer.step()
-        ...     return sharded.gather()
-        >>> in_ddp(2, train).embedding_bags["users"].weight.shape
-        torch.Size([100, 8])
-    """
-    if not dist.is_initialized():
-        raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
+    """Shard a model; `shard` describes arguments and errors. TorchRec is there."""
     device = collective_device()
     tables = find_tables(model)
     named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
     for one in dict.fromkeys(named.values()):
         check_optimizer(one, device, fused)
-    chosen = choose(strategies or {}, tables)
+    chosen = choose(strategies, tables)
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
         raise ValueError(
@@ -148,17 +91,23 @@ def shard(
     for name, strategy in chosen.items():
         why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
         if strategy == "data_parallel" and why and dist.get_rank() == 0:
-            warnings.warn(f"table {name!r} is to be data_parallel: {why}. row_wise is faster", stacklevel=2)
+            warnings.warn(f"table {name!r} is to be data_parallel: {why}. row_wise is faster", stacklevel=3)
     sharders = make_sharders({"eps": eps})
     for name, table in tables.items():  # where TorchRec looks for it
-        table.weight._optimizer_kwargs = [{"optimizer": OPTIMIZERS[named[name]], "learning_rate": rates[name]}]  # type: ignore[attr-defined]
-    template = without_memory(model)
+        kind = EmbOptimType[OPTIMIZERS[named[name]]]
+        table.weight._optimizer_kwargs = [{"optimizer": kind, "learning_rate": rates[name]}]  # type: ignore[attr-defined]
+    template, plain = without_memory(model), plain_collections(model)
     with _quiet(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # TorchRec draws as many random numbers as a rank has weights; the ranks are to stay alike.
         # gloo sends what ranks of one machine have for each other through its network's loopback.
         group = shared_group() if device.type == "cpu" else None
+        model = replace(model, {path: to_torchrec(one) for path, one in plain.items()})
         planner = Planner(model, tables, chosen, sharders, named, batch_size, memory, device, group)
-        torchrec_plan, plan = planner.plan()
+        try:
+            torchrec_plan, plan = planner.plan()
+        except ValueError:
+            replace(model, plain)  # it may be sharded in another way
+            raise
         seed = common_seed(device)
         materialise(model, device)
         let_go(model, tables)
@@ -167,7 +116,7 @@ def shard(
         hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
         features = _features(model)
         types = fused_types(device, fused)
-        with deferring(types):
+        with deferring({EmbOptimType[OPTIMIZERS[name]] for name in types}):
             parallel = DistributedModelParallel(
                 model,
                 env=ShardingEnv.from_process_group(group or dist.group.WORLD),
@@ -177,12 +126,31 @@ def shard(
             )
         for add in hooks:
             add(parallel.module)
+        for path, collection in plain.items():
+            take_columns(parallel.module.get_submodule(path), columns_of(collection))
         collections = {parallel.module.get_submodule(path): names for path, names in features.items()}
         for collection in collections:
             exchange_at_once(collection)
         fill(parallel.state_dict(), tables, seed)
         for kernel in kernels(parallel.fused_optimizer):
             _gather(kernel)
+    _prepare_steps(parallel, template, device)
+    copies = _unsharded(parallel)
+    optimizers = [parallel.fused_optimizer]
+    if mine := {key: p for key, p in copies.items() if key in dense}:
+        optimizers.append(KeyedOptimizerWrapper(mine, dense_optimizer))
+    for name, table in tables.items():
+        if table.key in copies:
+            make = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
+            optimizers.append(KeyedOptimizerWrapper({table.key: copies[table.key]}, make))
+    waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
+    any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
+    ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
+    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
+
+
+def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, device: torch.device) -> None:
+    """Prepare the forward passes of a sharded model: devices, buffers, warnings and annotations."""
     if device.type != "cpu":
         move_inputs(parallel, device)
     names = [name for name, _ in template.named_buffers()]
@@ -191,23 +159,6 @@ def shard(
         parallel.register_forward_pre_hook(lambda module, _: share_buffers(module, names))
     _ignore_warnings_in_training()
     annotate_for_profilers_alone()
-    optimizers = [parallel.fused_optimizer]
-    copies = _unsharded(parallel)
-    mine = {key: p for key, p in copies.items() if key in dense}
-    if mine:
-        optimizers.append(KeyedOptimizerWrapper(mine, dense_optimizer))
-    for table in tables.values():
-        if table.key in copies:
-            make = EVERYWHERE[named[table.name]]
-            rate = rates[table.name]
-            some = {table.key: copies[table.key]}
-            optimizers.append(KeyedOptimizerWrapper(some, functools.partial(make, lr=rate, eps=eps)))
-    waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
-    any_fused = any(
-        OPTIMIZERS[named[table]] in types for table, how in plan.strategies.items() if how != "data_parallel"
-    )
-    ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
-    return Sharded(parallel, TablesOptimizer(optimizers, waiting), plan, template, any_fused, ahead)
 
 
 def _gather(kernel: Any) -> None:

@@ -1,6 +1,6 @@
 """Hooks around a sharded collection, for where TorchRec's answers would not be the unsharded one's.
 
-Of the forward hooks, `divide_means`, `restore_order`, `pad_batches` is the order to add them in.
+Of the forward hooks, `divide_means`, `restore_order`, `pad_batches`, `take_columns` is the order to add them in.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbedding
 from torchrec.modules.embedding_configs import PoolingType
+
+from ..loader.columns import keyed_jagged
+from ..loader.jagged import LoadedJagged
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
@@ -34,6 +37,29 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
         return moved(args), moved(kwargs)
 
     module.register_forward_pre_hook(move, with_kwargs=True)
+
+
+def take_columns(module: nn.Module, columns: list[str]) -> None:
+    """Have a sharded collection take a batch and give tensors, as `PooledTables` and `SequenceTables` do.
+
+    To be called after all others: their hooks work with TorchRec's objects.
+
+    Args:
+        module: The sharded collection.
+        columns: What it takes of a batch, in the order of its tables.
+    """
+
+    def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (keyed_jagged(args[0], columns),)
+
+    def give(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        whole = output.wait() if hasattr(output, "wait") else output
+        if isinstance(whole, KeyedTensor):
+            return whole.values()
+        return {name: part.values() for name, part in whole.items()}
+
+    module.register_forward_pre_hook(take, prepend=True)
+    module.register_forward_hook(give)
 
 
 def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
@@ -119,8 +145,8 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 
     def check(_: nn.Module, args: tuple[Any, ...]) -> None:
         features: KeyedJaggedTensor = args[0]
-        version, limits = getattr(features, "id_limits", (None, {}))
-        if version in (None, -1) or version != features.values()._version:
+        limits = features.limits if isinstance(features, LoadedJagged) else None
+        if limits is None:
             parts = zip(features.keys(), features.values().split(features.length_per_key()), strict=True)
             known = {feature: ids for feature, ids in parts if feature in tables and len(ids)}
             extremes = [torch.stack(ids.aminmax()) for ids in known.values()]

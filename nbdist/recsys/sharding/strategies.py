@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim import RowWiseAdagrad
 
 T = TypeVar("T")
 
@@ -28,22 +24,31 @@ STRATEGIES = (
 _SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")  # what TorchRec has without pooling
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 
+#: Name → what FBGEMM calls it, in its `EmbOptimType`.
 OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "partial_rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    "lamb": EmbOptimType.LAMB,
-    "partial_rowwise_lamb": EmbOptimType.PARTIAL_ROWWISE_LAMB,
-    "lars_sgd": EmbOptimType.LARS_SGD,
+    "sgd": "EXACT_SGD",
+    "adagrad": "EXACT_ADAGRAD",
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+    "adam": "ADAM",
+    "partial_rowwise_adam": "PARTIAL_ROWWISE_ADAM",
+    "lamb": "LAMB",
+    "partial_rowwise_lamb": "PARTIAL_ROWWISE_LAMB",
+    "lars_sgd": "LARS_SGD",
 }
+
+
+def _rowwise_adagrad(params: Any, lr: float, eps: float) -> torch.optim.Optimizer:
+    from torchrec.optim import RowWiseAdagrad
+
+    return RowWiseAdagrad(params, lr=lr, eps=eps)  # type: ignore[no-any-return]
+
+
 # The fused ones that FBGEMM has for CPUs. They leave alone the rows that a batch does not touch, and so do their dense
 # counterparts, given to the tables that every rank has a copy of; Adam and the others would move those rows.
 EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda params, lr, eps: torch.optim.SGD(params, lr=lr),
     "adagrad": lambda params, lr, eps: torch.optim.Adagrad(params, lr=lr, eps=eps),
-    "rowwise_adagrad": lambda params, lr, eps: RowWiseAdagrad(params, lr=lr, eps=eps),
+    "rowwise_adagrad": _rowwise_adagrad,
 }
 
 
@@ -76,31 +81,9 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
         raise ValueError(f"optimizer={optimizer!r}: with fused=False there are {', '.join(DEFERRED)}")
 
 
-def fused_types(device: torch.device, fused: bool | None) -> set[EmbOptimType]:
-    """Those of FBGEMM's optimizers that are to be fused."""
-    if fused is False:
-        return set()
-    return {OPTIMIZERS[name] for name in (EVERYWHERE if device.type == "cpu" else OPTIMIZERS)}
-
-
-def find_tables(model: nn.Module) -> dict[str, Table]:
-    found: dict[str, Table] = {}
-    for path, module in model.named_modules():
-        pooled = isinstance(module, EmbeddingBagCollection)
-        if not pooled and not isinstance(module, EmbeddingCollection):
-            continue
-        attribute = "embedding_bags" if pooled else "embeddings"
-        for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
-            if config.name in found:
-                raise ValueError(f"two tables are called {config.name!r}: give each a name of its own")
-            weight = getattr(module, attribute)[config.name].weight
-            key = f"{path}.{attribute}.{config.name}.weight".lstrip(".")
-            found[config.name] = Table(config.name, key, config, weight, pooled)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no EmbeddingBagCollection and no EmbeddingCollection: nothing to shard"
-        )
-    return found
+def fused_types(device: torch.device, fused: bool | None) -> set[str]:
+    """The names among `OPTIMIZERS` that are to be fused."""
+    return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)
 
 
 def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:

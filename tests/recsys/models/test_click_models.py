@@ -22,7 +22,7 @@ from nbdist.recsys.sharding import shard
 from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
 
-WARM = "import torchrec.distributed, torchrec.models.dlrm"
+WARM = "import torchrec.distributed"
 SIZES = {"user": 30, "movie": 20, "genres": 8}
 MODELS = {
     "dlrm": lambda numbers: DLRM(SIZES, numbers, embedding_dim=8, bottom=[16], layers=[16, 8]),
@@ -84,8 +84,8 @@ def test_dcnv2_crosses_with_the_first_layer() -> None:
         first = x = torch.cat([vectors.flatten(1), values], dim=1)
         for layer in range(2):
             net = model.crosses
-            whole = net.kernels[layer] if name == "dcnv2" else net.W_kernels[layer] @ net.V_kernels[layer]
-            x = first * (x @ whole.T + net.bias[layer].view(-1)) + x
+            whole = net.outer[layer] if name == "dcnv2" else net.outer[layer] @ net.inner[layer]
+            x = first * (x @ whole.T + net.bias[layer]) + x
         torch.testing.assert_close(model(batch), model.layers(x).squeeze(1))
 
 
@@ -97,7 +97,7 @@ def test_deepfm_adds_the_inner_products() -> None:
     fields = torch.cat([vectors, values[:, :, None] * model.numbers], dim=1)  # (rows, 5, 8)
     inner = sum((fields[:, a] * fields[:, b]).sum(1) for a, b in itertools.combinations(range(5), 2))
     flat = fields.flatten(1)
-    expected = model.linear(flat).squeeze(1) + inner + model.deep.dense_module(flat).squeeze(1)
+    expected = model.linear(flat).squeeze(1) + inner + model.deep(flat).squeeze(1)
     torch.testing.assert_close(model(batch), expected)
 
 

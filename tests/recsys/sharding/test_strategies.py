@@ -604,7 +604,10 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             {"case": Case(rows=(5,)), "strategies": {"*": "row_wise"}},
             r"'table_0' cannot be row_wise .* 5 rows to 3 of 4 ranks",
         ),
-        ({"model": nn.Linear(2, 2)}, r"Linear has no EmbeddingBagCollection"),
+        (
+            {"model": nn.Linear(2, 2)},
+            r"Linear has no PooledTables, .* EmbeddingBagCollection or EmbeddingCollection: nothing",
+        ),
         (
             {"model": bags("meta", ("small", 100, 16), ("big", 50_000, 64)), "memory": 2**20},
             r"do not fit on 4 ranks with 1,048,576 bytes each. .* table 'big' .*bytes on one rank",
@@ -916,7 +919,9 @@ import importlib.machinery, sys
 find = importlib.machinery.PathFinder.find_spec
 hide = lambda cls, name, *rest: None if name.partition(".")[0] == {hidden!r} else find(name, *rest)
 importlib.machinery.PathFinder.find_spec = classmethod(hide)
-import nbdist.recsys.sharding
+import nbdist.recsys.sharding  # without a word
+from nbdist.recsys.versions import check_torchrec
+check_torchrec()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and says in done.stderr and "ImportError" in done.stderr, done.stderr

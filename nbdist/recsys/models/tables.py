@@ -1,0 +1,172 @@
+"""Embedding tables of columns of codes: torch's own modules, in collections that `shard` can spread over the ranks.
+
+The collections hold and describe their tables under the names of TorchRec's `EmbeddingBagCollection` and
+`EmbeddingCollection`: so a checkpoint of a model fits it with and without TorchRec.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..loader.columns import Columns, Ragged, ids_of
+
+_TAKEN = frozenset(dir(nn.ModuleDict()))
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding table, described by TorchRec's names for these things."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: list[str]
+    """The columns that are looked up in it."""
+    init_fn: Callable[[Tensor], Any]
+    """What gives a part of the table, shape (rows, embedding_dim), its initial values, in place."""
+
+
+def _describe(columns: Mapping[str, int], embedding_dim: int, init: Callable[[Tensor], Any] | None) -> list[Table]:
+    """A table for each column."""
+    for name in columns:
+        if not name or "." in name or name in _TAKEN:
+            raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
+    found = []
+    for name, size in columns.items():
+        bound = math.sqrt(1 / size)
+        fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)
+        found.append(Table(name, size, embedding_dim, [name], fill))
+    return found
+
+
+class PooledTables(nn.Module):
+    """A table for each column of codes, called like it: for each row one vector a column, pooled where it has a list.
+
+    Args:
+        columns: Column of codes → how many there are.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        mode: What the vectors of a list become: their "mean" or their "sum"; zeros where the list is empty.
+        init: What gives a part of a table, shape (rows, embedding_dim), its initial values, in place. None: uniform
+            ones, up to the inverse square root of the number of codes.
+        device: Of the tables: "meta" where they are sharded and too large for one rank.
+
+    Raises:
+        ValueError: No table can have that name, for the tables are modules.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> from nbdist.recsys.models import PooledTables
+        >>> tables = PooledTables({"user": 10, "genres": 5}, embedding_dim=4)
+        >>> genres = Ragged(torch.tensor([2, 3, 4]), torch.tensor([0, 3, 3]))  # [2, 3, 4] and []
+        >>> tables({"user": torch.tensor([2, 7]), "genres": genres}).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, int],
+        *,
+        embedding_dim: int = 64,
+        mode: str = "mean",
+        init: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        if mode not in ("mean", "sum"):
+            raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
+        self.mode, self.tables = mode, _describe(columns, embedding_dim, init)
+        self.embedding_bags = nn.ModuleDict(
+            {
+                name: nn.EmbeddingBag(size, embedding_dim, mode=mode, include_last_offset=True, device=device)
+                for name, size in columns.items()
+            }
+        )
+        _fill(self.embedding_bags, self.tables)
+
+    def embedding_bag_configs(self) -> list[Table]:
+        """The tables, in their order."""
+        return self.tables
+
+    def forward(self, batch: Columns) -> Tensor:
+        """The vectors of a batch, shape (rows, columns of all tables); it may have other columns, too."""
+        found: list[Tensor] = []
+        bag: Any
+        for name, bag in self.embedding_bags.items():
+            ids = ids_of(batch, name)
+            if isinstance(ids, Ragged):
+                values = _index(ids.values)
+                found.append(bag(values, ids.offsets.to(values.dtype)))
+            else:  # one per row needs no pooling
+                found.append(nn.functional.embedding(_index(ids), bag.weight))
+        return torch.cat(found, dim=1)
+
+
+class SequenceTables(nn.Module):
+    """A table for each column of lists of codes, called like it: a vector for each code.
+
+    Args:
+        columns: Column of codes → how many there are.
+        embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
+        init: See `PooledTables`.
+        device: See `PooledTables`.
+
+    Raises:
+        ValueError: No table can have that name, for the tables are modules.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> from nbdist.recsys.models import SequenceTables
+        >>> tables = SequenceTables({"history": 10}, embedding_dim=4)
+        >>> tables({"history": Ragged(torch.tensor([2, 3, 4]), torch.tensor([0, 3, 3]))})["history"].shape
+        torch.Size([3, 4])
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, int],
+        *,
+        embedding_dim: int = 64,
+        init: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.tables = _describe(columns, embedding_dim, init)
+        self.embeddings = nn.ModuleDict(
+            {name: nn.Embedding(size, embedding_dim, device=device) for name, size in columns.items()}
+        )
+        _fill(self.embeddings, self.tables)
+
+    def embedding_configs(self) -> list[Table]:
+        """The tables, in their order."""
+        return self.tables
+
+    def forward(self, batch: Columns) -> dict[str, Tensor]:
+        """For each column, the vectors of its codes, list after list: shape (codes, embedding_dim)."""
+        ids = {name: ids_of(batch, name) for name in self.embeddings}
+        return {
+            name: self.embeddings[name](_index(one.values if isinstance(one, Ragged) else one))
+            for name, one in ids.items()
+        }
+
+
+@torch.no_grad()
+def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
+    """Give tables that have memory their initial values."""
+    for table in tables:
+        weight: Any = modules[table.name].weight
+        if weight.device.type != "meta":
+            table.init_fn(weight)
+
+
+def _index(ids: Tensor) -> Tensor:
+    """Ids of a type that torch looks up by."""
+    return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()

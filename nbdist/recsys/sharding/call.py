@@ -1,0 +1,98 @@
+"""`shard`, as it is called: TorchRec and FBGEMM have to be there then, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..parallel.sharded import Sharded
+from ..versions import check_torchrec
+
+
+def shard(
+    model: nn.Module,
+    strategies: Mapping[str, str] | None = None,
+    *,
+    batch_size: int,
+    optimizer: str | Mapping[str, str] = "rowwise_adagrad",
+    lr: float | Mapping[str, float] = 0.01,
+    eps: float = 1e-8,
+    dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    fused: bool | None = None,
+    memory: int | None = None,
+    checked: bool = True,
+) -> Sharded:
+    """Shard the embedding tables of `model` over all ranks. All ranks have to call it, with the same arguments.
+
+    Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
+    by block, from seeds drawn from torch's random state. So the initial weights depend neither on the strategies nor on
+    the number of ranks. Tables with values keep them; each rank has them whole until it has its part.
+
+    rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
+    little differently from the same table in one piece; sgd and adagrad do not.
+
+    Args:
+        model: A module with `PooledTables` or `SequenceTables`, as the models of `nbdist.recsys.models` are, or with
+            TorchRec's `EmbeddingBagCollection`s or `EmbeddingCollection`s; or one of those. It is consumed: use
+            `Sharded.model` instead.
+        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
+            Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
+            warned of.
+        batch_size: Samples per rank and step, for the planner's estimates.
+        optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass where FBGEMM can; or table name or glob →
+            one. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. All leave alone the rows that a
+            batch does not touch, as `torch.optim.SparseAdam` does.
+        lr: Learning rate of the tables; or table name or glob → one.
+        eps: What is added to the denominator, for those optimizers that have one.
+        dense_optimizer: Makes the optimizer of all other parameters, such as
+            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any.
+        fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
+            this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
+            accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
+        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
+            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
+        checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
+            that, unless a loader with `keyed=` has looked before; without it, such ids are those of other rows, and
+            train them.
+
+    Raises:
+        ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
+        RuntimeError: Outside a process group.
+        ImportError: TorchRec or FBGEMM is missing, or of another release than torch; it says what to install. The model
+            is left as it is.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.models import PooledTables
+        >>> from nbdist.recsys.sharding import shard
+        >>> def train():
+        ...     model = PooledTables({"user": 100}, embedding_dim=8, device="meta")
+        ...     sharded = shard(model, {"user": "row_wise"}, batch_size=2, optimizer="adagrad", lr=0.1)
+        ...     sharded.optimizer.zero_grad()
+        ...     sharded.model({"user": torch.tensor([5, 97])}).square().mean().backward()
+        ...     sharded.optimizer.step()
+        ...     return sharded.gather()
+        >>> in_ddp(2, train).embedding_bags["user"].weight.shape
+        torch.Size([100, 8])
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
+    check_torchrec()
+    from .build import build
+
+    return build(
+        model,
+        strategies or {},
+        batch_size=batch_size,
+        optimizer=optimizer,
+        lr=lr,
+        eps=eps,
+        dense_optimizer=dense_optimizer,
+        fused=fused,
+        memory=memory,
+        checked=checked,
+    )
