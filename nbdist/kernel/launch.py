@@ -14,8 +14,7 @@ from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.scattering import for_each_rank, own
 from ..devices import choose_backend, choose_devices
-from ..engines.local import LocalEngine
-from ..engines.ray.options import RayOptions
+from ..engines.contract import EngineOptions
 from ..errors import NbdistError, entry
 from ..integrations import fastai
 from ..rank import world as rank_world
@@ -59,7 +58,7 @@ def options(
     seed: int | None = None,
     seed_ranks: bool = False,
     settings: bool = True,
-    engine: str | RayOptions | None = None,
+    engine: str | EngineOptions | None = None,
     start: str = "forkserver",
     hold_on_error: bool = False,
     restarts: int = 0,
@@ -247,7 +246,7 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     modules = modules_named(parse_imports(imports))
     engine = engines.resolve(None)
     engine.warm(modules)
-    if idle is not None and isinstance(engine, LocalEngine):
+    if idle is not None:
         engine.idle(idle)
 
 

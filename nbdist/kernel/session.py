@@ -19,7 +19,7 @@ from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.scattering import for_each_rank
 from ..devices import VISIBLE, choose_backend
-from ..engines.ray.options import RayOptions
+from ..engines.contract import EngineOptions
 from ..errors import NbdistError, RemoteTraceback, entry, summary
 from ..notebook import debug_instead
 from ..wire.cache import SentCache
@@ -76,7 +76,8 @@ class Session:
             NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
             changes of it in a rank stays until the notebook changes it.
         engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
-            other. None: what `nbdist.use` said, or else this machine.
+            other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
+            else this machine.
         start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
             "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
             without being refused there, and for variables of `env` that any library reads while it is imported.
@@ -115,7 +116,7 @@ class Session:
         seed: int | None = None,
         seed_ranks: bool = False,
         settings: bool = True,
-        engine: str | RayOptions | None = None,
+        engine: str | EngineOptions | None = None,
         start: str = "forkserver",
         hold_on_error: bool = False,
         restarts: int = 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 #: Ray's names of the placements.
 STRATEGIES = {
@@ -26,6 +26,8 @@ class RayOptions:
         >>> RayOptions(address="ray://head:10001", gpus=1, placement="spread").bundle()
         {'CPU': 1.0, 'GPU': 1.0}
     """
+
+    engine: ClassVar[str] = "ray"
 
     address: str | None = None
     """`auto`: the cluster that runs on this machine, or that RAY_ADDRESS names. `ray://host:10001`: one elsewhere.
