@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from .. import engines
@@ -14,14 +14,13 @@ from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.scattering import for_each_rank, own
 from ..devices import choose_backend, choose_devices
-from ..engines.contract import EngineOptions
 from ..errors import NbdistError, entry
 from ..integrations import fastai
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
 from .arguments import check_call, check_count, check_platform
-from .flood import LINES
+from .options import SessionOptions
 from .session import Session
 from .stopping import nothing_sent
 
@@ -30,65 +29,51 @@ T = TypeVar("T")
 _held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """`in_ddp` with its options chosen: all further arguments are the function's."""
-
-    imports: str | Iterable[str]
-    need: Names
-    session: Mapping[str, Any]
-
-    @entry
-    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run `fn(*args, **kwargs)` on `ngpus` ranks, as `in_ddp` does."""
-        return _launch(ngpus, fn, args, kwargs, self.imports, self.need, self.session)
-
-
-def options(
-    *,
-    imports: str | Iterable[str] = "",
-    need: Names = "",
-    backend: str | Mapping[str, Any] | None = None,
-    devices: str | Sequence[str] | None = None,
-    threads: int | str | None = None,
-    timeout: float | None = None,
-    output: str = "rank0",
-    lines: int | None = LINES,
-    env: Mapping[str, str] | None = None,
-    seed: int | None = None,
-    seed_ranks: bool = False,
-    settings: bool = True,
-    engine: str | EngineOptions | None = None,
-    start: str = "forkserver",
-    hold_on_error: bool = False,
-    restarts: int = 0,
-    min_ranks: int | None = None,
-) -> Launcher:
-    """`in_ddp` for one call with all that a `Session` can be told: `in_ddp.options(...)(ngpus, fn, ...)`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Launcher(SessionOptions):
+    """`in_ddp` for one call with all options of a `Session`: `in_ddp.options(...)(ngpus, fn, ...)`.
 
     All arguments after `fn` are the function's own then, also those that are called `imports`, `need` or `restarts`.
     `imports` and `need` are as for `in_ddp`, the others as for `Session`. With no ranks (`ngpus=0`) these are not used:
     the function runs in this process as it is.
+
+    Raises:
+        TypeError, ValueError: For options that make no sense.
 
     Examples:
         >>> import torch
         >>> in_ddp.options(devices="cpu", threads=1, timeout=60)(2, torch.get_num_threads)
         1
     """
-    session = {name: value for name, value in locals().items() if name not in ("imports", "need")}
-    return Launcher(imports, need, session)
+
+    imports: str | Iterable[str] = ""
+    need: Names = ""
+
+    @entry
+    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run `fn(*args, **kwargs)` on `ngpus` ranks, as `in_ddp` does."""
+        return _launch(self, ngpus, fn, args, kwargs)
 
 
 class _InDdp(Protocol):
     """What `in_ddp` is: a function that has `options`."""
 
-    options: Callable[..., Launcher]
+    options: type[Launcher]
 
-    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+    def __call__(
+        self,
+        ngpus: int,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> T: ...
 
 
 def _with_options(fn: Any) -> _InDdp:
-    fn.options = options
+    fn.options = Launcher
     return fn  # type: ignore[no-any-return]
 
 
@@ -151,35 +136,30 @@ def in_ddp(
         >>> in_ddp(2, total, 1.5)
         3.0
     """
-    session = {
-        "hold_on_error": hold_on_error,
-        "restarts": restarts,
-        "min_ranks": min_ranks,
-        "settings": settings,
-    }
-    return _launch(ngpus, fn, args, kwargs, imports, need, session)
+    own = Launcher(
+        imports=imports,
+        need=need,
+        hold_on_error=hold_on_error,
+        restarts=restarts,
+        min_ranks=min_ranks,
+        settings=settings,
+    )
+    return _launch(own, ngpus, fn, args, kwargs)
 
 
-def _launch(
-    ngpus: int,
-    fn: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    imports: str | Iterable[str],
-    need: Names,
-    options: Mapping[str, Any],
-) -> T:
+def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     check_platform()
     check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
-        return _in_kernel(fn, args, kwargs, imports, need)
+        return _in_kernel(fn, args, kwargs, own.imports, own.need)
     _close_held()
+    options = {field.name: getattr(own, field.name) for field in fields(SessionOptions)}
     with contextlib.ExitStack() as stack:
         with nothing_sent():
             session = stack.enter_context(Session(ngpus, **options))
         try:
-            once = not options.get("hold_on_error")
-            return session.call(fn, args, kwargs, imports, need, once=once)[0]  # type: ignore[no-any-return]
+            once = not own.hold_on_error
+            return session.call(fn, args, kwargs, own.imports, own.need, once=once)[0]  # type: ignore[no-any-return]
         except BaseException:
             if session.held_ranks():
                 _held_sessions.append(session)

@@ -25,11 +25,12 @@ from ..notebook import debug_instead
 from ..wire.cache import SentCache
 from ..wire.processes import forget_in_children
 from . import futures, stacks
-from .arguments import check_call, check_count, check_min_ranks, check_output, check_platform, check_start
+from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
+from .options import SessionOptions
 from .profile import Profile, profiled
 from .status import Snapshot, Status, look
 from .stopping import nothing_sent
@@ -122,26 +123,19 @@ class Session:
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "nranks")}
         check_platform()
         check_count(nranks, least=1, name="nranks")
-        check_count(restarts, least=0, name="restarts")
-        check_min_ranks(min_ranks, nranks, restarts)
-        if threads not in (None, "bind"):
-            check_count(threads, least=1, name="threads")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
-        if lines is not None:
-            check_count(lines, least=0, name="lines")
-        self._output, self._lines = check_output(output), lines
-        self._engine = engines.resolve(engine, env, check_start(start))
-        chosen = self._engine.devices(nranks, devices)
-        options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
-        visible = {**os.environ, **(env or {})}.get(VISIBLE)
-        name, notice = choose_backend(chosen, options.pop("backend", None), visible)
-        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
-        self._settings = settings
+        self._options = SessionOptions(**given)
+        self._options.check_for(nranks)
+        self._engine = engines.resolve(engine, env, start)
         self._executor = Executor(
-            self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts, min_ranks=min_ranks
+            self._engine,
+            self._layout(nranks),
+            timeout=timeout,
+            keep_frames=hold_on_error,
+            restarts=restarts,
+            min_ranks=min_ranks,
         )
         self._raised: RemoteTraceback | None = None  # of the last call that has raised
         self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
@@ -151,6 +145,14 @@ class Session:
         self._capturing = threading.Lock()
         forget_in_children(self)
         weakref.finalize(self, self._cache.close)
+
+    def _layout(self, nranks: int) -> Layout:
+        own = self._options
+        env, group = dict(own.env or {}), {"backend": own.backend} if isinstance(own.backend, str) else own.backend
+        group = dict(group or {})
+        devices = self._engine.devices(nranks, own.devices)
+        backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
+        return Layout(devices, backend, group, own.threads, env, own.seed, own.seed_ranks, notice)
 
     def after_fork(self) -> None:
         """In a child of this process: another thread may have held this."""
@@ -465,15 +467,15 @@ class Session:
             self._check_rank(rank)
         if targets == []:
             raise ValueError("ranks= names no rank")
-        output = self._output if output is None else check_output(output)
+        output = self._options.output if output is None else check_output(output)
         count = self.nranks if targets is None else len(targets)
         args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
         with self._capturing:
-            call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
+            call = capture_call(fn, args, kwargs, block, names, self._cache, self._options.settings)
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
         what = getattr(fn, "__name__", type(fn).__name__)
-        return Request(call, seeds, targets, everyone, output, self._lines, what, once)
+        return Request(call, seeds, targets, everyone, output, self._options.lines, what, once)
 
     def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:
         try:

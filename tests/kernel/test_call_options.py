@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import os
+import re
 import time
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 from calls import boom
 from conftest import Kernel, poll
+from IPython.core.error import UsageError
 
 import nbdist
 from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, scatter
+from nbdist.kernel.command_line import line_parser, start_options
+from nbdist.kernel.options import SessionOptions
 
 RANKS = 3
 
@@ -23,10 +29,60 @@ RANKS = 3
 # ----------------------------------------------------------------------------------------------------------- options
 
 
-def test_options_takes_what_a_session_takes_and_what_in_ddp_takes() -> None:
-    of_session = set(inspect.signature(Session).parameters) - {"nranks"}
-    of_in_ddp = {name for name, p in inspect.signature(in_ddp).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert set(inspect.signature(in_ddp.options).parameters) == of_session | of_in_ddp
+def test_sessions_in_ddp_and_the_magic_have_the_same_options() -> None:
+    """With the same defaults and types, and all of them in the signatures that help() and completion show."""
+    options = dict(inspect.signature(SessionOptions).parameters)
+    assert list(options) == [field.name for field in dataclasses.fields(SessionOptions)]
+    of_session = dict(inspect.signature(Session).parameters)
+    assert of_session.pop("nranks").kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert of_session == options
+    of_in_ddp = {name: p for name, p in inspect.signature(in_ddp).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert dict(inspect.signature(in_ddp.options).parameters) == options | of_in_ddp
+    documented = re.findall(r"^    (\w+): ", (inspect.getdoc(Session) or "").partition("Raises:")[0], re.MULTILINE)
+    assert documented == ["nranks", *options]
+
+
+def test_each_option_can_be_said_to_the_magic() -> None:
+    parser, _ = line_parser(MagicMock())
+    said = {
+        "--backend gloo": {"backend": "gloo"},
+        "--devices cuda:0,cuda:2": {"devices": ["cuda:0", "cuda:2"]},
+        "--threads bind": {"threads": "bind"},
+        "--timeout 1.5": {"timeout": 1.5},
+        "--output tabs": {"output": "tabs"},
+        "--lines all": {"lines": None},
+        "--env A=1 --env B=c=d": {"env": {"A": "1", "B": "c=d"}},
+        "--seed 3": {"seed": 3},
+        "--seed-ranks": {"seed_ranks": True},
+        "--no-settings": {"settings": False},
+        "--engine ray": {"engine": "ray"},
+        "--start spawn": {"start": "spawn"},
+        "--hold-on-error": {"hold_on_error": True},
+        "--restarts 2": {"restarts": 2},
+        "--min-ranks 1": {"min_ranks": 1},
+    }
+    for line, options in said.items():
+        assert start_options(parser.parse_args(["start", "2", *line.split()])) == options, line
+        SessionOptions(**options)
+    assert [name for options in said.values() for name in options] == list(inspect.signature(SessionOptions).parameters)
+    assert start_options(parser.parse_args(["start", "2"])) == {}, "a session knows its defaults itself"
+    with pytest.raises(UsageError, match="--env must be NAME=VALUE, got 'A'"):
+        parser.parse_args(["start", "2", "--env", "A"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"timeout": 0}, "timeout=0"),
+        ({"env": {"A": 1}}, "env must map names to strings, got 'A': 1"),
+        ({"seed": "1"}, "seed must be a whole number or None, got '1'"),
+        ({"restarts": -1}, "restarts=-1"),
+        ({"start": "fork"}, "start='fork'"),
+    ],
+)
+def test_options_are_checked_as_soon_as_they_are_said(option: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        in_ddp.options(**option)
 
 
 def test_options_hold_in_the_call() -> None:
