@@ -33,9 +33,10 @@ _held_sessions: list[Session] = []  # the session of the last `in_ddp` that rais
 class Launcher(SessionOptions):
     """`in_ddp` for one call with all options of a `Session`: `in_ddp.options(...)(ngpus, fn, ...)`.
 
-    All arguments after `fn` are the function's own then, also those that are called `imports`, `need` or `restarts`.
-    `imports` and `need` are as for `in_ddp`, the others as for `Session`. With no ranks (`ngpus=0`) these are not used:
-    the function runs in this process as it is.
+    All arguments after `fn` are the function's own then, also those that are called `imports` or `need`. These two
+    options are as for `in_ddp`, the others as for `Session`. With `hold_on_error=True`, the ranks of a call that has
+    raised stay for `post_mortem`, until that or the next call. With no ranks (`ngpus=0`) only `imports` and `need` are
+    used: the function runs in this process as it is.
 
     Raises:
         TypeError, ValueError: For options that make no sense.
@@ -86,10 +87,6 @@ def in_ddp(
     *args: Any,
     imports: str | Iterable[str] = "",
     need: Names = "",
-    hold_on_error: bool = False,
-    restarts: int = 0,
-    min_ranks: int | None = None,
-    settings: bool = True,
     **kwargs: Any,
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
@@ -99,7 +96,7 @@ def in_ddp(
     state. Functions, classes and variables of the notebook that `fn` uses travel with it.
 
     `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for the one call, and leaves all arguments to
-    `fn`, those called `imports`, `need`, `hold_on_error`, `restarts`, `min_ranks` and `settings`, too.
+    `fn`, those called `imports` and `need`, too.
 
     Args:
         ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
@@ -108,13 +105,6 @@ def in_ddp(
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
-        hold_on_error: After an exception, keep the ranks with its frames for `post_mortem`, until that or the next
-            such call.
-        restarts: How often `fn` is started again, on fresh ranks, after a rank or its node was lost.
-            TORCHELASTIC_RESTART_COUNT tells it, so that it can go on from its last snapshot.
-        min_ranks: How many ranks are enough for that, where a cluster has lost nodes. None: it waits for all.
-        settings: Whether what is set in the notebook (logging, warning filters, options of libraries) holds in the
-            ranks: see `Session`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -136,15 +126,7 @@ def in_ddp(
         >>> in_ddp(2, total, 1.5)
         3.0
     """
-    own = Launcher(
-        imports=imports,
-        need=need,
-        hold_on_error=hold_on_error,
-        restarts=restarts,
-        min_ranks=min_ranks,
-        settings=settings,
-    )
-    return _launch(own, ngpus, fn, args, kwargs)
+    return _launch(Launcher(imports=imports, need=need), ngpus, fn, args, kwargs)
 
 
 def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
@@ -169,7 +151,7 @@ def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ..
 
 @entry
 def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
-    """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
+    """Open pdb in a rank of the `in_ddp.options(hold_on_error=True)(...)` that has just raised; then end its ranks.
 
     Args:
         rank: Which one. None: the rank whose exception the call raised.
@@ -181,7 +163,7 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     Examples:
         >>> def divide(x):
         ...     return 1 / x
-        >>> in_ddp(2, divide, 0, hold_on_error=True)
+        >>> in_ddp.options(hold_on_error=True)(2, divide, 0)
         Traceback (most recent call last):
         ZeroDivisionError: division by zero
         >>> post_mortem(commands=["p x"])
@@ -193,8 +175,8 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     """
     if not _held_sessions:
         raise NbdistError(
-            "no rank is held: post_mortem() follows an in_ddp(..., hold_on_error=True) that raised in a rank. A "
-            "session has a post_mortem() of its own."
+            "no rank is held: post_mortem() follows an in_ddp.options(hold_on_error=True)(...) that raised in a rank. "
+            "A session has a post_mortem() of its own."
         )
     try:
         _held_sessions[-1].post_mortem(rank, commands)

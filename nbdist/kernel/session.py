@@ -298,7 +298,9 @@ class Session:
         output: str | None = None,
         once: bool = False,
     ) -> list[Any]:
-        """What `run` and `run_all` are made of: with the function's arguments apart, and more to choose from.
+        """Do what `run` and `run_all` do, with the function's arguments apart, and more to choose from.
+
+        Here the function may have parameters called `imports`, `need` or `ranks`.
 
         Args:
             ranks: Who runs `fn`. None: all ranks.
@@ -335,9 +337,13 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> Explanation:
-        """What a call of `run` with the same arguments would send: see `nbdist.explain`."""
+        """Return what a call of `run` with the same arguments would send, which is the same for all `ranks`: see
+        `nbdist.explain`."""
+        for rank in ranks or ():
+            self._check_rank(rank)
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:

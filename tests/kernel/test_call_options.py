@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -83,6 +84,42 @@ def test_each_option_can_be_said_to_the_magic() -> None:
 def test_options_are_checked_as_soon_as_they_are_said(option: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         in_ddp.options(**option)
+
+
+def named(
+    restarts: int, settings: str, min_ranks: int, hold_on_error: str, ngpus: int, fn: int, self: int
+) -> tuple[Any, ...]:
+    return restarts, settings, min_ranks, hold_on_error, ngpus, fn, self
+
+
+def test_a_functions_parameters_may_have_the_names_of_options(session: Session) -> None:
+    given: Any = {"settings": "s", "min_ranks": 3, "hold_on_error": "h", "ngpus": 4, "fn": 5, "self": 6}
+    expected = (2, "s", 3, "h", 4, 5, 6)
+    for ngpus in (0, 1):
+        assert in_ddp(ngpus, named, restarts=2, **given) == expected
+    assert in_ddp.options(restarts=1, threads=1)(1, named, restarts=2, **given) == expected
+    assert session.run(named, 2, **given) == session.submit(named, 2, **given).result() == expected
+    assert session.run_all(named, 2, **given) == [expected] * RANKS
+    assert session.explain(named, 2, **given).items
+
+
+def test_a_functions_parameters_may_have_the_names_of_what_calls_take(session: Session) -> None:
+    def taken(imports: int, need: int, ranks: int = 0) -> tuple[int, ...]:
+        return imports, need, ranks
+
+    assert in_ddp.options()(1, taken, imports=1, need=2, ranks=3) == (1, 2, 3)
+    assert session.call(taken, kwargs={"imports": 1, "need": 2, "ranks": 3}) == [(1, 2, 3)]
+    assert session.submit(functools.partial(taken, imports=1, need=2), ranks=[1]).result() == (1, 2, 0)
+
+
+def test_each_way_to_call_has_the_same_keywords_of_its_own() -> None:
+    def own(call: Any) -> list[str]:
+        return [name for name, p in inspect.signature(call).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+    assert own(in_ddp) == own(explain) == ["imports", "need"]
+    for call in (Session.run, Session.run_all, Session.submit, Session.explain):
+        assert own(call) == ["imports", "need", "ranks"], call
+    assert own(Session.profile) == ["imports", "need", "ranks", "skip", "steps"]
 
 
 def test_options_hold_in_the_call() -> None:
