@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import ROOT
 from benchmarks.machine import conditions, save
-from nbdist import Session, in_ddp
-from nbdist.devices import rank_device
+from nbdist import Session, in_ddp, rank_device
 
 #: Seconds after which no further part is begun.
 LIMIT = 540.0

@@ -14,8 +14,6 @@ import nbdist
 from nbdist import in_ddp
 from nbdist.kernel.magics import DdpMagics
 
-#: What IPython calls, and nobody else.
-HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -29,7 +27,7 @@ def check_example(name: str, obj: Any, names: dict[str, Any]) -> None:
     assert not result.failed, "".join(report)
 
 
-@pytest.mark.parametrize("name", sorted(set(nbdist.__all__) - HOOKS))
+@pytest.mark.parametrize("name", sorted(nbdist.__all__))
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     obj: Any = getattr(nbdist, name)

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist import Session, in_ddp
+from nbdist import Session, in_ddp, rank_device
 from nbdist import devices as nbdist_devices
-from nbdist.devices import rank_device
 from nbdist.gpus import look
 
 DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"

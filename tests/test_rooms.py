@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
 import subprocess
 import sys
@@ -120,7 +121,9 @@ def test_pytest_loads_next_to_nothing_of_it() -> None:
 
 
 def test_public_names() -> None:
-    assert set(nbdist.__all__) <= set(dir(nbdist))
+    assert {name for name in dir(nbdist) if not name.startswith("_")} == {*nbdist.__all__, "recsys"}
+    fields = {field.name for field in dataclasses.fields(nbdist.RayOptions)}
+    assert {name for name in dir(nbdist.RayOptions()) if not name.startswith("_")} == fields | {"engine"}
     for name in nbdist.__all__:
         assert getattr(nbdist, name).__module__.startswith("nbdist")
     with pytest.raises(AttributeError, match="no attribute 'in_dpp'"):

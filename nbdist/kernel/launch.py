@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from .. import engines
 from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
-from ..capture.scattering import for_each_rank, own
+from ..capture.per_rank import for_each_rank, own
 from ..devices import choose_backend, choose_devices
 from ..errors import NbdistError, entry
 from ..integrations import fastai
@@ -21,7 +21,7 @@ from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
 from .arguments import check_call, check_count, check_platform
 from .options import SessionOptions
-from .session import Session
+from .session import Session, call_once, executor_of
 from .stopping import nothing_sent
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def in_ddp(
     Args:
         ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run: of the notebook, of a script, or of a package.
-        *args: Its positional arguments. `scatter([...])` gives each rank its own.
+        *args: Its positional arguments. `per_rank([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
@@ -140,10 +140,9 @@ def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ..
         with nothing_sent():
             session = stack.enter_context(Session(ngpus, **options))
         try:
-            once = not own.hold_on_error
-            return session.call(fn, args, kwargs, own.imports, own.need, once=once)[0]  # type: ignore[no-any-return]
+            return call_once(session, fn, args, kwargs, own.imports, own.need)  # type: ignore[no-any-return]
         except BaseException:
-            if session.held_ranks():
+            if executor_of(session).raised():
                 _held_sessions.append(session)
                 stack.pop_all()  # it stays open
             raise

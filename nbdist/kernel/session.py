@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,13 +16,12 @@ from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
-from ..capture.scattering import for_each_rank
+from ..capture.per_rank import for_each_rank
 from ..devices import VISIBLE, choose_backend
 from ..engines.contract import EngineOptions
 from ..errors import NbdistError, RemoteTraceback, entry, summary
 from ..notebook import debug_instead
 from ..wire.cache import SentCache
-from ..wire.processes import forget_in_children
 from . import futures, stacks
 from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
@@ -142,8 +140,7 @@ class Session:
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
-        self._capturing = threading.Lock()
-        forget_in_children(self)
+        self._capturing = futures.FairLock()
         weakref.finalize(self, self._cache.close)
 
     def _layout(self, nranks: int) -> Layout:
@@ -153,10 +150,6 @@ class Session:
         devices = self._engine.devices(nranks, own.devices)
         backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
         return Layout(devices, backend, group, own.threads, env, own.seed, own.seed_ranks, notice)
-
-    def after_fork(self) -> None:
-        """In a child of this process: another thread may have held this."""
-        self._capturing = threading.Lock()
 
     @property
     def nranks(self) -> int:
@@ -178,7 +171,7 @@ class Session:
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
-            *args, **kwargs: Its arguments. `scatter([...])` gives each rank its own.
+            *args, **kwargs: Its arguments. `per_rank([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
@@ -296,7 +289,6 @@ class Session:
         ranks: Iterable[int] | None = None,
         everyone: bool = False,
         output: str | None = None,
-        once: bool = False,
     ) -> list[Any]:
         """Do what `run` and `run_all` do, with the function's arguments apart, and more to choose from.
 
@@ -306,13 +298,15 @@ class Session:
             ranks: Who runs `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
             output: Like that of the session, for this call.
-            once: Whether the session ends after it, so that a stop need not wait until its ranks are fit for another.
 
         Returns:
             The values of the `ranks` in their order, or that of the first of them alone.
         """
+        return self._call(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+
+    def _call(self, *what: Any, **how: Any) -> list[Any]:
         with nothing_sent():
-            request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output, once)
+            request = self._capture(*what, **how)
         with contextlib.closing(request.call.parcel):
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
@@ -365,7 +359,7 @@ class Session:
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
     def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:
-        held = self.held_ranks()
+        held = self._executor.raised()
         if not held:
             raise NbdistError(
                 "no rank is held: post_mortem() follows a call that raised in a rank, before any other call, "
@@ -378,14 +372,10 @@ class Session:
 
     def _debug_raised(self, remote: RemoteTraceback) -> bool:
         """What `%debug` does after a call has raised: whether there was anything to look at."""
-        if remote is not self._raised or not self.held_ranks():
+        if remote is not self._raised or not self._executor.raised():
             return False
         self.post_mortem()
         return True
-
-    def held_ranks(self) -> list[int]:
-        """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
-        return self._executor.raised()
 
     def idle(self) -> bool:
         """Whether the ranks run, and have nothing to do."""
@@ -476,8 +466,9 @@ class Session:
         output = self._options.output if output is None else check_output(output)
         count = self.nranks if targets is None else len(targets)
         args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
-        with self._capturing:
-            call = capture_call(fn, args, kwargs, block, names, self._cache, self._options.settings)
+        call = self._capturing.in_turn(
+            lambda: capture_call(fn, args, kwargs, block, names, self._cache, self._options.settings)
+        )
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
         what = getattr(fn, "__name__", type(fn).__name__)
@@ -487,7 +478,7 @@ class Session:
         try:
             return self._executor.carry_out(request, cell, stop)
         except Exception as exc:
-            if isinstance(exc.__cause__, RemoteTraceback) and self.held_ranks():
+            if isinstance(exc.__cause__, RemoteTraceback) and self._executor.raised():
                 self._raised = exc.__cause__
                 debug_instead(self._raised, weakref.WeakMethod(self._debug_raised))
             raise
@@ -507,6 +498,14 @@ class Session:
 def executor_of(session: Session) -> Executor:
     """Return the executor of a session, which holds its ranks, for other modules of nbdist, tests and benchmarks."""
     return session._executor
+
+
+def call_once(session: Session, *what: Any) -> Any:
+    """Make the only call of a session, with the arguments of `Session.call`, and return rank 0's value.
+
+    A stop need not wait until the ranks are fit for another call, unless `hold_on_error` keeps them.
+    """
+    return session._call(*what, once=not session._options.hold_on_error)[0]
 
 
 def draw_seeds() -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from conftest import Kernel, poll
 from IPython.core.error import UsageError
 
 import nbdist
-from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, scatter
+from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, per_rank
 from nbdist.kernel.command_line import line_parser, start_options
 from nbdist.kernel.options import SessionOptions
 
@@ -186,9 +186,9 @@ def test_options_that_make_no_sense(options: dict[str, Any], error: type[Excepti
 
 def test_what_is_scattered_needs_all_ranks() -> None:
     with Session(2, restarts=1, min_ranks=1) as own:
-        with pytest.raises(ValueError, match=r"argument 1 scatters .* fewer after a restart \(min_ranks=\)"):
-            own.run(int, scatter([1, 2]))
-        assert own.run_all(int, scatter([1, 2]), ranks=[0, 1]) == [1, 2]
+        with pytest.raises(ValueError, match=r"argument 1: per_rank.* a restart may leave fewer \(min_ranks=\)"):
+            own.run(int, per_rank([1, 2]))
+        assert own.run_all(int, per_rank([1, 2]), ranks=[0, 1]) == [1, 2]
 
 
 def test_output_of_one_call(kernel: Kernel) -> None:
@@ -210,7 +210,7 @@ def test_some_ranks(session: Session) -> None:
             session.run(int, ranks=ranks)
 
 
-# ----------------------------------------------------------------------------------------------------------- scatter
+# ---------------------------------------------------------------------------------------------------------- per_rank
 
 
 def test_each_rank_gets_its_own(session: Session) -> None:
@@ -218,25 +218,27 @@ def test_each_rank_gets_its_own(session: Session) -> None:
         return args, kwargs
 
     parts = [torch.full((50_000,), float(rank)) for rank in range(3)]
-    for rank, (args, kwargs) in enumerate(session.run_all(given, scatter(parts), 5, name=scatter("abc"))):
+    for rank, (args, kwargs) in enumerate(session.run_all(given, per_rank(parts), 5, name=per_rank("abc"))):
         assert torch.equal(args[0], parts[rank]) and args[1:] == (5,) and kwargs == {"name": "abc"[rank]}
-    assert session.run_all(given, scatter(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
-    assert session.submit(given, scatter([1, 2, 3])).result() == ((1,), {})
-    assert in_ddp(0, given, scatter(["only"])) == (("only",), {})
+    assert session.run_all(given, per_rank(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
+    assert session.submit(given, per_rank([1, 2, 3])).result() == ((1,), {})
+    assert in_ddp(0, given, per_rank(["only"])) == (("only",), {})
 
 
 def test_as_many_as_ranks(session: Session) -> None:
     for ranks, count in ((None, 3), ([1], 1)):
-        with pytest.raises(ValueError, match=rf"argument 1 scatters 2 items over {count} ranks"):
-            session.run(print, scatter([1, 2]), ranks=ranks)
-    with pytest.raises(ValueError, match="argument key scatters 0 items over 1 rank"):
-        in_ddp(0, sorted, [], key=scatter([]))
+        with pytest.raises(
+            ValueError, match=rf"argument 1: per_rank\(\) must have an item for each of {count} ranks, got 2"
+        ):
+            session.run(print, per_rank([1, 2]), ranks=ranks)
+    with pytest.raises(ValueError, match=r"argument key: per_rank\(\) must have an item for each of 1 ranks, got 0"):
+        in_ddp(0, sorted, [], key=per_rank([]))
 
 
-def test_scatter_is_an_argument_itself(session: Session) -> None:
-    with pytest.raises(CaptureError, match=r"scatter.* has to be an argument of the function itself"):
-        session.run(print, [scatter([1, 2, 3])])
-    assert [item.name for item in explain(print, scatter([1, 2])).items] == ["print", "argument 1"]
+def test_per_rank_is_an_argument_itself(session: Session) -> None:
+    with pytest.raises(CaptureError, match=r"per_rank.* has to be an argument of the function itself"):
+        session.run(print, [per_rank([1, 2, 3])])
+    assert [item.name for item in explain(print, per_rank([1, 2])).items] == ["print", "argument 1"]
 
 
 # ------------------------------------------------------------------------------------------------------------- await
@@ -273,4 +275,4 @@ def test_await_in_a_cell(kernel: Kernel) -> None:
 
 
 def test_scatter_is_public() -> None:
-    assert nbdist.scatter is scatter
+    assert nbdist.per_rank is per_rank
