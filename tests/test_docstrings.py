@@ -11,6 +11,7 @@ import pytest
 from conftest import Kernel
 
 import nbdist
+import nbdist.fastai
 from nbdist import in_ddp
 from nbdist.kernel.magics import DdpMagics
 
@@ -32,6 +33,12 @@ def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     obj: Any = getattr(nbdist, name)
     check_example(name, obj, {name: obj, "in_ddp": in_ddp})
+
+
+@pytest.mark.parametrize("name", sorted(nbdist.fastai.__all__))
+def test_example_of_fastai(name: str) -> None:
+    obj = getattr(nbdist.fastai, name)
+    check_example(f"nbdist.fastai.{name}", obj, {name: obj})
 
 
 def test_example_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ..capture.need import Names, main_namespace
 from ..capture.per_rank import for_each_rank, own
 from ..devices import choose_backend, choose_devices
 from ..errors import NbdistError, entry
-from ..integrations import fastai
+from ..fastai.patches import patched
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
@@ -218,7 +218,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
     main = main_namespace()
     run_imports(block, main)
     main.update(names)
-    with _group_of_one(), fastai.mended(), _breakpoints():
+    with _group_of_one(), patched(), _breakpoints():
         return fn(*args, **kwargs)
 
 
