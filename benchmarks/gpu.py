@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from benchmarks import ROOT
 from benchmarks.machine import conditions, save
-from nbdist import Session, in_ddp
-from nbdist.devices import rank_device
+from nbdist import Session, in_ddp, rank_device
 
 #: Seconds after which no further part is begun.
 LIMIT = 540.0
@@ -200,8 +199,8 @@ def collab_epoch(batch: int, quickly: bool) -> float:
     """In a rank, or in a process of its own: seconds of an epoch of notebook 01's model, the median of some."""
     from fastai.collab import CollabDataLoaders, collab_learner
 
+    from nbdist.fastai import fast
     from nbdist.recsys.datasets import synthetic_ratings
-    from nbdist.recsys.fastai import fast
 
     ratings = synthetic_ratings(943, 1682, RATINGS).with_titles().to_pandas()
     learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=batch), n_factors=50, y_range=(0, 5.5))

@@ -1,14 +1,14 @@
 """Run a function of a notebook on every GPU, or on CPU ranks, with one line."""
 
-from __future__ import annotations
+import importlib as _importlib
+import sys as _sys
+import typing as _typing
 
-import importlib
-import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+# All other names here begin with an underscore: completion of `from nbdist import` reads this file.
+if _typing.TYPE_CHECKING:
     from .capture.explain import explain
-    from .capture.scattering import scatter
+    from .capture.per_rank import per_rank
+    from .devices import rank_device
     from .engines import use
     from .engines.ray.options import RayOptions
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
@@ -31,12 +31,11 @@ __all__ = [
     "context",
     "explain",
     "in_ddp",
-    "load_ipython_extension",
     "parallel_map",
+    "per_rank",
     "post_mortem",
     "preempted",
-    "scatter",
-    "unload_ipython_extension",
+    "rank_device",
     "use",
     "warm",
 ]
@@ -55,39 +54,43 @@ _HOMES = {
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
     "parallel_map": "kernel.parallel",
+    "per_rank": "capture.per_rank",
     "post_mortem": "kernel.launch",
     "preempted": "rank.preemption",
-    "scatter": "capture.scattering",
+    "rank_device": "devices",
     "use": "engines",
     "warm": "kernel.launch",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     # pytest imports this file wherever nbdist is installed, for its plugin: what is not used costs nothing.
     if name not in _HOMES:
         raise AttributeError(f"module 'nbdist' has no attribute {name!r}", name=name, obj=None)
-    if sys.platform == "win32" and _HOMES[name].startswith("kernel."):  # there is no module behind them to import
+    if _sys.platform == "win32" and _HOMES[name].startswith("kernel."):  # there is no module behind them to import
         raise NotImplementedError(
             "nbdist forks its ranks, which Windows cannot do. WSL 2 is Linux: say `wsl --install` in PowerShell, and "
             "install Python, Jupyter and nbdist in there."
         )
-    value = globals()[name] = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = globals()[name] = getattr(_importlib.import_module(f".{_HOMES[name]}", __name__), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Return what is public: for completion."""
+    return sorted(
+        [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__", "fastai", "recsys"]
+    )
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: _typing.Any) -> None:
     """`%load_ext nbdist`: start the fork server in the background, and add `%ddp` and `%%ddp`."""
     from .kernel import magics
 
     magics.load(shell)
 
 
-def unload_ipython_extension(shell: Any) -> None:
+def unload_ipython_extension(shell: _typing.Any) -> None:
     """`%unload_ext nbdist`."""
     from .kernel import magics
 

@@ -214,7 +214,15 @@ def collective_device() -> torch.device:
 
 
 def rank_device() -> torch.device:
-    """In a rank: its GPU, otherwise the CPU. CPU ranks see no GPU."""
+    """Return this rank's own device: its GPU, or the CPU in a CPU rank, which sees no GPU.
+
+    `model.to(rank_device())` is right on GPUs and on CPUs, with one rank or several on a GPU. In the notebook itself it
+    is the device that torch would choose there.
+
+    Examples:
+        >>> in_ddp.options(devices="cpu")(2, rank_device)
+        device(type='cpu')
+    """
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

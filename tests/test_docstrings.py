@@ -11,11 +11,10 @@ import pytest
 from conftest import Kernel
 
 import nbdist
+import nbdist.fastai
 from nbdist import in_ddp
 from nbdist.kernel.magics import DdpMagics
 
-#: What IPython calls, and nobody else.
-HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -29,11 +28,17 @@ def check_example(name: str, obj: Any, names: dict[str, Any]) -> None:
     assert not result.failed, "".join(report)
 
 
-@pytest.mark.parametrize("name", sorted(set(nbdist.__all__) - HOOKS))
+@pytest.mark.parametrize("name", sorted(nbdist.__all__))
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     obj: Any = getattr(nbdist, name)
     check_example(name, obj, {name: obj, "in_ddp": in_ddp})
+
+
+@pytest.mark.parametrize("name", sorted(nbdist.fastai.__all__))
+def test_example_of_fastai(name: str) -> None:
+    obj = getattr(nbdist.fastai, name)
+    check_example(f"nbdist.fastai.{name}", obj, {name: obj})
 
 
 def test_example_of_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

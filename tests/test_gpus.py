@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nbdist import Session, in_ddp
+from nbdist import Session, in_ddp, rank_device
 from nbdist import devices as nbdist_devices
-from nbdist.devices import rank_device
 from nbdist.gpus import look
 
 DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"
@@ -481,7 +480,7 @@ def test_fastai_collab(devices: Any, quickly: bool) -> None:
         torch.manual_seed(0)
         learn = collab_learner(CollabDataLoaders.from_df(ratings, bs=256), n_factors=8, y_range=(0, 5.5))
         if quickly:
-            from nbdist.recsys.fastai import fast
+            from nbdist.fastai import fast
 
             fast(learn)
         with learn.no_bar(), learn.no_logging(), learn.distrib_ctx():

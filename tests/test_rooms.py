@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
 import subprocess
 import sys
@@ -25,11 +26,10 @@ COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "
 MAY: dict[str, set[str]] = {
     "wire": set(),
     "capture": {"wire"},
-    "integrations.fastai": {"wire"},
-    "rank": {"wire", "capture", "integrations.fastai"},
+    "rank": {"wire", "capture", "fastai"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
-    "kernel": {"wire", "capture", "integrations.fastai", "rank", "engines"},
+    "kernel": {"wire", "capture", "fastai", "rank", "engines"},
     "integrations.pytest": {"kernel"},
     "recsys.io": {"recsys.ranks"},
     "recsys.loader": {"recsys.io", "recsys.ranks"},
@@ -40,7 +40,7 @@ MAY: dict[str, set[str]] = {
     "recsys.parallel": {"wire"},
     "recsys.sharding": {"wire", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
-    "recsys.fastai": {"wire", "recsys.loader", "recsys.parallel"},
+    "fastai": {"wire", "recsys.loader", "recsys.parallel"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.
@@ -104,7 +104,8 @@ def test_no_circle_of_files() -> None:
 
 @pytest.mark.started
 @pytest.mark.parametrize(
-    "line", ["import nbdist", "import nbdist.integrations.pytest", "from nbdist import NbdistError, RayOptions"]
+    "line",
+    ["import nbdist, nbdist.fastai", "import nbdist.integrations.pytest", "from nbdist import NbdistError, RayOptions"],
 )
 def test_an_import_is_light(line: str) -> None:
     loaded = "print(*{name.partition('.')[0] for name in sys.modules} & {'torch', 'fastai', 'IPython', 'ray'})"
@@ -120,7 +121,9 @@ def test_pytest_loads_next_to_nothing_of_it() -> None:
 
 
 def test_public_names() -> None:
-    assert set(nbdist.__all__) <= set(dir(nbdist))
+    assert {name for name in dir(nbdist) if not name.startswith("_")} == {*nbdist.__all__, "fastai", "recsys"}
+    fields = {field.name for field in dataclasses.fields(nbdist.RayOptions)}
+    assert {name for name in dir(nbdist.RayOptions()) if not name.startswith("_")} == fields | {"engine"}
     for name in nbdist.__all__:
         assert getattr(nbdist, name).__module__.startswith("nbdist")
     with pytest.raises(AttributeError, match="no attribute 'in_dpp'"):

@@ -123,14 +123,14 @@ def train(folder: str, users: int, items: int, ratings: int, epochs: int) -> Non
     from fastai.callback.schedule import fit_one_cycle  # noqa: F401 (gives Learner that method)
     from fastai.collab import CollabDataLoaders, collab_learner
 
-    from nbdist.integrations.fastai import mended
+    from nbdist.fastai.patches import patched
     from nbdist.recsys.datasets import synthetic_ratings
 
     # fastai and accelerate look for torchrun's variables, which not every launcher sets.
     for name, number in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": dist.get_world_size()}.items():
         os.environ.setdefault(name, str(number))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    with mended():  # without it fastai's distrib_ctx wants CUDA
+    with patched():  # without it fastai's distrib_ctx wants CUDA
         for size in ((50, 50, 1000), (users, items, ratings)):  # a small one first: what is imported late is there
             torch.manual_seed(42)
             loaders = CollabDataLoaders.from_df(synthetic_ratings(*size).frame.to_pandas(), bs=64, seed=42)

@@ -129,7 +129,7 @@ def collab(batch: int, steps: int, data: str, plain: bool, profiled: bool) -> Ru
     from fastai.collab import CollabDataLoaders, collab_learner
     from fastai.torch_core import set_seed
 
-    from nbdist.recsys.fastai import fast
+    from nbdist.fastai import fast
 
     ranks = dist.get_world_size()
     frame = pd.read_parquet(data)

@@ -101,7 +101,7 @@ def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, f
     dls = CollabDataLoaders.from_df(pd.read_parquet(data), item_name="title", bs=bs, seed=42)
     learn = collab_learner(dls, n_factors=50, y_range=(0, 5.5))
     if contestant.fast:
-        from nbdist.recsys.fastai import fast
+        from nbdist.fastai import fast
 
         fast(learn, contestant.local)
     seen: list[tuple[float, float]] = []

@@ -12,8 +12,8 @@ from .call import pickle_call
 from .depth import deeply
 from .imports import names_given, parse_imports
 from .need import Names, resolve_need
+from .per_rank import all_of
 from .pickler import Pickler
-from .scattering import all_of
 
 #: Bytes from which on a name that the function never reads is worth a warning.
 LARGE = 1 << 20

@@ -1,59 +1,91 @@
-"""Where ranks come from: on this machine, or on a cluster. The kernel holds them, and so does the node of a cluster."""
+"""The engines, which start ranks on this machine, on a cluster, or elsewhere, found by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
 
-from .contract import Engine
-from .local import LocalEngine
-from .ray.options import RayOptions
+from ..errors import NbdistError
+from .contract import Engine, EngineOptions, MakeEngine
 
-_default: str | RayOptions = "local"
+#: The group of entry points by which other packages register engines.
+GROUP = "nbdist.engines"
+
+_BUILT_IN = {
+    "local": EntryPoint("local", "nbdist.engines.local:make", GROUP),
+    "ray": EntryPoint("ray", "nbdist.engines.ray.ranks:make", GROUP),
+}
+_default: str | EngineOptions = "local"
 
 
-def use(engine: str | RayOptions) -> None:
-    """Let all later calls of this notebook run there: `in_ddp`, sessions that name no engine, `%ddp`.
+def use(engine: str | EngineOptions) -> None:
+    """Run all later calls of this notebook on this engine: `in_ddp`, sessions that name no engine, `%ddp`.
 
     Args:
-        engine: "local" for this machine, "ray" for the cluster that runs on it (`ray start`, or RAY_ADDRESS), or
-            `RayOptions(...)`.
+        engine: "local" for this machine, "ray" for the cluster that runs on it (`ray start`, or RAY_ADDRESS), the name
+            of an engine that another package registers, or options of an engine, such as `RayOptions(...)`.
 
-    `nbdist.cluster` starts one first.
+    `nbdist.cluster` starts a cluster first.
 
     Raises:
-        ValueError: For an engine that there is not.
-        NbdistError: Where Ray is not installed.
+        ValueError: No engine has this name.
+        NbdistError: Ray is not installed, or another engine cannot be imported.
 
     Examples:
         >>> use("local")
-        >>> use("slurm")
+        >>> use("moon")
         Traceback (most recent call last):
-        ValueError: engine='slurm' is not known; there are 'local', 'ray' and nbdist.RayOptions(...)
+        ValueError: engine must be one of 'local', 'ray'..., or options such as nbdist.RayOptions(...), got 'moon'...
     """
     global _default
     resolve(engine)
     _default = engine
 
 
-def in_use() -> str | RayOptions:
-    """What `use` said last."""
+def in_use() -> str | EngineOptions:
+    """Return what `use` was last called with."""
     return _default
 
 
-def resolve(engine: str | RayOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver") -> Engine:
-    """The engine of that name or with these options; None: the one in use.
+def names() -> list[str]:
+    """Return the names of all engines, nbdist's own first."""
+    return [*_BUILT_IN, *sorted(entry_points(group=GROUP).names - set(_BUILT_IN))]
 
-    `env` are variables for its ranks, `start` is how these start: "forkserver" or "spawn".
+
+def resolve(
+    engine: str | EngineOptions | None, env: Mapping[str, str] | None = None, start: str = "forkserver"
+) -> Engine:
+    """Return the engine with this name or with these options; None: the engine in use.
+
+    Args:
+        engine: As for `use`.
+        env: Environment variables for its ranks.
+        start: How its ranks start: "forkserver" or "spawn".
+
+    Raises:
+        ValueError: No engine has this name, or the engine cannot start ranks like this.
+        NbdistError: The engine cannot be imported.
     """
     engine = _default if engine is None else engine
-    if engine == "local":
-        return LocalEngine(env, start)
-    if engine == "ray":
-        engine = RayOptions(address="auto")
-    if isinstance(engine, RayOptions) and start == "spawn":
-        raise ValueError('start="spawn" is for ranks of this machine: those of a cluster are forked on their nodes')
-    if isinstance(engine, RayOptions):
-        from .ray.ranks import RayEngine
+    name = engine if isinstance(engine, str) else getattr(engine, "engine", None)
+    if not isinstance(name, str) or isinstance(engine, type):
+        raise ValueError(_unknown(engine))
+    return _find(name)(None if isinstance(engine, str) else engine, env, start)
 
-        return RayEngine(engine, env)
-    raise ValueError(f"engine={engine!r} is not known; there are 'local', 'ray' and nbdist.RayOptions(...)")
+
+def _find(name: str) -> MakeEngine:
+    found = _BUILT_IN.get(name) or next(iter(entry_points(group=GROUP, name=name)), None)
+    if found is None:
+        raise ValueError(_unknown(name))
+    try:
+        return found.load()  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as exc:
+        raise NbdistError(f"the engine {name!r}, which is {found.value}, cannot be imported: {exc}") from exc
+
+
+def _unknown(engine: object) -> str:
+    known = ", ".join(map(repr, names()))
+    return (
+        f"engine must be one of {known}, or options such as nbdist.RayOptions(...), got {engine!r}. An engine of "
+        f"another package is found once that package is installed"
+    )

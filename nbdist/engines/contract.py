@@ -67,6 +67,8 @@ class Listening(Protocol):
 class Ranks(Protocol):
     """The ranks of one session, as the kernel holds them."""
 
+    takes_descriptors: bool
+    """Whether `send` can give a rank descriptors of this process, such as those of shared memory."""
     patience: float
     """Seconds that it may take until the loss of a rank is noticed."""
 
@@ -134,6 +136,9 @@ class Ranks(Protocol):
 class Engine(Protocol):
     """A way to start ranks."""
 
+    local: bool
+    """Whether the ranks are processes of this machine, which share its cores with the notebook."""
+
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
 
@@ -148,3 +153,30 @@ class Engine(Protocol):
 
     def warm(self, modules: Iterable[str]) -> None:
         """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""
+
+    def idle(self, seconds: float) -> None:
+        """Keep what `warm` has started on this machine for so long while nothing uses it."""
+
+
+class EngineOptions(Protocol):
+    """Options of an engine, such as `RayOptions`: they can be given wherever the name of an engine can."""
+
+    @property
+    def engine(self) -> str:
+        """The name of the engine that takes these options."""
+
+
+class MakeEngine(Protocol):
+    """A function that makes an engine: what an entry point in the group `nbdist.engines` names."""
+
+    def __call__(self, options: Any, env: Mapping[str, str] | None, start: str) -> Engine:
+        """Make an engine.
+
+        Args:
+            options: What the user has given in place of the name; None: the name alone.
+            env: Environment variables for the ranks.
+            start: How ranks start: "forkserver" or "spawn".
+
+        Raises:
+            ValueError: The engine cannot start ranks like this.
+        """

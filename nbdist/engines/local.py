@@ -45,6 +45,8 @@ class LocalEngine:
     own, where nothing is imported yet.
     """
 
+    local = True
+
     def __init__(self, env: Mapping[str, str] | None = None, start: str = "forkserver") -> None:
         self._env, self._fresh = dict(env or {}), start == "spawn"
         self._modules: dict[str, None] = {}
@@ -101,6 +103,11 @@ class LocalEngine:
         return read_at_import(ChainMap(self._env, os.environ))
 
 
+def make(options: None, env: Mapping[str, str] | None, start: str) -> LocalEngine:
+    """Make the engine "local": see `contract.MakeEngine`."""
+    return LocalEngine(env, start)
+
+
 def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:
     """Processes that will be in no process group, where these modules are imported."""
     names = list(modules)
@@ -115,6 +122,7 @@ def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:
 class LocalRanks:
     """Processes on this machine: see `contract.Ranks`."""
 
+    takes_descriptors = True
     patience = 0.0  # they are this machine's children: it knows at once
 
     def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:

@@ -1,1 +1,1 @@
-"""What other libraries need to work in ranks, or with them."""
+"""Fixtures for pytest: functions of tests that run on ranks."""

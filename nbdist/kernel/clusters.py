@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -10,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import engines
+from ..engines.contract import EngineOptions
 from ..engines.ray import launching
-from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry
 from .arguments import check_count, check_platform
 from .cell import Cell
@@ -23,7 +24,7 @@ class Cluster:
     Attributes: `options`, with which the engine uses it.
     """
 
-    def __init__(self, machines: launching.Machines, options: RayOptions, where: str) -> None:
+    def __init__(self, machines: launching.Machines, options: EngineOptions, where: str) -> None:
         self.options, self._machines, self._where = options, machines, where
         self._closed = False
 
@@ -107,7 +108,7 @@ def cluster(
     check_platform()
     check_count(gpus, least=0, name="gpus")
     hosts = _check_where(where, nodes)
-    fields = RayOptions(**{"gpus": min(gpus, 1), **engine})  # what makes no sense is said before anything starts
+    fields = launching.engine_options(gpus, engine)  # refuses before anything starts
     if fields.address is not None:
         raise TypeError("address= is what cluster() finds out")
     if importlib.util.find_spec("ray") is None:
@@ -128,7 +129,7 @@ def cluster(
         start = functools.partial(launching.by_ssh, hosts, options)
         words = ", ".join(hosts)
     machines = start(**about)
-    own = Cluster(machines, RayOptions(**{**vars(fields), "address": machines.address}), words)
+    own = Cluster(machines, dataclasses.replace(fields, address=machines.address), words)
     _last = asked, own
     atexit.register(own.close)
     engines.use(own.options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +11,48 @@ from IPython.core.error import UsageError
 #: What `%autoddp` puts before a cell.
 WHOLE = "--whole-cell"
 _OUTPUT: dict[str, Any] = {"choices": ["rank0", "all", "tabs", "none"], "help": "whose output the cell shows"}
+
+
+def _devices(text: str) -> str | Sequence[str]:
+    return text if text in ("cpu", "cuda") else text.split(",")
+
+
+def _threads(text: str) -> int | str:
+    return text if text == "bind" else int(text)
+
+
+def _lines(text: str) -> int | None:
+    return None if text == "all" else int(text)
+
+
+class _Variable(Action):
+    """Collects the variables of several `--env NAME=VALUE` in a dict."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        name, equals, value = str(values).partition("=")
+        if not name or not equals:
+            parser.error(f"{option_string} must be NAME=VALUE, got {values!r}")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), name: value})
+
+
+#: How `%ddp start` takes each option of a session (`options.SessionOptions`): arguments of `add_argument`.
+_START: dict[str, dict[str, Any]] = {
+    "backend": {"help": "of the process group: gloo, nccl"},
+    "devices": {"type": _devices, "help": "cpu, cuda, or one for each rank: cuda:0,cuda:2"},
+    "threads": {"type": _threads, "help": "for each rank, or bind"},
+    "timeout": {"type": float, "help": "seconds that a cell may take"},
+    "output": _OUTPUT,
+    "lines": {"type": _lines, "help": "of output that a cell shows, or all"},
+    "env": {"action": _Variable, "metavar": "NAME=VALUE", "help": "a variable for the ranks; may be repeated"},
+    "seed": {"type": int, "help": "seed the ranks once"},
+    "seed_ranks": {"action": "store_true", "help": "seed each rank differently"},
+    "settings": {"action": "store_false", "help": "leave out what is set in the notebook"},
+    "engine": {"help": "local, ray, or an engine of another package"},
+    "start": {"choices": ["forkserver", "spawn"], "help": "how ranks start"},
+    "hold_on_error": {"action": "store_true", "help": "keep the frames of an error for post-mortem"},
+    "restarts": {"type": int, "help": "how often a cell is started again after a rank was lost"},
+    "min_ranks": {"type": int, "help": "how many ranks are enough then"},
+}
 
 
 def numbers(text: str) -> list[int]:
@@ -46,14 +88,9 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
 
     start = command("start", magics.start)
     start.add_argument("n", type=int, help="how many ranks")
-    start.add_argument("--devices", type=_devices, help="cpu, cuda, or one for each rank: cuda:0,cuda:2")
-    start.add_argument("--backend", help="of the process group: gloo, nccl")
-    start.add_argument("--threads", type=_threads, help="for each rank, or bind")
-    start.add_argument("--timeout", type=float, help="seconds that a cell may take")
-    start.add_argument("--output", default="rank0", **_OUTPUT)
-    start.add_argument("--seed", type=int)
-    held = "keep the frames of an error for post-mortem; CPU ranks do in any case"
-    start.add_argument("--hold-on-error", action="store_true", default=None, help=held)
+    for name, about in _START.items():
+        flag = "--no-" + name if about.get("action") == "store_false" else "--" + name
+        start.add_argument(flag.replace("_", "-"), dest=name, default=SUPPRESS, **about)
     for name in ("status", "stacks", "who", "history", "restart", "stop"):
         command(name, getattr(magics, name))
     command("use", magics.use).add_argument("name")
@@ -62,6 +99,11 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
     command("pull", magics.pull).add_argument("names", nargs="+")
     command("post-mortem", magics.post_mortem).add_argument("rank", type=int, nargs="?")
     return parser, commands.choices
+
+
+def start_options(arguments: Namespace) -> dict[str, Any]:
+    """Return the options of a session that a line `%ddp start` gives, by their names."""
+    return {name: value for name, value in vars(arguments).items() if name in _START}
 
 
 def cell_parser() -> Parser:
@@ -76,11 +118,3 @@ def cell_parser() -> Parser:
     parser.add_argument("--need", default="", help="notebook variables to send first")
     parser.add_argument("--imports", default="", help="import statements to run first")
     return parser
-
-
-def _devices(text: str) -> str | Sequence[str]:
-    return text if text in ("cpu", "cuda") else text.split(",")
-
-
-def _threads(text: str) -> int | str:
-    return text if text == "bind" else int(text)

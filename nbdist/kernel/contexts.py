@@ -13,7 +13,6 @@ from typing import Any
 
 from .. import engines
 from ..capture import messages
-from ..engines.local import LocalEngine
 from ..errors import NbdistError
 from .arguments import check_platform
 from .cell import Cell
@@ -62,7 +61,7 @@ def context(package: str = "multiprocess") -> Any:
             'multiprocess is not installed: pip install "nbdist[multiprocess]", or use the standard library\'s: '
             'nbdist.context("multiprocessing")'
         )
-    if not isinstance(engines.resolve(None), LocalEngine):
+    if not engines.resolve(None).local:
         Cell().notice("the processes of a context run on this machine, not on the cluster; parallel_map runs there")
     made = _make(package)
     messages.install(package)

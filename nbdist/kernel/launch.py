@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from .. import engines
 from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
-from ..capture.scattering import for_each_rank, own
+from ..capture.per_rank import for_each_rank, own
 from ..devices import choose_backend, choose_devices
-from ..engines.local import LocalEngine
-from ..engines.ray.options import RayOptions
 from ..errors import NbdistError, entry
-from ..integrations import fastai
+from ..fastai.patches import patched
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
 from .arguments import check_call, check_count, check_platform
-from .flood import LINES
-from .session import Session
+from .options import SessionOptions
+from .session import Session, call_once, executor_of
 from .stopping import nothing_sent
 
 T = TypeVar("T")
@@ -31,65 +29,52 @@ T = TypeVar("T")
 _held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """`in_ddp` with its options chosen: all further arguments are the function's."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Launcher(SessionOptions):
+    """`in_ddp` for one call with all options of a `Session`: `in_ddp.options(...)(ngpus, fn, ...)`.
 
-    imports: str | Iterable[str]
-    need: Names
-    session: Mapping[str, Any]
+    All arguments after `fn` are the function's own then, also those that are called `imports` or `need`. These two
+    options are as for `in_ddp`, the others as for `Session`. With `hold_on_error=True`, the ranks of a call that has
+    raised stay for `post_mortem`, until that or the next call. With no ranks (`ngpus=0`) only `imports` and `need` are
+    used: the function runs in this process as it is.
 
-    @entry
-    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run `fn(*args, **kwargs)` on `ngpus` ranks, as `in_ddp` does."""
-        return _launch(ngpus, fn, args, kwargs, self.imports, self.need, self.session)
-
-
-def options(
-    *,
-    imports: str | Iterable[str] = "",
-    need: Names = "",
-    backend: str | Mapping[str, Any] | None = None,
-    devices: str | Sequence[str] | None = None,
-    threads: int | str | None = None,
-    timeout: float | None = None,
-    output: str = "rank0",
-    lines: int | None = LINES,
-    env: Mapping[str, str] | None = None,
-    seed: int | None = None,
-    seed_ranks: bool = False,
-    settings: bool = True,
-    engine: str | RayOptions | None = None,
-    start: str = "forkserver",
-    hold_on_error: bool = False,
-    restarts: int = 0,
-    min_ranks: int | None = None,
-) -> Launcher:
-    """`in_ddp` for one call with all that a `Session` can be told: `in_ddp.options(...)(ngpus, fn, ...)`.
-
-    All arguments after `fn` are the function's own then, also those that are called `imports`, `need` or `restarts`.
-    `imports` and `need` are as for `in_ddp`, the others as for `Session`. With no ranks (`ngpus=0`) these are not used:
-    the function runs in this process as it is.
+    Raises:
+        TypeError, ValueError: For options that make no sense.
 
     Examples:
         >>> import torch
         >>> in_ddp.options(devices="cpu", threads=1, timeout=60)(2, torch.get_num_threads)
         1
     """
-    session = {name: value for name, value in locals().items() if name not in ("imports", "need")}
-    return Launcher(imports, need, session)
+
+    imports: str | Iterable[str] = ""
+    need: Names = ""
+
+    @entry
+    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """Run `fn(*args, **kwargs)` on `ngpus` ranks, as `in_ddp` does."""
+        return _launch(self, ngpus, fn, args, kwargs)
 
 
 class _InDdp(Protocol):
     """What `in_ddp` is: a function that has `options`."""
 
-    options: Callable[..., Launcher]
+    options: type[Launcher]
 
-    def __call__(self, ngpus: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+    def __call__(
+        self,
+        ngpus: int,
+        fn: Callable[..., T],
+        /,
+        *args: Any,
+        imports: str | Iterable[str] = "",
+        need: Names = "",
+        **kwargs: Any,
+    ) -> T: ...
 
 
 def _with_options(fn: Any) -> _InDdp:
-    fn.options = options
+    fn.options = Launcher
     return fn  # type: ignore[no-any-return]
 
 
@@ -102,10 +87,6 @@ def in_ddp(
     *args: Any,
     imports: str | Iterable[str] = "",
     need: Names = "",
-    hold_on_error: bool = False,
-    restarts: int = 0,
-    min_ranks: int | None = None,
-    settings: bool = True,
     **kwargs: Any,
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
@@ -115,22 +96,15 @@ def in_ddp(
     state. Functions, classes and variables of the notebook that `fn` uses travel with it.
 
     `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for the one call, and leaves all arguments to
-    `fn`, those called `imports`, `need`, `hold_on_error`, `restarts`, `min_ranks` and `settings`, too.
+    `fn`, those called `imports` and `need`, too.
 
     Args:
         ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run: of the notebook, of a script, or of a package.
-        *args: Its positional arguments. `scatter([...])` gives each rank its own.
+        *args: Its positional arguments. `per_rank([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
-        hold_on_error: After an exception, keep the ranks with its frames for `post_mortem`, until that or the next
-            such call.
-        restarts: How often `fn` is started again, on fresh ranks, after a rank or its node was lost.
-            TORCHELASTIC_RESTART_COUNT tells it, so that it can go on from its last snapshot.
-        min_ranks: How many ranks are enough for that, where a cluster has lost nodes. None: it waits for all.
-        settings: Whether what is set in the notebook (logging, warning filters, options of libraries) holds in the
-            ranks: see `Session`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -152,37 +126,23 @@ def in_ddp(
         >>> in_ddp(2, total, 1.5)
         3.0
     """
-    session = {
-        "hold_on_error": hold_on_error,
-        "restarts": restarts,
-        "min_ranks": min_ranks,
-        "settings": settings,
-    }
-    return _launch(ngpus, fn, args, kwargs, imports, need, session)
+    return _launch(Launcher(imports=imports, need=need), ngpus, fn, args, kwargs)
 
 
-def _launch(
-    ngpus: int,
-    fn: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    imports: str | Iterable[str],
-    need: Names,
-    options: Mapping[str, Any],
-) -> T:
+def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     check_platform()
     check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
-        return _in_kernel(fn, args, kwargs, imports, need)
+        return _in_kernel(fn, args, kwargs, own.imports, own.need)
     _close_held()
+    options = {field.name: getattr(own, field.name) for field in fields(SessionOptions)}
     with contextlib.ExitStack() as stack:
         with nothing_sent():
             session = stack.enter_context(Session(ngpus, **options))
         try:
-            once = not options.get("hold_on_error")
-            return session.call(fn, args, kwargs, imports, need, once=once)[0]  # type: ignore[no-any-return]
+            return call_once(session, fn, args, kwargs, own.imports, own.need)  # type: ignore[no-any-return]
         except BaseException:
-            if session.held_ranks():
+            if executor_of(session).raised():
                 _held_sessions.append(session)
                 stack.pop_all()  # it stays open
             raise
@@ -190,7 +150,7 @@ def _launch(
 
 @entry
 def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) -> None:
-    """Open pdb in a rank of the `in_ddp(..., hold_on_error=True)` that has just raised; then end its ranks.
+    """Open pdb in a rank of the `in_ddp.options(hold_on_error=True)(...)` that has just raised; then end its ranks.
 
     Args:
         rank: Which one. None: the rank whose exception the call raised.
@@ -202,7 +162,7 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     Examples:
         >>> def divide(x):
         ...     return 1 / x
-        >>> in_ddp(2, divide, 0, hold_on_error=True)
+        >>> in_ddp.options(hold_on_error=True)(2, divide, 0)
         Traceback (most recent call last):
         ZeroDivisionError: division by zero
         >>> post_mortem(commands=["p x"])
@@ -214,8 +174,8 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     """
     if not _held_sessions:
         raise NbdistError(
-            "no rank is held: post_mortem() follows an in_ddp(..., hold_on_error=True) that raised in a rank. A "
-            "session has a post_mortem() of its own."
+            "no rank is held: post_mortem() follows an in_ddp.options(hold_on_error=True)(...) that raised in a rank. "
+            "A session has a post_mortem() of its own."
         )
     try:
         _held_sessions[-1].post_mortem(rank, commands)
@@ -247,7 +207,7 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     modules = modules_named(parse_imports(imports))
     engine = engines.resolve(None)
     engine.warm(modules)
-    if idle is not None and isinstance(engine, LocalEngine):
+    if idle is not None:
         engine.idle(idle)
 
 
@@ -258,7 +218,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
     main = main_namespace()
     run_imports(block, main)
     main.update(names)
-    with _group_of_one(), fastai.mended(), _breakpoints():
+    with _group_of_one(), patched(), _breakpoints():
         return fn(*args, **kwargs)
 
 

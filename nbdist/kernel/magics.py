@@ -15,7 +15,7 @@ from IPython.utils.tokenutil import token_at_cursor
 from ..errors import entry
 from ..notebook import cell_numbers, complete_alone, complete_also, inspect_also, label_cells
 from ..rank import cells
-from .command_line import WHOLE, Parser, cell_parser, line_parser
+from .command_line import WHOLE, Parser, cell_parser, line_parser, start_options
 from .launch import warm
 from .profile import Profile, profiled
 from .session import Session
@@ -68,13 +68,15 @@ class DdpMagics(Magics):
         """Ranks that stay between cells.
 
         %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|tabs|none]
-                     [--seed S] [--hold-on-error]     start N ranks; gives the nbdist.Session
+                     [--lines N|all] [--env NAME=VALUE] [--seed S] [--seed-ranks] [--no-settings] [--engine NAME]
+                     [--start forkserver|spawn] [--hold-on-error] [--restarts K] [--min-ranks M]
+                                                      start N ranks, with the options of nbdist.Session; gives that
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is
         %ddp logs RANK                                what a rank has written
         %ddp push NAME ...                            send variables of the notebook to all ranks
         %ddp pull NAME ...                            bring variables of rank 0 into the notebook
-        %ddp post-mortem [RANK]                       pdb in a rank that raised (GPUs: start --hold-on-error)
+        %ddp post-mortem [RANK]                       pdb in a rank that raised (needs start --hold-on-error)
         %ddp who                                      the variables that live in rank 0
         %ddp history                                  the cells that the ranks have run
         %ddp use NAME                                 run cells on the ranks of a Session of the notebook
@@ -140,8 +142,7 @@ class DdpMagics(Magics):
     def start(self, arguments: Namespace) -> Session:
         if self.session is not None:
             raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them, %ddp restart renews them")
-        names = "backend devices threads timeout output seed hold_on_error".split()
-        session = Session(arguments.n, **{name: getattr(arguments, name) for name in names})
+        session = Session(arguments.n, **start_options(arguments))
         try:
             session.run(cells.nothing)
         except BaseException:

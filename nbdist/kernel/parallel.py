@@ -23,7 +23,6 @@ from ..capture.need import Names, main_namespace
 from ..capture.pickler import Pickler, dumps_plain
 from ..cores import usable_cores
 from ..engines.contract import Exit, Listening, Ranks
-from ..engines.local import LocalEngine, LocalRanks
 from ..errors import CaptureError, RemoteTraceback, WorkerDied, text_of
 from ..wire.board import Board
 from ..wire.cache import KEPT, SentCache
@@ -103,7 +102,7 @@ def parallel_map(
         if not items:
             return []
         engine = engines.resolve(None)
-        if workers is None and not isinstance(engine, LocalEngine):
+        if workers is None and not engine.local:
             raise ValueError("workers=None: on a cluster, say how many there are to be")
         with contextlib.closing(SentCache()) as cache:
             call = capture_call(fn, (), {}, block, names, cache)
@@ -185,7 +184,7 @@ class _Map:
 
     def _begin(self) -> None:
         environ, seeds = self._ranks.inherited(), draw_seeds()
-        board = [self._board.segment.fd] if isinstance(self._ranks, LocalRanks) else []
+        board = [self._board.segment.fd] if self._ranks.takes_descriptors else []
         for worker in range(len(self._has)):
             own = [seed + worker for seed in seeds]
             setting, threads = self._ranks.setting(worker, environ), self._ranks.slots[worker].threads

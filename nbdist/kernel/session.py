@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,19 +16,19 @@ from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
-from ..capture.scattering import for_each_rank
+from ..capture.per_rank import for_each_rank
 from ..devices import VISIBLE, choose_backend
-from ..engines.ray.options import RayOptions
+from ..engines.contract import EngineOptions
 from ..errors import NbdistError, RemoteTraceback, entry, summary
 from ..notebook import debug_instead
 from ..wire.cache import SentCache
-from ..wire.processes import forget_in_children
 from . import futures, stacks
-from .arguments import check_call, check_count, check_min_ranks, check_output, check_platform, check_start
+from .arguments import check_call, check_count, check_output, check_platform
 from .cell import Cell
 from .executor import Executor, Request
 from .flood import LINES
 from .group import GRACE_TO_LEAVE, Layout
+from .options import SessionOptions
 from .profile import Profile, profiled
 from .status import Snapshot, Status, look
 from .stopping import nothing_sent
@@ -76,7 +75,8 @@ class Session:
             NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
             changes of it in a rank stays until the notebook changes it.
         engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
-            other. None: what `nbdist.use` said, or else this machine.
+            other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
+            else this machine.
         start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
             "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
             without being refused there, and for variables of `env` that any library reads while it is imported.
@@ -115,45 +115,41 @@ class Session:
         seed: int | None = None,
         seed_ranks: bool = False,
         settings: bool = True,
-        engine: str | RayOptions | None = None,
+        engine: str | EngineOptions | None = None,
         start: str = "forkserver",
         hold_on_error: bool = False,
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "nranks")}
         check_platform()
         check_count(nranks, least=1, name="nranks")
-        check_count(restarts, least=0, name="restarts")
-        check_min_ranks(min_ranks, nranks, restarts)
-        if threads not in (None, "bind"):
-            check_count(threads, least=1, name="threads")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout={timeout!r}: a number of seconds above 0, or None")
-        if lines is not None:
-            check_count(lines, least=0, name="lines")
-        self._output, self._lines = check_output(output), lines
-        self._engine = engines.resolve(engine, env, check_start(start))
-        chosen = self._engine.devices(nranks, devices)
-        options = {"backend": backend} if isinstance(backend, str) else dict(backend or {})
-        visible = {**os.environ, **(env or {})}.get(VISIBLE)
-        name, notice = choose_backend(chosen, options.pop("backend", None), visible)
-        layout = Layout(chosen, name, options, threads, dict(env or {}), seed, seed_ranks, notice)
-        self._settings = settings
+        self._options = SessionOptions(**given)
+        self._options.check_for(nranks)
+        self._engine = engines.resolve(engine, env, start)
         self._executor = Executor(
-            self._engine, layout, timeout=timeout, keep_frames=hold_on_error, restarts=restarts, min_ranks=min_ranks
+            self._engine,
+            self._layout(nranks),
+            timeout=timeout,
+            keep_frames=hold_on_error,
+            restarts=restarts,
+            min_ranks=min_ranks,
         )
         self._raised: RemoteTraceback | None = None  # of the last call that has raised
         self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
-        self._capturing = threading.Lock()
-        forget_in_children(self)
+        self._capturing = futures.FairLock()
         weakref.finalize(self, self._cache.close)
 
-    def after_fork(self) -> None:
-        """In a child of this process: another thread may have held this."""
-        self._capturing = threading.Lock()
+    def _layout(self, nranks: int) -> Layout:
+        own = self._options
+        env, group = dict(own.env or {}), {"backend": own.backend} if isinstance(own.backend, str) else own.backend
+        group = dict(group or {})
+        devices = self._engine.devices(nranks, own.devices)
+        backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
+        return Layout(devices, backend, group, own.threads, env, own.seed, own.seed_ranks, notice)
 
     @property
     def nranks(self) -> int:
@@ -175,7 +171,7 @@ class Session:
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
-            *args, **kwargs: Its arguments. `scatter([...])` gives each rank its own.
+            *args, **kwargs: Its arguments. `per_rank([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
                 from names to values.
@@ -293,21 +289,24 @@ class Session:
         ranks: Iterable[int] | None = None,
         everyone: bool = False,
         output: str | None = None,
-        once: bool = False,
     ) -> list[Any]:
-        """What `run` and `run_all` are made of: with the function's arguments apart, and more to choose from.
+        """Do what `run` and `run_all` do, with the function's arguments apart, and more to choose from.
+
+        Here the function may have parameters called `imports`, `need` or `ranks`.
 
         Args:
             ranks: Who runs `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
             output: Like that of the session, for this call.
-            once: Whether the session ends after it, so that a stop need not wait until its ranks are fit for another.
 
         Returns:
             The values of the `ranks` in their order, or that of the first of them alone.
         """
+        return self._call(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
+
+    def _call(self, *what: Any, **how: Any) -> list[Any]:
         with nothing_sent():
-            request = self._capture(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output, once)
+            request = self._capture(*what, **how)
         with contextlib.closing(request.call.parcel):
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
@@ -332,9 +331,13 @@ class Session:
         *args: Any,
         imports: str | Iterable[str] = "",
         need: Names = "",
+        ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> Explanation:
-        """What a call of `run` with the same arguments would send: see `nbdist.explain`."""
+        """Return what a call of `run` with the same arguments would send, which is the same for all `ranks`: see
+        `nbdist.explain`."""
+        for rank in ranks or ():
+            self._check_rank(rank)
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
@@ -356,7 +359,7 @@ class Session:
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
     def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:
-        held = self.held_ranks()
+        held = self._executor.raised()
         if not held:
             raise NbdistError(
                 "no rank is held: post_mortem() follows a call that raised in a rank, before any other call, "
@@ -369,14 +372,10 @@ class Session:
 
     def _debug_raised(self, remote: RemoteTraceback) -> bool:
         """What `%debug` does after a call has raised: whether there was anything to look at."""
-        if remote is not self._raised or not self.held_ranks():
+        if remote is not self._raised or not self._executor.raised():
             return False
         self.post_mortem()
         return True
-
-    def held_ranks(self) -> list[int]:
-        """The ranks that `post_mortem` can look into, first the one whose exception the last call raised."""
-        return self._executor.raised()
 
     def idle(self) -> bool:
         """Whether the ranks run, and have nothing to do."""
@@ -464,21 +463,22 @@ class Session:
             self._check_rank(rank)
         if targets == []:
             raise ValueError("ranks= names no rank")
-        output = self._output if output is None else check_output(output)
+        output = self._options.output if output is None else check_output(output)
         count = self.nranks if targets is None else len(targets)
         args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
-        with self._capturing:
-            call = capture_call(fn, args, kwargs, block, names, self._cache, self._settings)
+        call = self._capturing.in_turn(
+            lambda: capture_call(fn, args, kwargs, block, names, self._cache, self._options.settings)
+        )
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
         what = getattr(fn, "__name__", type(fn).__name__)
-        return Request(call, seeds, targets, everyone, output, self._lines, what, once)
+        return Request(call, seeds, targets, everyone, output, self._options.lines, what, once)
 
     def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:
         try:
             return self._executor.carry_out(request, cell, stop)
         except Exception as exc:
-            if isinstance(exc.__cause__, RemoteTraceback) and self.held_ranks():
+            if isinstance(exc.__cause__, RemoteTraceback) and self._executor.raised():
                 self._raised = exc.__cause__
                 debug_instead(self._raised, weakref.WeakMethod(self._debug_raised))
             raise
@@ -498,6 +498,14 @@ class Session:
 def executor_of(session: Session) -> Executor:
     """Return the executor of a session, which holds its ranks, for other modules of nbdist, tests and benchmarks."""
     return session._executor
+
+
+def call_once(session: Session, *what: Any) -> Any:
+    """Make the only call of a session, with the arguments of `Session.call`, and return rank 0's value.
+
+    A stop need not wait until the ranks are fit for another call, unless `hold_on_error` keeps them.
+    """
+    return session._call(*what, once=not session._options.hold_on_error)[0]
 
 
 def draw_seeds() -> tuple[int, int, int]:

@@ -10,8 +10,8 @@ from typing import Any
 from .. import notebook
 from ..capture import imports
 from ..capture.diagnosis import explain_unreadable
+from ..capture.per_rank import own
 from ..capture.reading import Unreadable, read
-from ..capture.scattering import own
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from . import shell, spawning

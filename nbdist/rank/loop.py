@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import notebook
-from ..integrations import fastai
+from ..fastai.patches import patched
 from ..wire.channel import Channel
 from ..wire.connections import Address
 from ..wire.messages import Header, Setting, World
@@ -103,7 +103,7 @@ class Rank:
             # failed: it begins, too, and hears the interrupt there.
             allowed = contextlib.nullcontext() if request == "join" else self._interrupts.allowed()
             try:
-                with allowed, fastai.mended():
+                with allowed, patched():
                     if request not in ("join", "items"):  # a board says when items are over
                         self._channel.send(("begun",))  # an interrupt that came before this was not heard
                     answer = handlers[request](*arguments, parcel, fds)

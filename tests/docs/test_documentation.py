@@ -22,6 +22,7 @@ from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
+import nbdist
 from nbdist.recsys.triton import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +204,14 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
         parts = re.split(r"…|'[^']*'|\b[A-Z]+\b|\d[\d.,]*|\b(?:GPUs|all_reduce|adam|nranks|node|rank)\b", text)
         longest = max((part.strip(" :;,().") for part in parts), key=len)
         assert longest in texts, message
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (DOCS / "reference" / "nbdist.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: nbdist\.(\w+)$", text, re.MULTILINE)) == set(nbdist.__all__)
+    (members,) = re.findall(r"^::: nbdist.Session\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE)
+    public = {name for name in dir(nbdist.Session) if not name.startswith("_")}
+    assert set(members.split(", ")) == public
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import inspect
 import os
+import re
 import time
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 from calls import boom
 from conftest import Kernel, poll
+from IPython.core.error import UsageError
 
 import nbdist
-from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, scatter
+from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, per_rank
+from nbdist.kernel.command_line import line_parser, start_options
+from nbdist.kernel.options import SessionOptions
 
 RANKS = 3
 
@@ -23,10 +30,96 @@ RANKS = 3
 # ----------------------------------------------------------------------------------------------------------- options
 
 
-def test_options_takes_what_a_session_takes_and_what_in_ddp_takes() -> None:
-    of_session = set(inspect.signature(Session).parameters) - {"nranks"}
-    of_in_ddp = {name for name, p in inspect.signature(in_ddp).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert set(inspect.signature(in_ddp.options).parameters) == of_session | of_in_ddp
+def test_sessions_in_ddp_and_the_magic_have_the_same_options() -> None:
+    """With the same defaults and types, and all of them in the signatures that help() and completion show."""
+    options = dict(inspect.signature(SessionOptions).parameters)
+    assert list(options) == [field.name for field in dataclasses.fields(SessionOptions)]
+    of_session = dict(inspect.signature(Session).parameters)
+    assert of_session.pop("nranks").kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert of_session == options
+    of_in_ddp = {name: p for name, p in inspect.signature(in_ddp).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert dict(inspect.signature(in_ddp.options).parameters) == options | of_in_ddp
+    documented = re.findall(r"^    (\w+): ", (inspect.getdoc(Session) or "").partition("Raises:")[0], re.MULTILINE)
+    assert documented == ["nranks", *options]
+
+
+def test_each_option_can_be_said_to_the_magic() -> None:
+    parser, _ = line_parser(MagicMock())
+    said = {
+        "--backend gloo": {"backend": "gloo"},
+        "--devices cuda:0,cuda:2": {"devices": ["cuda:0", "cuda:2"]},
+        "--threads bind": {"threads": "bind"},
+        "--timeout 1.5": {"timeout": 1.5},
+        "--output tabs": {"output": "tabs"},
+        "--lines all": {"lines": None},
+        "--env A=1 --env B=c=d": {"env": {"A": "1", "B": "c=d"}},
+        "--seed 3": {"seed": 3},
+        "--seed-ranks": {"seed_ranks": True},
+        "--no-settings": {"settings": False},
+        "--engine ray": {"engine": "ray"},
+        "--start spawn": {"start": "spawn"},
+        "--hold-on-error": {"hold_on_error": True},
+        "--restarts 2": {"restarts": 2},
+        "--min-ranks 1": {"min_ranks": 1},
+    }
+    for line, options in said.items():
+        assert start_options(parser.parse_args(["start", "2", *line.split()])) == options, line
+        SessionOptions(**options)
+    assert [name for options in said.values() for name in options] == list(inspect.signature(SessionOptions).parameters)
+    assert start_options(parser.parse_args(["start", "2"])) == {}, "a session knows its defaults itself"
+    with pytest.raises(UsageError, match="--env must be NAME=VALUE, got 'A'"):
+        parser.parse_args(["start", "2", "--env", "A"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"timeout": 0}, "timeout=0"),
+        ({"env": {"A": 1}}, "env must map names to strings, got 'A': 1"),
+        ({"seed": "1"}, "seed must be a whole number or None, got '1'"),
+        ({"restarts": -1}, "restarts=-1"),
+        ({"start": "fork"}, "start='fork'"),
+    ],
+)
+def test_options_are_checked_as_soon_as_they_are_said(option: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        in_ddp.options(**option)
+
+
+def named(
+    restarts: int, settings: str, min_ranks: int, hold_on_error: str, ngpus: int, fn: int, self: int
+) -> tuple[Any, ...]:
+    return restarts, settings, min_ranks, hold_on_error, ngpus, fn, self
+
+
+def test_a_functions_parameters_may_have_the_names_of_options(session: Session) -> None:
+    given: Any = {"settings": "s", "min_ranks": 3, "hold_on_error": "h", "ngpus": 4, "fn": 5, "self": 6}
+    expected = (2, "s", 3, "h", 4, 5, 6)
+    for ngpus in (0, 1):
+        assert in_ddp(ngpus, named, restarts=2, **given) == expected
+    assert in_ddp.options(restarts=1, threads=1)(1, named, restarts=2, **given) == expected
+    assert session.run(named, 2, **given) == session.submit(named, 2, **given).result() == expected
+    assert session.run_all(named, 2, **given) == [expected] * RANKS
+    assert session.explain(named, 2, **given).items
+
+
+def test_a_functions_parameters_may_have_the_names_of_what_calls_take(session: Session) -> None:
+    def taken(imports: int, need: int, ranks: int = 0) -> tuple[int, ...]:
+        return imports, need, ranks
+
+    assert in_ddp.options()(1, taken, imports=1, need=2, ranks=3) == (1, 2, 3)
+    assert session.call(taken, kwargs={"imports": 1, "need": 2, "ranks": 3}) == [(1, 2, 3)]
+    assert session.submit(functools.partial(taken, imports=1, need=2), ranks=[1]).result() == (1, 2, 0)
+
+
+def test_each_way_to_call_has_the_same_keywords_of_its_own() -> None:
+    def own(call: Any) -> list[str]:
+        return [name for name, p in inspect.signature(call).parameters.items() if p.kind is p.KEYWORD_ONLY]
+
+    assert own(in_ddp) == own(explain) == ["imports", "need"]
+    for call in (Session.run, Session.run_all, Session.submit, Session.explain):
+        assert own(call) == ["imports", "need", "ranks"], call
+    assert own(Session.profile) == ["imports", "need", "ranks", "skip", "steps"]
 
 
 def test_options_hold_in_the_call() -> None:
@@ -93,9 +186,9 @@ def test_options_that_make_no_sense(options: dict[str, Any], error: type[Excepti
 
 def test_what_is_scattered_needs_all_ranks() -> None:
     with Session(2, restarts=1, min_ranks=1) as own:
-        with pytest.raises(ValueError, match=r"argument 1 scatters .* fewer after a restart \(min_ranks=\)"):
-            own.run(int, scatter([1, 2]))
-        assert own.run_all(int, scatter([1, 2]), ranks=[0, 1]) == [1, 2]
+        with pytest.raises(ValueError, match=r"argument 1: per_rank.* a restart may leave fewer \(min_ranks=\)"):
+            own.run(int, per_rank([1, 2]))
+        assert own.run_all(int, per_rank([1, 2]), ranks=[0, 1]) == [1, 2]
 
 
 def test_output_of_one_call(kernel: Kernel) -> None:
@@ -117,7 +210,7 @@ def test_some_ranks(session: Session) -> None:
             session.run(int, ranks=ranks)
 
 
-# ----------------------------------------------------------------------------------------------------------- scatter
+# ---------------------------------------------------------------------------------------------------------- per_rank
 
 
 def test_each_rank_gets_its_own(session: Session) -> None:
@@ -125,25 +218,27 @@ def test_each_rank_gets_its_own(session: Session) -> None:
         return args, kwargs
 
     parts = [torch.full((50_000,), float(rank)) for rank in range(3)]
-    for rank, (args, kwargs) in enumerate(session.run_all(given, scatter(parts), 5, name=scatter("abc"))):
+    for rank, (args, kwargs) in enumerate(session.run_all(given, per_rank(parts), 5, name=per_rank("abc"))):
         assert torch.equal(args[0], parts[rank]) and args[1:] == (5,) and kwargs == {"name": "abc"[rank]}
-    assert session.run_all(given, scatter(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
-    assert session.submit(given, scatter([1, 2, 3])).result() == ((1,), {})
-    assert in_ddp(0, given, scatter(["only"])) == (("only",), {})
+    assert session.run_all(given, per_rank(range(2)), ranks=[0, 2]) == [((0,), {}), ((1,), {})]
+    assert session.submit(given, per_rank([1, 2, 3])).result() == ((1,), {})
+    assert in_ddp(0, given, per_rank(["only"])) == (("only",), {})
 
 
 def test_as_many_as_ranks(session: Session) -> None:
     for ranks, count in ((None, 3), ([1], 1)):
-        with pytest.raises(ValueError, match=rf"argument 1 scatters 2 items over {count} ranks"):
-            session.run(print, scatter([1, 2]), ranks=ranks)
-    with pytest.raises(ValueError, match="argument key scatters 0 items over 1 rank"):
-        in_ddp(0, sorted, [], key=scatter([]))
+        with pytest.raises(
+            ValueError, match=rf"argument 1: per_rank\(\) must have an item for each of {count} ranks, got 2"
+        ):
+            session.run(print, per_rank([1, 2]), ranks=ranks)
+    with pytest.raises(ValueError, match=r"argument key: per_rank\(\) must have an item for each of 1 ranks, got 0"):
+        in_ddp(0, sorted, [], key=per_rank([]))
 
 
-def test_scatter_is_an_argument_itself(session: Session) -> None:
-    with pytest.raises(CaptureError, match=r"scatter.* has to be an argument of the function itself"):
-        session.run(print, [scatter([1, 2, 3])])
-    assert [item.name for item in explain(print, scatter([1, 2])).items] == ["print", "argument 1"]
+def test_per_rank_is_an_argument_itself(session: Session) -> None:
+    with pytest.raises(CaptureError, match=r"per_rank.* has to be an argument of the function itself"):
+        session.run(print, [per_rank([1, 2, 3])])
+    assert [item.name for item in explain(print, per_rank([1, 2])).items] == ["print", "argument 1"]
 
 
 # ------------------------------------------------------------------------------------------------------------- await
@@ -180,4 +275,4 @@ def test_await_in_a_cell(kernel: Kernel) -> None:
 
 
 def test_scatter_is_public() -> None:
-    assert nbdist.scatter is scatter
+    assert nbdist.per_rank is per_rank

@@ -152,7 +152,7 @@ def test_pdb_opens_where_a_cell_raises(notebook: Kernel) -> None:
 
 
 def test_an_error_names_the_way_to_look_inside(notebook: Kernel) -> None:
-    seen = notebook.run("in_ddp(1, lambda: 1 / 0, hold_on_error=True)").plain_traceback
+    seen = notebook.run("in_ddp.options(hold_on_error=True)(1, lambda: 1 / 0)").plain_traceback
     assert re.search(r"raised ZeroDivisionError \(%debug or post_mortem\(\) looks inside\)", seen), seen
     seen = notebook.run("in_ddp(1, lambda: 1 / 0)").plain_traceback
     assert "raised ZeroDivisionError (hold_on_error=True, then %debug or post_mortem() looks inside)" in seen

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core import completer
 
+import nbdist
 from nbdist.kernel.command_line import numbers
 
 CELLS = cells("kernel/cells/magics.py")
@@ -162,6 +163,13 @@ def test_inspection_from_the_ranks(notebook: Kernel) -> None:
     assert "Return the absolute value" in str(told("%%ddp\nabs")) and told("%%ddp\nnowhere") is None
     assert "Ranks that stay" in str(told("%%ddp"))
     assert "Tells how much." in notebook.ok("%%ddp\nonly_there?").text
+
+
+def test_completion_of_nbdist_offers_what_is_public(notebook: Kernel) -> None:
+    notebook.ok("import nbdist")
+    offered = notebook.client.complete("nbdist.", 7, reply=True)["content"]["matches"]
+    public = {name for name in dir(nbdist) if not name.startswith("_")}
+    assert {name.rpartition(".")[2] for name in offered} == public
 
 
 @pytest.mark.skipif(not hasattr(completer, "context_matcher"), reason="IPython before 8.6 cannot be given a matcher")

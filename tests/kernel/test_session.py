@@ -295,13 +295,13 @@ def test_post_mortem_needs_a_held_rank() -> None:
 
 def test_post_mortem_after_in_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ZeroDivisionError):
-        in_ddp(2, fails_with, 4, hold_on_error=True)
+        in_ddp.options(hold_on_error=True)(2, fails_with, 4)
     post_mortem(commands=["up", "up", "p local"])
     assert "\n8\n" in capsys.readouterr().out
     with pytest.raises(NbdistError, match="no rank is held"):
         post_mortem(commands=[])
     with pytest.raises(ZeroDivisionError):
-        in_ddp(2, fails_with, 4, hold_on_error=True)
+        in_ddp.options(hold_on_error=True)(2, fails_with, 4)
     assert in_ddp(2, sums) == 2.0, "the next call lets the held ranks go"
 
 
@@ -321,7 +321,7 @@ def test_a_rank_that_imports_meanwhile_does_not_cost_the_one_that_is_held(
         number / (number - number)
 
     with pytest.raises(ZeroDivisionError):
-        in_ddp(2, fails, 4, hold_on_error=True)
+        in_ddp.options(hold_on_error=True)(2, fails, 4)
     post_mortem(commands=["p number * 2"])
     assert "\n8\n" in capsys.readouterr().out
 

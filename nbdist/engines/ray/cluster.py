@@ -13,7 +13,7 @@ from typing import Any
 from ... import __version__
 from ...wire.segments import Segment
 from .connecting import Refused, connect
-from .options import STRATEGIES, RayOptions
+from .options import STRATEGIES, RayOptions, placed_together, resources_of
 
 #: Packages that have to be the same in the notebook and on the nodes, since what travels depends on them.
 PACKAGES = ("torch", "cloudpickle", "ray")
@@ -121,7 +121,7 @@ def shortage(options: RayOptions, count: int) -> str:
     """What is wanted for so many ranks and what there is, the scarcest first."""
     import ray
 
-    wanted = {name: amount * count for name, amount in options.bundle().items()}
+    wanted = {name: amount * count for name, amount in resources_of(options).items()}
     total, free = ray.cluster_resources(), ray.available_resources()
     rows = []
     for name in sorted(wanted, key=lambda name: free.get(name, 0.0) / wanted[name]):
@@ -136,7 +136,7 @@ def most_by_sums(options: RayOptions) -> int:
     import ray
 
     free = ray.available_resources()
-    most = min(int(free.get(name, 0.0) / amount + 1e-6) for name, amount in options.bundle().items())
+    most = min(int(free.get(name, 0.0) / amount + 1e-6) for name, amount in resources_of(options).items())
     if options.placement == "strict_spread":
         most = min(most, options.ranks_per_node * sum(node["Alive"] for node in ray.nodes()))
     return most
@@ -238,9 +238,9 @@ class Cluster:
         from ray.util import placement_group
 
         self._give_back()
-        options, self._counts = self._options, self._options.together(ranks)
+        options, self._counts = self._options, placed_together(self._options, ranks)
         self._group = placement_group(
-            [options.bundle(count) for count in self._counts],
+            [resources_of(options, count) for count in self._counts],
             strategy=STRATEGIES[options.placement],
             bundle_label_selector=[dict(options.labels)] * len(self._counts) if options.labels else None,
         )

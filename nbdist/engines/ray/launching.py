@@ -18,7 +18,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...errors import NbdistError
 from ...wire.processes import blind, forget_in_children
 from . import machine, process
 from .cluster import versions
+from .options import RayOptions
 
 #: Seconds from one word to the user to the next, while machines start.
 WORD = 5.0
@@ -35,6 +36,14 @@ GRACE = 15.0
 _BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {'__name__': 'machine'}; " + (
     "exec(config.pop('program'), there); there['main'](config)"
 )
+
+
+def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
+    """Return the engine's options for machines with `gpus` GPUs each; `fields` are what the user says of them.
+
+    Raises `ValueError` or `TypeError` for fields that make no sense.
+    """
+    return RayOptions(**{"gpus": min(gpus, 1), **fields})
 
 
 class Machines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 #: Ray's names of the placements.
 STRATEGIES = {
@@ -23,9 +23,11 @@ class RayOptions:
         ValueError, TypeError: For options that make no sense.
 
     Examples:
-        >>> RayOptions(address="ray://head:10001", gpus=1, placement="spread").bundle()
-        {'CPU': 1.0, 'GPU': 1.0}
+        >>> RayOptions(address="ray://head:10001", gpus=1, placement="spread").placement
+        'spread'
     """
+
+    engine: ClassVar[str] = "ray"
 
     address: str | None = None
     """`auto`: the cluster that runs on this machine, or that RAY_ADDRESS names. `ray://host:10001`: one elsewhere.
@@ -63,15 +65,17 @@ class RayOptions:
         for name in ("cpus", "wait", "linger"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: 0 or more")
-        if not self.bundle():
+        if not resources_of(self):
             raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
 
-    def bundle(self, ranks: int = 1) -> dict[str, float]:
-        """What is reserved for so many ranks, by Ray's names."""
-        wanted = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
-        return {name: amount * ranks for name, amount in wanted.items() if amount}
 
-    def together(self, world_size: int) -> list[int]:
-        """How many ranks are placed together, place by place: what is left over is the last."""
-        full, rest = divmod(world_size, self.ranks_per_node)
-        return [self.ranks_per_node] * full + [rest] * bool(rest)
+def resources_of(options: RayOptions, ranks: int = 1) -> dict[str, float]:
+    """Return what is reserved for a number of ranks, by Ray's names."""
+    wanted = {"CPU": options.cpus, "GPU": float(options.gpus), **options.resources}
+    return {name: amount * ranks for name, amount in wanted.items() if amount}
+
+
+def placed_together(options: RayOptions, world_size: int) -> list[int]:
+    """Return how many ranks are placed together, place by place: what is left over is the last."""
+    full, rest = divmod(world_size, options.ranks_per_node)
+    return [options.ranks_per_node] * full + [rest] * bool(rest)

@@ -36,6 +36,8 @@ from .process import ANSWER, DriverProcess, acquire
 class RayEngine:
     """Starts ranks on a cluster. Raises `NbdistError` where Ray is not installed."""
 
+    local = False
+
     def __init__(self, options: RayOptions, env: Mapping[str, str] | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
             raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
@@ -73,10 +75,21 @@ class RayEngine:
         """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
         self._modules.update(dict.fromkeys(modules))
 
+    def idle(self, seconds: float) -> None:
+        """Do nothing: `RayOptions.linger` says how long warm processes stay on the nodes."""
+
+
+def make(options: RayOptions | None, env: Mapping[str, str] | None, start: str) -> RayEngine:
+    """Make the engine "ray": see `contract.MakeEngine`."""
+    if start == "spawn":
+        raise ValueError('start="spawn" is for ranks of this machine: those of a cluster are forked on their nodes')
+    return RayEngine(options or RayOptions(address="auto"), env)
+
 
 class RayRanks:
     """Processes on the nodes of a cluster: see `contract.Ranks`."""
 
+    takes_descriptors = False
     patience = 30.0  # Ray needs as long to be sure that a node is lost which just does not answer
 
     def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:

@@ -51,7 +51,7 @@ with warnings.catch_warnings():
         assert str(exc) == "now an error"
     else:
         raise AssertionError("ignored")
-    in_ddp(1, fn, settings=False)
+    in_ddp.options(settings=False)(1, fn)
     warnings.simplefilter("ignore")
     in_ddp(1, lambda: warnings.warn("ignored", stacklevel=1))
 
@@ -87,7 +87,7 @@ try:
     sys.setrecursionlimit(4321)
     decimal.getcontext().prec = 5
     assert in_ddp(1, state) == state() != before
-    assert in_ddp(1, state, settings=False) != state()
+    assert in_ddp.options(settings=False)(1, state) != state()
 finally:
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
@@ -183,7 +183,7 @@ assert in_ddp(1, fn) == fn()
 SCALE = 4
 assert in_ddp(1, fn) == fn()
 try:
-    in_ddp(1, fn, settings=False)
+    in_ddp.options(settings=False)(1, fn)
 except AttributeError:
     pass
 else:

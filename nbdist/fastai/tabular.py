@@ -31,8 +31,8 @@ class _Batch:
         return (len(self.rows),)
 
 
-def mend_tabular(module: types.ModuleType) -> Originals:
-    """fastai selects a frame's rows for each batch, and makes a table of them: half of a small model's step."""
+def patch_tabular(module: types.ModuleType) -> Originals:
+    """Gather batches from a frame's columns: to select rows of a frame is half of a small model's step."""
     import numpy as np
 
     loader, reader = module.TabDataLoader, module.ReadTabBatch

@@ -19,8 +19,9 @@ from fastai.tabular.learner import tabular_learner
 from fastai.torch_core import set_seed
 
 from nbdist import Session
+from nbdist.fastai import fast
+from nbdist.fastai.learners import FusedAdam, TabularLoader
 from nbdist.recsys.datasets import synthetic_ratings
-from nbdist.recsys.fastai import FusedAdam, TabularLoader, fast
 
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
 WARM = IMPORTS

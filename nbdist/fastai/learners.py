@@ -15,8 +15,8 @@ from fastai.tabular.core import ReadTabBatch, TabDataLoader
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
-from .loader import MemoryLoader
-from .parallel.buffers import average
+from ..recsys.loader import MemoryLoader
+from ..recsys.parallel.buffers import average
 
 __all__ = ["fast"]
 
@@ -24,7 +24,7 @@ _ADAM = [weight_decay, average_grad, average_sqr_grad, step_stat, adam_step]
 
 
 def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
-    """Let a tabular or collaborative learner train in a fraction of the time. Returns it.
+    """Make a tabular or collaborative learner train in a fraction of the time, and return it.
 
     It stays a fastai learner: model, metrics, callbacks, schedules, recorder, `get_preds`, `show_results`. Instead of
     selecting rows of a data frame for each batch, its loaders gather them from tensors, of which there is a copy in
@@ -51,7 +51,7 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
     Examples:
         >>> from fastai.collab import CollabDataLoaders, collab_learner
         >>> from nbdist.recsys.datasets import synthetic_ratings
-        >>> from nbdist.recsys.fastai import fast
+        >>> from nbdist.fastai import fast
         >>> ratings = synthetic_ratings(n_users=50, n_items=20, n_ratings=400).frame.to_pandas()
         >>> learn = fast(collab_learner(CollabDataLoaders.from_df(ratings, bs=64), n_factors=5, y_range=(0, 5.5)))
         >>> with learn.no_bar(), learn.no_logging():

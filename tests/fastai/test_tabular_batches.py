@@ -23,7 +23,7 @@ from fastai.torch_core import set_seed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nbdist.integrations.fastai import mended
+from nbdist.fastai.patches import patched
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_they_are_those_of_fastai(kind: Any, targets: list[str], cont: list[str]
     ]
     theirs = [batches(loader) for loader in loaders]
     request.getfixturevalue("no_frames")
-    with mended():
+    with patched():
         assert all(map(equal, map(batches, loaders), theirs))
 
 
@@ -95,7 +95,7 @@ def test_they_draw_what_numpy_draws(rows: int, seed: int) -> None:
     np.random.seed(seed)
     theirs = TabWeightedDL.get_idxs(weighted)
     np.random.seed(seed)
-    with mended():
+    with patched():
         assert TabWeightedDL.get_idxs(weighted) == theirs
 
 
@@ -103,7 +103,7 @@ def test_weights_are_kept() -> None:
     weights = np.arange(80) % 2 + 0.0
     loader = TabWeightedDL(tabular(["price"], ["age"]).train, bs=16, wgts=weights, shuffle=True)
     theirs = batches(loader)
-    with mended():
+    with patched():
         assert equal(batches(loader), theirs)
         assert {number % 2 for number in loader.get_idxs()} == {1}
 
@@ -111,7 +111,7 @@ def test_weights_are_kept() -> None:
 def test_rows_that_were_changed_are_seen(request: Any) -> None:
     loader = TabDataLoader(tabular(["price"], ["age"]).train, bs=16)
     request.getfixturevalue("no_frames")
-    with mended():
+    with patched():
         before = batches(loader)
         loader.dataset.items["price"] += 1
         torch.testing.assert_close(batches(loader)[0][2], before[0][2] + 1)
@@ -140,7 +140,7 @@ def test_what_is_done_otherwise_is_left_to_fastai(case: str) -> None:
     if case == "truths":
         loader.dataset.items["age"] = loader.dataset.items["age"] > 0
     theirs = batches(loader)
-    with mended():
+    with patched():
         assert equal(batches(loader), theirs)
 
 
@@ -148,7 +148,7 @@ def test_everything_else_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     ratings = pd.DataFrame({"user": [1, 2] * 50, "item": [*range(10)] * 10, "rating": [1.0, 5.0] * 50})
     dls = CollabDataLoaders.from_df(ratings, bs=8, seed=1)
     original: Iterator[Any] = TabDataLoader.create_batches
-    with mended():
+    with patched():
         dls.show_batch(unique=True)
         assert len(dls.one_batch()[0]) == 8
         assert dls.test_dl(ratings[["user", "item"]]).one_batch()[0].shape == (8, 2)

@@ -10,13 +10,13 @@ from typing import Any
 from .replacing import Originals, replace
 
 
-def mend_distributed(module: types.ModuleType) -> Originals:
+def patch_distributed(module: types.ModuleType) -> Originals:
     import numpy as np
     import torch
     import torch.distributed as dist
 
-    from ...devices import collective_device, rank_device
-    from ...wire.shared_group import SharedGroup, shared_group
+    from ..devices import collective_device, rank_device
+    from ..wire.shared_group import SharedGroup, shared_group
 
     core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner

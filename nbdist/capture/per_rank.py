@@ -1,4 +1,4 @@
-"""`scatter`: an argument that is another for each rank."""
+"""`per_rank`: an argument that is another for each rank."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, NoReturn
 from ..wire.messages import PerRank
 
 
-class Scattered:
-    """A list whose items go to one rank each: see `scatter`."""
+class OnePerRank:
+    """A list whose items go to one rank each: see `per_rank`."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = list(values)
 
     def __repr__(self) -> str:
-        return f"scatter({self.values!r})"
+        return f"per_rank({self.values!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("scatter(...) has to be an argument of the function itself, not a part of one or a variable")
+        raise TypeError("per_rank(...) has to be an argument of the function itself, not a part of one or a variable")
 
 
-def scatter(values: Iterable[Any]) -> Any:
-    """An argument that is another for each rank: the first item for the first rank, and so on.
+def per_rank(values: Iterable[Any]) -> Any:
+    """Mark an argument as one value for each rank: the first item for the first rank, and so on.
 
     Args:
         values: As many as there are ranks that run the function. All of them travel to each of these, which opens its
@@ -32,33 +32,33 @@ def scatter(values: Iterable[Any]) -> Any:
         ValueError: By the call, where there are more or fewer items than ranks.
 
     Examples:
-        >>> in_ddp(2, max, scatter([3, 5]), 4)
+        >>> in_ddp(2, max, per_rank([3, 5]), 4)
         4
         >>> from nbdist import Session
         >>> with Session(2) as session:
-        ...     session.run_all(max, scatter([3, 5]), 4)
+        ...     session.run_all(max, per_rank([3, 5]), 4)
         [4, 5]
     """
-    return Scattered(values)
+    return OnePerRank(values)
 
 
 def for_each_rank(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, fixed: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments for `count` ranks, what is scattered as `PerRank`.
+    """Return the arguments for `count` ranks, what `per_rank` marks as `PerRank`.
 
     Raises `ValueError` for more or fewer items, and for any where the number of ranks is not `fixed`.
     """
 
     def given(name: str, value: Any) -> Any:
-        if not isinstance(value, Scattered):
+        if not isinstance(value, OnePerRank):
             return value
         if len(value.values) != count:
-            raise ValueError(f"{name} scatters {len(value.values)} items over {count} ranks: one for each")
+            raise ValueError(f"{name}: per_rank() must have an item for each of {count} ranks, got {len(value.values)}")
         if not fixed:
             raise ValueError(
-                f"{name} scatters an item to each of {count} ranks, of which there may be fewer after a restart "
-                f"(min_ranks=): let the function choose by its rank, or name ranks that have to be there (ranks=)"
+                f"{name}: per_rank() has an item for each of {count} ranks, and a restart may leave fewer "
+                f"(min_ranks=): choose by the rank, in the function, or name ranks that have to be there (ranks=)"
             )
         return PerRank(value.values)
 
@@ -67,10 +67,10 @@ def for_each_rank(
 
 
 def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the whole lists in the place of what is scattered."""
+    """Return the arguments with the whole lists in the place of what `per_rank` marks."""
 
     def whole(value: Any) -> Any:
-        return value.values if isinstance(value, Scattered) else value
+        return value.values if isinstance(value, OnePerRank) else value
 
     return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 

@@ -22,8 +22,8 @@ from fastai.torch_core import set_seed
 from torch.utils.data import TensorDataset
 
 from nbdist import Session, in_ddp, warm
+from nbdist.fastai import fast
 from nbdist.recsys.datasets import synthetic_ratings
-from nbdist.recsys.fastai import fast
 
 IMPORTS = "from fastai.collab import *\nfrom fastai.distributed import *"
 

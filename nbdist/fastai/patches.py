@@ -1,4 +1,4 @@
-"""What fastai needs to train on gloo as well as on NCCL, and to say nothing that the user has not said."""
+"""The changes that ranks make in fastai so that it trains on gloo as well as on NCCL, and without needless waiting."""
 
 from __future__ import annotations
 
@@ -6,58 +6,74 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .distributed import mend_distributed
+from .distributed import patch_distributed
 from .replacing import Originals, replace
-from .tabular import mend_tabular
+from .tabular import patch_tabular
+
+#: Says "0" to ranks, and to `in_ddp(0, ...)`, that are to leave fastai as it is.
+VARIABLE = "NBDIST_FASTAI_PATCHES"
+
+
+def patch_ranks(on: bool) -> None:
+    """Switch on or off what ranks change in fastai by themselves, for all ranks that start from now on.
+
+    It is on unless this is called with False, which sets the environment variable NBDIST_FASTAI_PATCHES to "0";
+    `Session(env={"NBDIST_FASTAI_PATCHES": "0"})` does the same for one session. Without these patches fastai 2.8 cannot
+    train under `distrib_ctx` on CPU ranks. The page "fastai" of the documentation lists them all.
+
+    Args:
+        on: Whether ranks patch fastai.
+
+    Examples:
+        >>> from fastai.distributed import DistributedDL
+        >>> from nbdist import in_ddp
+        >>> in_ddp(1, lambda: DistributedDL._broadcast.__module__)
+        'nbdist.fastai.distributed'
+        >>> patch_ranks(False)
+        >>> in_ddp(1, lambda: DistributedDL._broadcast.__module__)
+        'fastai.distributed'
+        >>> patch_ranks(True)
+    """
+    if on:
+        os.environ.pop(VARIABLE, None)
+    else:
+        os.environ[VARIABLE] = "0"
 
 
 @contextmanager
-def mended() -> Iterator[None]:
-    """Mend what keeps fastai from ranks; also in modules of it that are imported later.
+def patched() -> Iterator[Originals]:
+    """Patch fastai's modules while the context is open, also those that are imported meanwhile.
 
-    As of fastai 2.8.12:
-    - `DistributedDL` moves the shuffled indices to CUDA before it broadcasts them.
-    - `DistributedTrainer` makes every batch norm one over all ranks, which torch has for GPUs only: CPU ranks keep
-      batch norm over their own part of the batch, and say so.
-    - A parameter without elements (`TabularModel` makes one where there are no continuous columns) never gets the
-      gradient that `DistributedDataParallel` waits for.
-    - Every data loader is divided among the ranks, also one that has done so itself: such a one says `sharded = True`;
-      or that can do it better: such a one has a method `divide`.
-    - A group of one leaves `DistributedTrainer` in the learner, which then wants a group for ever.
-    - A learner asks each callback for each event of a step, and those that have no such method look for it in the
-      learner and in the model: half of a small model's step. Here they are passed over.
-    - Each step waits for gloo twice, for the gradients and for the mean of a loss that the bar shows, and a training
-      some ten times before its first one: CPU ranks on one machine exchange all of that through shared memory, those
-      two at once.
-    - A tabular loader selects a frame's rows for each batch, and makes a table of them: half of a small model's step.
-      The same batches are gathered from the frame's columns.
-    - `lr_find` has rank 0 alone write the weights to which all want to return, each in a folder of its own: rank 0 then
-      waits for ever for the others, which find no file. Here each rank writes its own.
-    - Tensors are made of the arrays of pandas' frames, which are read-only as of pandas 3: torch warns of it in every
-      rank, though nothing writes to them.
+    Gives what was replaced: class or module, attribute, the value that it had; nothing where the patches are switched
+    off. The page "fastai" of the documentation says what each is for.
     """
     originals: Originals = []
-    hook = _AfterImport(lambda module: originals.extend(_MENDS[module.__name__](module)))
-    for name in _MENDS:
+    if os.environ.get(VARIABLE) == "0":
+        yield originals
+        return
+    hook = _AfterImport(lambda module: originals.extend(_PATCHES[module.__name__](module)))
+    for name in _PATCHES:
         if name in sys.modules:
-            originals += _MENDS[name](sys.modules[name])
+            originals += _PATCHES[name](sys.modules[name])
         else:
             hook.awaited.add(name)
     sys.meta_path.insert(0, hook)
     try:
-        yield
+        yield originals
     finally:
         sys.meta_path.remove(hook)
         replace(originals)
 
 
-def _mend_tensors(module: types.ModuleType) -> Originals:
+def _patch_tensors(module: types.ModuleType) -> Originals:
+    """Copy read-only arrays before tensors are made of them: as of pandas 3, torch warns of each in every rank."""
     import numpy as np
 
     as_tensor, array2tensor = module.as_tensor, module._array2tensor
@@ -74,7 +90,8 @@ def _mend_tensors(module: types.ModuleType) -> Originals:
     return replace([(module, "as_tensor", _as_tensor), (module, "_array2tensor", _array2tensor)])
 
 
-def _mend_schedule(module: types.ModuleType) -> Originals:
+def _patch_schedule(module: types.ModuleType) -> Originals:
+    """Make each rank write and read the weights of `lr_find` itself: each has a folder of its own for them."""
     learner, finder = sys.modules["fastai.learner"], module.LRFinder
 
     def by_itself(method: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -91,11 +108,11 @@ def _mend_schedule(module: types.ModuleType) -> Originals:
     return replace([(finder, name, by_itself(getattr(finder, name))) for name in ("before_fit", "after_fit")])
 
 
-_MENDS = {
-    "fastai.torch_core": _mend_tensors,
-    "fastai.callback.schedule": _mend_schedule,
-    "fastai.tabular.core": mend_tabular,
-    "fastai.distributed": mend_distributed,
+_PATCHES = {
+    "fastai.torch_core": _patch_tensors,
+    "fastai.callback.schedule": _patch_schedule,
+    "fastai.tabular.core": patch_tabular,
+    "fastai.distributed": patch_distributed,
 }
 
 
