@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from ..wire.connections import Address, Connection
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
+from ..wire.protocol import FromRank, ToRank
 from ..wire.rendezvous import RendezvousAddress
 
 #: What to say of a rank of which nothing was ever heard.
@@ -45,7 +46,7 @@ class Hearer(Protocol):
         self,
         *,
         on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> Listening: ...
@@ -78,7 +79,7 @@ class Ranks(Protocol):
     def slots(self) -> Sequence[Slot]:
         """By rank."""
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
 
     def together(self) -> AbstractContextManager[None]:

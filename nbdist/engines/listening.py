@@ -13,6 +13,7 @@ from typing import Any
 from ..postponing import postponed_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
+from ..wire.protocol import FromRank
 from .contract import NEVER_STARTED, Exit
 from .descriptors import Described
 
@@ -43,7 +44,7 @@ class Listener:
         ranks: Described,
         *,
         on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
         pause: float = math.inf,

@@ -27,6 +27,7 @@ from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
+from ..wire.protocol import Close, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
 from .contract import Exit
 from .descriptors import make_room, open_descriptors
@@ -183,7 +184,7 @@ class LocalRanks:
         threads = max(1, len(cores) // size)
         return [Slot(0, rank, size, LOOPBACK_INTERFACE, threads, own[rank]) for rank in range(size)]
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         self.channels[rank].send(message, parcel, fds)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
@@ -248,7 +249,7 @@ class LocalRanks:
         try:
             for channel in self.channels:
                 with contextlib.suppress(OSError):
-                    channel.send(("close",))
+                    channel.send(Close())
             self._wait_for_exits(grace)
         finally:  # also where an interrupt says that this takes too long
             for rank in list(self._watch.alive):

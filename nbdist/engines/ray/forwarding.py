@@ -13,6 +13,7 @@ from typing import Any
 
 from ...wire.channel import Channel
 from ...wire.parcel import Parcel
+from ...wire.protocol import Notice
 from ...wire.segments import Segment, Span
 from .cluster import PATIENCE, Link
 from .storing import CHUNK, Branch
@@ -256,7 +257,8 @@ class Forwarding:
             new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
             told.update(link.node_id for link in new)
             for link in new:  # before what the ranks do about it
-                self._tell("answered", (link.first, ("notice", preemption_notice(link, draining[link.node_id]))))
+                notice = Notice(preemption_notice(link, draining[link.node_id]))
+                self._tell("answered", (link.first, notice))
             telling = [link for link in self._links if new and not link.lost]
             await asyncio.gather(*[link.call("ask", "preemption") for link in telling], return_exceptions=True)
 

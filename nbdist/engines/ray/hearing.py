@@ -17,6 +17,7 @@ from typing import Any
 
 from ...wire.parcel import Parcel
 from ...wire.processes import blind
+from ...wire.protocol import FromRank
 from ..contract import Exit
 from .process import DriverProcess
 
@@ -91,7 +92,7 @@ class News:
         self._written.setdefault((rank, which), collections.deque()).append(data)
         self._events.append(("output", rank, which))
 
-    def _on_message(self, ranks: list[int], message: tuple[Any, ...], inline: bytes | None) -> None:
+    def _on_message(self, ranks: list[int], message: FromRank, inline: bytes | None) -> None:
         for rank in ranks:
             self._events.append(("message", rank, message, None if inline is None else Parcel(inline, [], [])))
 
@@ -147,7 +148,7 @@ class NewsListener:
         news: News,
         *,
         on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> None:

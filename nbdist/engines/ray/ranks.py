@@ -25,6 +25,7 @@ from ...wire.limits import allow_open_files
 from ...wire.messages import NOTICES, Setting, Slot
 from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
+from ...wire.protocol import ToRank
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
 from ..contract import Exit
 from .hearing import News, NewsListener
@@ -112,7 +113,7 @@ class RayRanks:
     def pids(self) -> list[int | None]:
         return self._news.pids
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         assert not list(fds), "descriptors reach no other machine"
         with self.together():
             assert self._gathered is not None

@@ -14,6 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...wire.protocol import Begin, Items, ToRank
 from .chunk import is_last
 from .cluster import Link, refusal, version_check, versions, wait_for_room
 from .connecting import Refused, connect
@@ -23,7 +24,7 @@ from .options import RayOptions
 
 #: A message to a worker; the pickle of its parcel and the places of its buffers in segments; and of each segment its
 #: name, its size and its parts in the object store.
-Message = tuple[tuple[Any, ...], Any]
+Message = tuple[ToRank, Any]
 
 
 class TaskCluster:
@@ -106,10 +107,10 @@ class Tasks(Link):
         for key in set(self._segments) - set(keep):
             del self._segments[key]
 
-    def _take(self, rank: int, message: tuple[Any, ...], about: Any) -> None:
-        if message[0] == "begin":
+    def _take(self, rank: int, message: ToRank, about: Any) -> None:
+        if isinstance(message, Begin):
             self._begun[rank] = message, about
-        elif message[0] == "items":
+        elif isinstance(message, Items):
             self._waiting[rank].append((message, about))
             if rank not in self._jobs:
                 self._jobs[rank] = asyncio.get_running_loop().create_task(self._work(rank))
