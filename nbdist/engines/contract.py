@@ -12,9 +12,6 @@ from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank, ToRank
 from ..wire.rendezvous import RendezvousAddress
 
-#: What to say of a rank of which nothing was ever heard.
-NEVER_STARTED = "was never started: the fork server was lost, or is out of descriptors (see ulimit -n)"
-
 
 class Exit(NamedTuple):
     """A rank's process is gone: its wait status is an exit code, minus a signal, or None where nobody knows."""

@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..deaths import NEVER_STARTED, SILENT
 from ..postponing import postponed_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank
-from .contract import NEVER_STARTED, Exit
+from .contract import Exit
 from .descriptors import Described
-
-#: What to say of a rank that cannot answer, although it has not ended.
-SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
 
 #: Seconds that a process whose channel is at its end may take until it has ended, too: GPUs take a while to let go.
 _PATIENCE = 3.0

@@ -10,6 +10,7 @@ import types
 from collections.abc import Sequence
 
 from .. import notebook
+from ..deaths import NO_GPU, NO_GROUP
 from ..integrations import fastai
 from ..wire import protocol
 from ..wire.channel import Channel
@@ -105,9 +106,9 @@ class Rank:
             if os.getpid() == pid:
                 self._channel.send(protocol.Raised())  # it may take a while to tell what
             if joins:
-                ends = "could not join the process group"
+                ends = NO_GROUP
             elif isinstance(request, protocol.Call) and gpu_state.is_lost(exc):
-                ends = "cannot use its GPU any more, after a CUDA error"
+                ends = NO_GPU
             answer = self._error(exc, ends)
         finally:
             if parcel is not None:  # of a call that has failed, or was interrupted, before it was opened

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ...deaths import NOT_OURS
 from ...wire.parcel import Parcel
 from ...wire.processes import blind
 from ...wire.protocol import FromRank
@@ -48,7 +49,7 @@ class News:
         """In a child of this process: the ranks are not its own."""
         self._lock = threading.RLock()
         self._events.clear()
-        self._lose(self.alive, "belongs to the process that this one was forked from")
+        self._lose(self.alive, NOT_OURS)
         blind(self.fd, self._wake)
 
     def close(self) -> None:
