@@ -10,7 +10,7 @@ NEVER_STARTED = "was never started: the fork server was lost, or is out of descr
 SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
 #: Of the ranks of a process, in what that process forks.
 NOT_OURS = "belongs to the process that this one was forked from"
-#: Why a rank ends by itself after it has told of an exception.
+#: Why a rank ends by itself after it has reported an exception.
 NO_GROUP = "could not join the process group"
 NO_GPU = "cannot use its GPU any more, after a CUDA error"
 #: Of a worker whose task of Ray's runs where other versions are; to be formatted with the differences.

@@ -12,6 +12,9 @@ from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank, ToRank
 from ..wire.rendezvous import RendezvousAddress
 
+#: Takes what a rank has written: the rank, 0 (standard output) or 1 (standard error), the bytes; no bytes at the end.
+OnOutput = Callable[[int, int, bytes], None]
+
 
 class Exit(NamedTuple):
     """A rank's process is gone: its wait status is an exit code, minus a signal, or None where nobody knows."""
@@ -42,7 +45,7 @@ class Hearer(Protocol):
     def __call__(
         self,
         *,
-        on_output: Callable[[int, int], bool],
+        on_output: OnOutput,
         on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
@@ -82,11 +85,8 @@ class Ranks(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Messages and signals within go on their way at its end, as few of them as can be."""
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        """More of what a rank has written to its standard output (0) or standard error (1).
-
-        None: nothing for now. Empty: it is the end.
-        """
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        """Pass on all that a rank has written so far. No listener is needed."""
 
     @property
     def listen(self) -> Hearer:

@@ -29,10 +29,10 @@ from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
 from ..wire.protocol import Close, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
-from .contract import Exit
+from .contract import Exit, OnOutput
 from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
-from .listening import Listener
+from .listening import Listener, drain
 from .watching import Watch
 
 _told: set[tuple[str, str]] = set()
@@ -190,11 +190,9 @@ class LocalRanks:
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # each goes its own way
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        try:
-            return os.read(self.outputs[rank][which], 1 << 16)
-        except BlockingIOError:
-            return None
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        for which in (0, 1):
+            drain(self, rank, which, on_output)
 
     def listen(self, **handlers: Any) -> Listener:
         return Listener(self, **handlers)

@@ -165,7 +165,7 @@ class _Map:
         self._relay.begin(Cell(), "lines", 0)
         with contextlib.closing(self._ranks), contextlib.closing(self._board):
             listener = self._ranks.listen(
-                on_output=self._relay.read,
+                on_output=self._relay.take,
                 on_message=self._on_message,
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,

@@ -83,7 +83,7 @@ class Running:
         self._relay.begin(role.cell, "rank0", 0)
         self.listener = Listener(
             self._ranks,
-            on_output=self._output,
+            on_output=self._relay.take,
             on_message=self._message,
             on_exit=self._exit,
             on_start=self._start,
@@ -157,9 +157,6 @@ class Running:
         finally:
             os.close(self._end)
         return False
-
-    def _output(self, rank: int, which: int) -> bool:
-        return self._relay.read(rank, which)
 
     def _message(self, rank: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         if isinstance(message, protocol.Returned):

@@ -214,7 +214,7 @@ class Waiting:
 
     def _listen(self) -> Listening:
         listener = self._ranks.listen(
-            on_output=self._relay.read,
+            on_output=self._relay.take,
             on_message=self._on_message,
             on_exit=self._on_exit,
             pause=OUTPUT_INTERVAL,

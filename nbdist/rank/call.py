@@ -38,7 +38,7 @@ class Caller:
         spawning.install()
 
     def run(self, call: Call, parcel: Parcel) -> Any:
-        """What the function returns."""
+        """Run the function, and return its value."""
         os.environ.update(call.restarts)
         if call.seeds is not None:
             seed_everything(call.seeds)

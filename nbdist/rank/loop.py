@@ -94,7 +94,7 @@ class Rank:
         """Do what the kernel asks, and answer; whether the rank goes on. It is the process `pid`."""
         ends = ""  # why the rank does, after its answer
         # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
-        # failed: it begins, too, and hears the interrupt there.
+        # failed: it begins, too, and is interrupted there.
         joins = isinstance(request, protocol.Join)
         allowed = contextlib.nullcontext() if joins else self._interrupts.allowed()
         try:

@@ -1,4 +1,4 @@
-"""Messages over a Unix socket, with a parcel or descriptors beside them."""
+"""Messages over a Unix socket, with a parcel or descriptors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def readable(fd: Any, seconds: float = 0.0) -> bool:
 
 
 class Channel:
-    """Messages over a Unix socket: of the `protocol`, or plain tuples, with a parcel or descriptors beside them."""
+    """Messages over a Unix socket: of the `protocol`, or plain tuples, with a parcel or descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -1,7 +1,7 @@
 """The messages between the kernel and its ranks: a class for each, with the sentence that the documentation shows.
 
 A process of a context and a worker of `parallel_map` speak the same protocol. A message crosses a `Channel`; a parcel
-or descriptors may go beside it. A message without fields is an empty tuple, equal to any other: compare classes.
+or descriptors may go with it. A message without fields is an empty tuple, equal to any other: compare classes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Close(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Sent when a request begins: an interrupt that came before was not heard."""
+    """Sent when a request begins: an interrupt that came earlier had no effect."""
 
 
 class Raised(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a rank hears from the kernel, whatever it waits for."""
+"""The rank's end of its channel to the kernel, which handles `Leave` whatever the rank waits for."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_each_message_has_its_own_name_and_its_sentence() -> None:
 
 
 def test_a_message_is_as_small_as_a_tuple() -> None:
-    """What pickle alone makes of it names the class by its module: that is looked up again for each message."""
+    """A pickle of the object itself would name its class by module, which is looked up again for each message."""
     sent: list[bytes] = []
 
     class Socket:

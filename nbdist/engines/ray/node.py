@@ -21,7 +21,6 @@ import psutil
 
 from ...cores import numa_nodes, shares, usable_cores
 from ...wire import protocol
-from ...wire.channel import readable
 from ...wire.connections import Address
 from ...wire.parcel import Parcel
 from ...wire.rendezvous import Rendezvous, RendezvousAddress
@@ -157,17 +156,11 @@ class Agent:
         self._news.append(event)
         self._due = min(self._due, time.monotonic() + within)
 
-    def _on_output(self, number: int, which: int) -> bool:
+    def _on_output(self, number: int, which: int, data: bytes) -> None:
         """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
-        fd, data = self._ranks.outputs[number][which], b""
-        open_ended = True
-        while open_ended and len(data) < 1 << 20 and readable(fd):
-            more = os.read(fd, 1 << 16)
-            open_ended, data = bool(more), data + more
         if data:
             later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
             self._tell("output", self._first + number, which, data, within=max(0.0, later))
-        return open_ended
 
     def _on_message(self, number: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         rank = self._first + number
@@ -326,7 +319,7 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _alike(one: Event, other: Event) -> bool:
-    """Whether two ranks say the same. Messages without fields are equal as tuples, whatever they are."""
+    """Tell whether two ranks say the same. Messages without fields are equal as tuples, whatever they are."""
     return type(one[2]) is type(other[2]) and one[2:] == other[2:]
 
 

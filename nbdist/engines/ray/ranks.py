@@ -27,7 +27,7 @@ from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
 from ...wire.protocol import ToRank
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
-from ..contract import Exit
+from ..contract import Exit, OnOutput
 from .hearing import News, NewsListener
 from .node import Node
 from .options import RayOptions
@@ -150,8 +150,8 @@ class RayRanks:
                 for node, own in asked.items():
                     self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        return self._news.read(rank, which)
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        self._news.drain(rank, on_output)
 
     def listen(self, **handlers: Any) -> NewsListener:
         return NewsListener(self._news, **handlers)
