@@ -17,12 +17,12 @@ import contextlib
 import functools
 import os
 import re
-import signal
 import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .deaths import describe_status
 from .notebook import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -240,24 +240,6 @@ def summary(exc: BaseException) -> str:
     remote = exc.__cause__
     who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
     return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"
-
-
-def describe_status(status: int | None) -> str:
-    """A wait status in words: exit code, or the signal by name and its likely reason."""
-    if status is None:
-        return "disappeared: its exit status could not be read (was the fork server killed?)"
-    if status >= 0:
-        return f"left with exit code {status} before its function returned"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hints = {
-        "SIGKILL": ": out of memory? Nothing in nbdist sent this signal",
-        "SIGBUS": ": /dev/shm full?",
-        "SIGSEGV": ": a crash in compiled code",
-    }
-    return f"was killed by {name}{hints.get(name, '')}"
 
 
 def text_of(exc: BaseException) -> str:

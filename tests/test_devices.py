@@ -113,8 +113,8 @@ def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> list[World
     """What the ranks of a session would be told."""
     worlds: list[World] = []
 
-    def send(self: Group, rank: int, *message: Any, **parts: Any) -> None:
-        worlds.append(message[1])
+    def send(self: Group, rank: int, message: Any, **parts: Any) -> None:
+        worlds.append(message.world)
 
     with Session(len(devices), devices=devices) as session, monkeypatch.context() as patch:
         patch.setattr(Group, "send", send)

@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist import CaptureError, NbdistError, RankDied, RankTimeout, in_ddp
-from nbdist.errors import RemoteTraceback, describe_status, render, stand_ins
+from nbdist.deaths import describe_status
+from nbdist.errors import RemoteTraceback, render, stand_ins
 
 ROOT = Path(__file__).parent.parent
 CELLS = cells("cells/errors.py")

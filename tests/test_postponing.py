@@ -14,9 +14,11 @@ from calls import press
 
 from nbdist import Session
 from nbdist.postponing import postponed_interrupts
+from nbdist.rank.kernel_channel import KernelChannel
 from nbdist.rank.keyboard import Keyboard
 from nbdist.rank.world import Membership
 from nbdist.wire.channel import Channel
+from nbdist.wire.protocol import Line
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +102,9 @@ def test_a_rank_that_reads_a_line(interrupted: None) -> None:
     """What comes next is the next message, and not the rest of this one."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        keyboard, kernel = Keyboard(Channel(theirs), Membership()), Channel(ours)
-        kernel.send(("line", "typed", ""))
-        kernel.send(("line", "later", ""))
+        keyboard, kernel = Keyboard(KernelChannel(theirs, Membership())), Channel(ours)
+        kernel.send(Line("typed", ""))
+        kernel.send(Line("later", ""))
         with pytest.raises(KeyboardInterrupt):
             keyboard.ask("? ")
         assert keyboard.ask("? ") == "later"

@@ -21,7 +21,8 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "notebook", "cores", "devices", "gpus", "interpreter", "annotations", "postponing", "ending"}
+COMMON = {"", "errors", "deaths", "notebook", "cores", "devices", "gpus", "interpreter"}
+COMMON |= {"annotations", "postponing", "ending"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from ..wire.connections import Address, Connection
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
+from ..wire.protocol import FromRank, ToRank
 from ..wire.rendezvous import RendezvousAddress
 
-#: What to say of a rank of which nothing was ever heard.
-NEVER_STARTED = "was never started: the fork server was lost, or is out of descriptors (see ulimit -n)"
+#: Takes what a rank has written: the rank, 0 (standard output) or 1 (standard error), the bytes; no bytes at the end.
+OnOutput = Callable[[int, int, bytes], None]
 
 
 class Exit(NamedTuple):
@@ -44,8 +45,8 @@ class Hearer(Protocol):
     def __call__(
         self,
         *,
-        on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_output: OnOutput,
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> Listening: ...
@@ -80,17 +81,14 @@ class Ranks(Protocol):
     def slots(self) -> Sequence[Slot]:
         """By rank."""
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
 
     def together(self) -> AbstractContextManager[None]:
         """Messages and signals within go on their way at its end, as few of them as can be."""
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        """More of what a rank has written to its standard output (0) or standard error (1).
-
-        None: nothing for now. Empty: it is the end.
-        """
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        """Pass on all that a rank has written so far. No listener is needed."""
 
     @property
     def listen(self) -> Hearer:

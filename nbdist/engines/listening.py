@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import select
 import selectors
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ..deaths import NEVER_STARTED, SILENT
 from ..postponing import postponed_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
-from .contract import NEVER_STARTED, Exit
+from ..wire.protocol import FromRank
+from .contract import Exit, OnOutput
 from .descriptors import Described
-
-#: What to say of a rank that cannot answer, although it has not ended.
-SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
 
 #: Seconds that a process whose channel is at its end may take until it has ended, too: GPUs take a while to let go.
 _PATIENCE = 3.0
+
+
+def pass_on(ranks: Described, rank: int, which: int, on_output: OnOutput) -> bool | None:
+    """Pass on what a rank has written, but not so much that other ranks wait.
+
+    Returns whether there may be more; None where there is nothing more for now, False where that was the end.
+    """
+    for _ in range(16):
+        try:
+            data = os.read(ranks.outputs[rank][which], 1 << 16)
+        except BlockingIOError:
+            return None
+        on_output(rank, which, data)
+        if not data:
+            return False
+    return True
+
+
+def drain(ranks: Described, rank: int, which: int, on_output: OnOutput) -> None:
+    """Pass on all that a rank has written so far."""
+    while pass_on(ranks, rank, which, on_output):
+        pass
 
 
 class Listener:
@@ -30,8 +52,7 @@ class Listener:
 
     Args:
         ranks: Whom to hear.
-        on_output: Reads what a rank has written; given the rank and which of its outputs (0 or 1). Returns False at the
-            output's end.
+        on_output: Takes what a rank has written.
         on_message: Takes a rank's message and its parcel.
         on_exit: Takes the end of a rank.
         on_start: Takes the rank and the pid of a process that has started.
@@ -42,8 +63,8 @@ class Listener:
         self,
         ranks: Described,
         *,
-        on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_output: OnOutput,
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         on_start: Callable[[int, int], None] = lambda rank, pid: None,
         pause: float = math.inf,
@@ -102,8 +123,7 @@ class Listener:
     def drain(self, rank: int) -> None:
         """Pass on all that a rank has written so far."""
         for fd, _ in self._written[rank].poll(0):
-            while self._on_output(rank, self._ranks.outputs[rank].index(fd)) and readable(fd):
-                pass
+            drain(self._ranks, rank, self._ranks.outputs[rank].index(fd), self._on_output)
 
     def close(self) -> None:
         self._selector.close()
@@ -113,7 +133,7 @@ class Listener:
             self._resume_at = time.monotonic() + self._pause
         self._paused.append((rank, which))  # first of all: an interrupt may come between any two of these lines
         self._selector.unregister(self._ranks.outputs[rank][which])
-        if not self._on_output(rank, which):
+        if pass_on(self._ranks, rank, which, self._on_output) is False:
             self._paused.remove((rank, which))
 
     def _message(self, rank: int) -> None:

@@ -27,11 +27,12 @@ from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
+from ..wire.protocol import Close, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
-from .contract import Exit
+from .contract import Exit, OnOutput
 from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
-from .listening import Listener
+from .listening import Listener, drain
 from .watching import Watch
 
 _told: set[tuple[str, str]] = set()
@@ -191,17 +192,15 @@ class LocalRanks:
         threads = max(1, len(cores) // size)
         return [Slot(0, rank, size, LOOPBACK_INTERFACE, threads, own[rank]) for rank in range(size)]
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         self.channels[rank].send(message, parcel, fds)
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # each goes its own way
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        try:
-            return os.read(self.outputs[rank][which], 1 << 16)
-        except BlockingIOError:
-            return None
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        for which in (0, 1):
+            drain(self, rank, which, on_output)
 
     def listen(self, **handlers: Any) -> Listener:
         return Listener(self, **handlers)
@@ -256,7 +255,7 @@ class LocalRanks:
         try:
             for channel in self.channels:
                 with contextlib.suppress(OSError):
-                    channel.send(("close",))
+                    channel.send(Close())
             self._wait_for_exits(grace)
         finally:  # also where an interrupt says that this takes too long
             for rank in list(self._watch.alive):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import signal
 import time
 
+from ..deaths import NEVER_STARTED, NOT_OURS, not_started
 from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
 from ..wire.processes import blind, exit_status, forget_in_children, open_pidfd
-from .contract import NEVER_STARTED, Exit
+from .contract import Exit
 
 #: Seconds that the fork server may take to report the end of a rank: it does so at once, unless it imports or hangs.
 _DELAY = 0.3
@@ -43,9 +43,7 @@ class Watch:
         forget_in_children(self)
 
     def after_fork(self) -> None:
-        self._not_ours = [
-            Exit(rank, None, "belongs to the process that this one was forked from") for rank in sorted(self.alive)
-        ]
+        self._not_ours = [Exit(rank, None, NOT_OURS) for rank in sorted(self.alive)]
         self.alive.clear()
         blind(self._reports, self.fd, *self._processes.values())
 
@@ -103,7 +101,7 @@ class Watch:
                 self.pids[rank] = pid
                 exits.append(self._ended(rank, status))
             else:
-                exits.append(self._ended(rank, None, _not_started(status)))
+                exits.append(self._ended(rank, None, not_started(status)))
         for rank in self.alive - self._processes.keys():
             pid = self.pids[rank]
             if self._poll is not None and pid is not None and (fd := open_pidfd(pid)) >= 0:
@@ -145,13 +143,3 @@ class Watch:
                 with contextlib.suppress(OSError):  # in a child of this process there is nothing to take it out of
                     self._poll.unregister(fd)
             os.close(fd)
-
-
-def _not_started(number: int) -> str:
-    """Why a rank was not started, by the number of the error."""
-    limits = {
-        errno.EAGAIN: ": the limit of processes (ulimit -u, or that of the container) is reached",
-        errno.ENOMEM: ": there is no memory for another process",
-        errno.EMFILE: ": the fork server's limit of open files (ulimit -n) is reached",
-    }
-    return f"could not be started: {os.strerror(number)}{limits.get(number, '')}"

@@ -6,23 +6,15 @@ import getpass
 import re
 import time
 from collections.abc import Container, Iterable, Iterator
-from typing import NamedTuple
 
 from ..wire.frames import STDOUT
+from ..wire.protocol import Line, Prompt
 from . import stacks
 from .group import Group
 
 #: Seconds for which the rank that was answered last may take until it asks again, before another one has its turn.
 _STAYS = 0.3
 _OTHER_RANK = re.compile(r"\s*rank\s+(\d+)\s*")
-
-
-class _Question(NamedTuple):
-    prompt: str
-    shown: str
-    """What is to be seen before the prompt."""
-    debugger: bool
-    hidden: bool
 
 
 class Keyboard:
@@ -37,14 +29,14 @@ class Keyboard:
     def __init__(self, group: Group, commands: Iterable[str] | None = None, refusal: str = "") -> None:
         self._group, self._refusal = group, refusal
         self._commands: Iterator[str] | None = None if commands is None else iter(commands)
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, Prompt] = {}
         self._rank: int | None = None  # who was answered last
         self._answered = 0.0  # when
         self._closed = False
 
-    def ask(self, rank: int, prompt: str, shown: str, debugger: bool, hidden: bool) -> None:
+    def ask(self, rank: int, question: Prompt) -> None:
         """Keep in mind what a rank asks."""
-        self._questions[rank] = _Question(prompt, shown, debugger, hidden)
+        self._questions[rank] = question
         if self._closed or self._refusal:
             self._answer(rank, None)
 
@@ -103,7 +95,7 @@ class Keyboard:
     def _answer(self, rank: int, line: str | None) -> None:
         del self._questions[rank]
         self._answered = time.monotonic()
-        self._group.send(rank, "line", line, self._refusal)
+        self._group.send(rank, Line(line, self._refusal))
 
     def _tell_of_others(self, rank: int, pending: Container[int]) -> None:
         """Say where the others are: most of them will wait for this one."""

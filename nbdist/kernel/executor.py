@@ -12,6 +12,7 @@ from ..engines.contract import Engine
 from ..errors import NbdistError, RankDied, RemoteTraceback
 from ..notebook import shell
 from ..postponing import postponed_interrupts
+from ..wire import protocol
 from .cell import Cell
 from .comms import Between
 from .debugger import Keyboard
@@ -139,8 +140,8 @@ class Executor:
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    message = "call", call.header, seeds, answers, self._keep_frames, place, restarts
-                    group.send(rank, *message, parcel=call.parcel)
+                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts)
+                    group.send(rank, message, parcel=call.parcel)
 
         values = self._have_done(
             group,
@@ -259,7 +260,7 @@ class Executor:
 
         def send() -> None:
             group.join()  # so that the user can ask it for its rank, and the like
-            group.send(rank, "debug")
+            group.send(rank, protocol.Debug())
 
         self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
 
@@ -268,7 +269,8 @@ class Executor:
         group = self.group
         if group is not None and not self._dead:
             group.relay.begin(cell, "rank0", rank)
-            self._have_done(group, lambda: group.send(rank, "widget", said, buffers), [rank], "widget")
+            message = protocol.Widget(said, buffers)
+            self._have_done(group, lambda: group.send(rank, message), [rank], "widget")
 
     def empty_cache(self, cell: Cell) -> None:
         """Let the ranks, if there are any, give back memory of their GPUs that is free."""
@@ -281,7 +283,7 @@ class Executor:
         def send() -> None:
             with group.ranks.together():
                 for rank in targets:
-                    group.send(rank, "empty_cache")
+                    group.send(rank, protocol.EmptyCache())
 
         self._have_done(group, send, targets, "empty_cache")
 

@@ -16,6 +16,7 @@ from ..engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ..errors import NbdistError, RankDied
 from ..postponing import postponed_interrupts
 from ..wire.messages import World
+from ..wire.protocol import Join, ToRank
 from .cell import Cell
 from .comms import Comms
 from .gpu_errors import explain_gpu_error
@@ -124,7 +125,8 @@ class Group:
                     group=self.number,
                 )
                 setting = self.ranks.setting(rank, environ) if self._fresh else None
-                self.send(rank, "join", world, setting, layout.seeds(rank, seeds), fds=rendezvous.fds(rank))
+                message = Join(world, setting, layout.seeds(rank, seeds))
+                self.send(rank, message, fds=rendezvous.fds(rank))
         self._fresh, self._joined = False, True
 
     def _open_rendezvous(self) -> OpenRendezvous:
@@ -156,7 +158,7 @@ class Group:
         """The process group is broken: before the next call the ranks enter another."""
         self._joined = False
 
-    def send(self, rank: int, *message: Any, **parts: Any) -> None:
+    def send(self, rank: int, message: ToRank, **parts: Any) -> None:
         """Send a rank a message. That it is dead is noticed when its answer is waited for."""
         with contextlib.suppress(ConnectionError):
             self.ranks.send(rank, message, **parts)

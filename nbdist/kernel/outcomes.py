@@ -13,6 +13,7 @@ from ..capture.side_effects import missing_import
 from ..errors import NbdistError, RemoteTraceback, let_notebook_render
 from ..notebook import show_figures
 from ..wire.parcel import Parcel
+from ..wire.protocol import Error
 
 
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
@@ -33,25 +34,18 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
 
 
 def rebuild(
-    rank: int,
-    pid: int | None,
-    text: str,
-    rendered: list[str],
-    spare: Sequence[bytes],
-    parcel: Parcel | None,
-    originals: Sequence[Any],
+    rank: int, pid: int | None, message: Error, parcel: Parcel | None, originals: Sequence[Any]
 ) -> BaseException:
     """The exception that a rank raised, with its traceback there as the cause.
 
     Args:
         rank, pid: Which rank, and its process.
-        text, rendered: The traceback as Python prints it, and as the notebook shows it.
-        spare: Pickles of what may stand for an exception that cannot be rebuilt here, best first.
+        message: What the rank says of it.
         parcel: The exception.
         originals: What was sent by number.
     """
-    error = _exception(parcel, spare, originals)
-    error.__cause__ = remote = RemoteTraceback(rank, pid, text, rendered)
+    error = _exception(parcel, message.spare, originals)
+    error.__cause__ = remote = RemoteTraceback(rank, pid, message.text, message.rendered)
     if isinstance(error, AttributeError) and (hint := missing_import(error)):
         remote.hints.append(hint)
     let_notebook_render(error)

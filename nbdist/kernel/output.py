@@ -38,10 +38,10 @@ class Log:
 
 
 class Relay:
-    """Reads what all ranks write, and passes on what belongs in the cell."""
+    """Takes what all ranks write, and passes on what belongs in the cell."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._read = ranks.read
+        self._ranks = ranks
         self.logs = [Log() for _ in ranks.pids]
         self.comms = Comms(ranks)
         self.begin(Cell(), "none", 0)
@@ -61,30 +61,17 @@ class Relay:
         self._label = "[rank {}] " if self._show == "all" else ""
         self._excerpt = Excerpt(cell, lines)
 
-    def read(self, rank: int, which: int) -> bool:
-        """Pass on what there is to read of a rank's output, as much as keeps nobody else waiting; False at its end."""
-        return self._some(rank, which) is not False
-
-    def _some(self, rank: int, which: int) -> bool | None:
-        """The same; None where there is no more to read for now."""
-        frames = self._readers[rank][which]
-        for _ in range(16):
-            data = self._read(rank, which)
-            if data is None:
-                return None
-            for kind, what in _without_overtaken(list(frames.feed(data))):
-                self._pass_on(rank, kind, what)
-            if not data:
-                self._end_line(rank)
-                return False
-        return True
+    def take(self, rank: int, which: int, data: bytes) -> None:
+        """Pass on what a rank has written to its standard output (0) or standard error (1); no bytes at the end."""
+        for kind, what in _without_overtaken(list(self._readers[rank][which].feed(data))):
+            self._pass_on(rank, kind, what)
+        if not data:
+            self._end_line(rank)
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on all that a rank, or every rank, has written so far."""
         for number in range(len(self._readers)) if rank is None else (rank,):
-            for which in (0, 1):
-                while self._some(number, which):
-                    pass
+            self._ranks.drain(number, self.take)
 
     def _pass_on(self, rank: int, kind: int, what: Any) -> None:
         if kind == MESSAGE:

@@ -24,6 +24,7 @@ from ..capture.pickler import Pickler, dumps_plain
 from ..cores import usable_cores
 from ..engines.contract import Exit, Listening, Ranks
 from ..errors import CaptureError, RemoteTraceback, WorkerDied, text_of
+from ..wire import protocol
 from ..wire.board import Board
 from ..wire.cache import KEPT, SentCache
 from ..wire.parcel import Parcel, pack
@@ -163,7 +164,7 @@ class _Map:
         self._relay.begin(Cell(), "lines", 0)
         with contextlib.closing(self._ranks), contextlib.closing(self._board):
             listener = self._ranks.listen(
-                on_output=self._relay.read,
+                on_output=self._relay.take,
                 on_message=self._on_message,
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,
@@ -188,13 +189,13 @@ class _Map:
         for worker in range(len(self._has)):
             own = [seed + worker for seed in seeds]
             setting, threads = self._ranks.setting(worker, environ), self._ranks.slots[worker].threads
-            message = "begin", worker, len(self._has), setting, threads, own, self._call.header
-            self._send(worker, *message, parcel=self._call.parcel, fds=board)
+            message = protocol.Begin(worker, len(self._has), setting, threads, own, self._call.header)
+            self._send(worker, message, parcel=self._call.parcel, fds=board)
         for _ in range(_AHEAD):
             for worker in range(len(self._has)):
                 self._give(worker)
 
-    def _send(self, worker: int, *message: Any, **parts: Any) -> None:
+    def _send(self, worker: int, message: protocol.ToRank, **parts: Any) -> None:
         with contextlib.suppress(ConnectionError):  # it is dead: that is heard otherwise
             self._ranks.send(worker, message, **parts)
 
@@ -207,7 +208,7 @@ class _Map:
         self._next = chunk.stop
         self._has[worker].append(chunk)
         with contextlib.closing(parcel):
-            self._send(worker, "items", chunk.start, parcel=parcel)
+            self._send(worker, protocol.Items(chunk.start), parcel=parcel)
 
     def _size(self) -> int:
         if self._chunk is not None:
@@ -256,12 +257,11 @@ class _Map:
 
     # ---------------------------------------------------------------------------------------------- what workers say
 
-    def _on_message(self, worker: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
-        if message[0] == "values":
-            self._take(worker, message[1], parcel)
-        elif message[0] == "error":
-            _, text, rendered, spare, _ = message
-            error = rebuild(worker, self._ranks.pids[worker], text, rendered, spare, parcel, self._call.originals)
+    def _on_message(self, worker: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        if isinstance(message, protocol.Values):
+            self._take(worker, message.seconds, parcel)
+        elif isinstance(message, protocol.Error):
+            error = rebuild(worker, self._ranks.pids[worker], message, parcel, self._call.originals)
             remote = error.__cause__
             if isinstance(remote, RemoteTraceback):
                 remote.who, remote.where = f"worker {worker}", self._where(worker)

@@ -18,6 +18,7 @@ from ..engines.listening import Listener
 from ..engines.local import start_workers
 from ..errors import WorkerDied
 from ..notebook import shell
+from ..wire import protocol
 from ..wire.messages import Setting
 from ..wire.parcel import Parcel
 from ..wire.processes import forget_in_children
@@ -82,7 +83,7 @@ class Running:
         self._relay.begin(role.cell, "rank0", 0)
         self.listener = Listener(
             self._ranks,
-            on_output=self._output,
+            on_output=self._relay.take,
             on_message=self._message,
             on_exit=self._exit,
             on_start=self._start,
@@ -101,7 +102,7 @@ class Running:
         """What it finds around it."""
         return self._ranks.setting(0, self._ranks.inherited())
 
-    def send(self, *message: Any, **parts: Any) -> None:
+    def send(self, message: protocol.ToRank, **parts: Any) -> None:
         """Tell it something. That it is dead is heard otherwise."""
         with self._lock, contextlib.suppress(OSError, IndexError):
             self._ranks.send(0, message, **parts)
@@ -157,18 +158,15 @@ class Running:
             os.close(self._end)
         return False
 
-    def _output(self, rank: int, which: int) -> bool:
-        return self._relay.read(rank, which)
-
-    def _message(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
-        if message[0] == "returned":
+    def _message(self, rank: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        if isinstance(message, protocol.Returned):
             self.returned = True
-        elif message[0] == "function":
-            call = self.role.functions.get(message[1])
+        elif isinstance(message, protocol.FunctionWanted):
+            call = self.role.functions.get(message.number)
             if call is None:
-                self.send("function", None)
+                self.send(protocol.Function(None))
             else:
-                self.send("function", call.header, parcel=call.parcel)
+                self.send(protocol.Function(call.header), parcel=call.parcel)
 
     def _start(self, rank: int, pid: int) -> None:
         self._pid = pid

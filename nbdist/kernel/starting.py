@@ -17,6 +17,7 @@ from ..capture import messages, reading
 from ..capture.call import Call, capture_call
 from ..cores import usable_cores
 from ..engines.forkserver import remove_at_the_end
+from ..wire import protocol
 from ..wire.cache import SentCache
 from ..wire.messages import ProcessStart
 from ..wire.processes import forget_in_children, own_pidfd
@@ -77,8 +78,8 @@ class Starter:
             )
             parent = kernel if kernel >= 0 else running.sentinel
             for part in messages.fits([*trackers.values(), parent, *descriptors]):
-                running.send("descriptors", fds=part)
-            running.send("process", running.setting(), start, call.header, parcel=call.parcel)
+                running.send(protocol.Descriptors(), fds=part)
+            running.send(protocol.Process(running.setting(), start, call.header), parcel=call.parcel)
         with self._capturing:
             self._left += 1
         hearing.add(running)

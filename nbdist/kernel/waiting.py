@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engines.contract import Exit, Listening
 from ..errors import CaptureError, RankTimeout, RemoteTraceback, text_of
-from ..wire import rank_memory
+from ..wire import protocol, rank_memory
 from ..wire.connections import Address, between
 from ..wire.parcel import Parcel
 from . import stacks
@@ -214,7 +214,7 @@ class Waiting:
 
     def _listen(self) -> Listening:
         listener = self._ranks.listen(
-            on_output=self._relay.read,
+            on_output=self._relay.take,
             on_message=self._on_message,
             on_exit=self._on_exit,
             pause=OUTPUT_INTERVAL,
@@ -305,7 +305,7 @@ class Waiting:
 
     def _dismiss(self, rank: int) -> None:
         """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
-        self._group.send(rank, "leave", self._peers[rank])
+        self._group.send(rank, protocol.Leave(self._peers[rank]))
         self._abort()
 
     @functools.cached_property
@@ -320,44 +320,55 @@ class Waiting:
         if not self._leaving:
             self._ask_to_leave(GRACE_AFTER_FAILURE)
 
-    def _on_message(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
-        if message[0] == "notice":
-            self._relay.cell.notice(message[1])
-            return
-        if message[0] == "begun":
-            self._begun.add(rank)
-            if self._leaving and rank in self.pending:
-                self._ranks.signal(rank, signal.SIGINT)
-                if self._deadline is not None:
-                    self._deadline = max(self._deadline, time.monotonic() + self._grace)
-            return
-        if message[0] in ("raised", "finishing"):
-            if self._leaving and self._deadline is not None:
-                self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
-            if message[0] == "finishing" and self._once:
-                self.pending.discard(rank)
-                self._unfit.add(rank)
-            elif message[0] == "finishing" and message[2] > 0.5 and self._interrupted and not self._explained:
-                self._explained = True
-                self._relay.cell.notice(f"rank {rank} {message[1]} first; stop once more to kill the ranks at once")
-            return
-        if message[0] == "prompt":
-            self._keyboard.ask(rank, *message[1:])
-            return
-        if message[0] == "buffers":
-            self._copy(rank, message[1])
-            return
-        if rank not in self.pending and (message[0] != "error" or rank in self._answers or self._leaving):
+    def _on_message(self, rank: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        match message:
+            case protocol.Notice(text):
+                self._relay.cell.notice(text)
+            case protocol.Begun():
+                self._on_begun(rank)
+            case protocol.Raised():
+                self._give_time_to_tell()
+            case protocol.Finishing():
+                self._on_finishing(rank, message)
+            case protocol.Prompt():
+                self._keyboard.ask(rank, message)
+            case protocol.Buffers(buffers):
+                self._copy(rank, buffers)
+            case protocol.Done() | protocol.Error():
+                self._on_answer(rank, message, parcel)
+
+    def _on_begun(self, rank: int) -> None:
+        self._begun.add(rank)
+        if self._leaving and rank in self.pending:
+            self._ranks.signal(rank, signal.SIGINT)
+            if self._deadline is not None:
+                self._deadline = max(self._deadline, time.monotonic() + self._grace)
+
+    def _give_time_to_tell(self) -> None:
+        if self._leaving and self._deadline is not None:
+            self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+
+    def _on_finishing(self, rank: int, message: protocol.Finishing) -> None:
+        self._give_time_to_tell()
+        if self._once:
+            self.pending.discard(rank)
+            self._unfit.add(rank)
+        elif message.seconds > 0.5 and self._interrupted and not self._explained:
+            self._explained = True
+            self._relay.cell.notice(f"rank {rank} {message.what} first; stop once more to kill the ranks at once")
+
+    def _on_answer(self, rank: int, message: protocol.Done | protocol.Error, parcel: Parcel | None) -> None:
+        failed = isinstance(message, protocol.Error)
+        if rank not in self.pending and (not failed or rank in self._answers or self._leaving):
             if parcel is not None:
                 parcel.close()
-        elif message[0] == "error":
-            _, text, rendered, spare, ends = message
-            if ends:
+        elif isinstance(message, protocol.Error):
+            if message.ends:
                 self._unfit.add(rank)
-                self.ended = self.ended or f"rank {rank} {ends}"
+                self.ended = self.ended or f"rank {rank} {message.ends}"
             self._group.note(rank, "raised")
             self._group.raised.append(rank)
-            error = rebuild(rank, self._ranks.pids[rank], text, rendered, spare, parcel, self._originals)
+            error = rebuild(rank, self._ranks.pids[rank], message, parcel, self._originals)
             if isinstance(error.__cause__, RemoteTraceback):
                 error.__cause__.hints += self._group.explain_gpu_error(rank, error)
             self._fail(rank, error)
@@ -367,22 +378,21 @@ class Waiting:
             if parcel is not None:
                 parcel.buffers = self._copied.pop(rank, [])
             self._group.note(rank, "idle")
-            if len(message) > 2:
-                self._waited[rank] = message[2]
-            if not message[1]:
+            self._waited[rank] = message.waited
+            if not message.grouped:
                 self._group.leave()
         if self._leaving:
             self._dismiss(rank)
 
-    def _copy(self, rank: int, buffers: list[tuple[int, int]]) -> None:
+    def _copy(self, rank: int, buffers: Sequence[rank_memory.RankBuffer]) -> None:
         """Copy the big buffers of a rank's answer, which waits for that; or let it send them."""
         pid = self._ranks.pids[rank]
         try:
             if rank in self.pending and pid is not None:
                 with contextlib.suppress(OSError):
-                    self._copied[rank] = rank_memory.copy(pid, [rank_memory.RankBuffer(*buffer) for buffer in buffers])
+                    self._copied[rank] = rank_memory.copy(pid, buffers)
         finally:  # an interrupt, too, must not leave it waiting
-            self._group.send(rank, "copied", rank in self._copied)
+            self._group.send(rank, protocol.Copied(rank in self._copied))
 
     def _on_exit(self, exit: Exit) -> None:
         if exit.rank in self._unfit:  # as expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import notebook
@@ -14,6 +13,7 @@ from ..capture.per_rank import own
 from ..capture.reading import Unreadable, read
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
+from ..wire.protocol import Call
 from . import shell, spawning
 from .modules import Reloader, SourceFinder, import_beside
 from .settings import Settings
@@ -37,16 +37,14 @@ class Caller:
         sys.meta_path.insert(0, self._reloader)
         spawning.install()
 
-    def run(
-        self, header: Header, seeds: Sequence[int] | None, place: int, restarts: Mapping[str, str], parcel: Parcel
-    ) -> Any:
-        """What the function returns. `place` is that of this rank among those that run it, from 0."""
-        os.environ.update(restarts)
-        if seeds is not None:
-            seed_everything(seeds)
-        fn, args, kwargs = self.take(header, parcel, f"rank {os.environ['RANK']}")
-        positional = [own(value, place) for value in args]
-        named = {name: own(value, place) for name, value in kwargs.items()}
+    def run(self, call: Call, parcel: Parcel) -> Any:
+        """Run the function, and return its value."""
+        os.environ.update(call.restarts)
+        if call.seeds is not None:
+            seed_everything(call.seeds)
+        fn, args, kwargs = self.take(call.header, parcel, f"rank {os.environ['RANK']}")
+        positional = [own(value, call.place) for value in args]
+        named = {name: own(value, call.place) for name, value in kwargs.items()}
         del args, kwargs
         try:
             return fn(*positional, **named)

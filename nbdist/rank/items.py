@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..capture.diagnosis import explain_unreadable
 from ..capture.reading import Unreadable, read
 from ..wire.board import Board
-from ..wire.messages import Header, Setting
 from ..wire.parcel import Parcel
+from ..wire.protocol import Begin
 from . import shell
 from .call import Caller
 from .world import enter_setting, seed_everything, take_share
@@ -28,23 +28,13 @@ class Mapper:
         self._worker = 0
         self._failed = False
 
-    def begin(
-        self,
-        worker: int,
-        workers: int,
-        setting: Setting,
-        threads: int,
-        seeds: Sequence[int],
-        header: Header,
-        parcel: Parcel,
-        fds: list[int],
-    ) -> None:
+    def begin(self, begin: Begin, parcel: Parcel, fds: list[int]) -> None:
         """Take the function. The descriptor is that of the board; on another machine there is none."""
-        self._worker, self._board = (worker, Board.of(fds[0], workers)) if fds else (0, Board.create(1))
-        enter_setting(setting)
-        take_share(threads)
-        self._fn, _, _ = self._caller.take(header, parcel, self._where)
-        seed_everything(seeds)
+        self._worker, self._board = (begin.worker, Board.of(fds[0], begin.workers)) if fds else (0, Board.create(1))
+        enter_setting(begin.setting)
+        take_share(begin.threads)
+        self._fn, _, _ = self._caller.take(begin.header, parcel, self._where)
+        seed_everything(begin.seeds)
 
     def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
         """The seconds that the items in the parcel take, of which this is the number of the first, and the function's

@@ -11,9 +11,8 @@ import threading
 from typing import Any
 
 from ..errors import NbdistError
-from ..postponing import postponed_interrupts
-from ..wire.channel import Channel, readable
-from .world import Membership
+from ..wire import protocol
+from .kernel_channel import KernelChannel
 
 _builtin_input = builtins.input
 
@@ -21,8 +20,8 @@ _builtin_input = builtins.input
 class Keyboard:
     """Asks the kernel for lines, from the rank's main thread."""
 
-    def __init__(self, channel: Channel, membership: Membership) -> None:
-        self._channel, self._membership, self._pid = channel, membership, os.getpid()
+    def __init__(self, channel: KernelChannel) -> None:
+        self._channel, self._pid = channel, os.getpid()
         self.stdin = _StandardInput(self)
         self.refusal = ""
         """Why the kernel would not answer; empty where it does."""
@@ -44,26 +43,15 @@ class Keyboard:
             raise _refused(self.refusal)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        self._channel.send(("prompt", prompt, shown, debugger, hidden))
-        while True:
-            request, *arguments = self._receive()
-            if request == "line":
-                line, refusal = arguments
-                if refusal:
-                    raise _refused(refusal)
-                if line is None:
-                    raise EOFError
-                return str(line)
-            if request != "leave":  # the kernel says goodbye
-                raise EOFError(f"{request} in the place of a line")
-            self._membership.leave(*arguments)
-
-    def _receive(self) -> tuple[Any, ...]:
-        """The kernel's next message. An interrupt may come before it, and not in the middle."""
-        while not readable(self._channel, 3600.0):
-            pass
-        with postponed_interrupts():
-            return self._channel.receive()[0]
+        self._channel.send(protocol.Prompt(prompt, shown, debugger, hidden))
+        answer, _, _ = self._channel.receive()
+        if not isinstance(answer, protocol.Line):  # the kernel says goodbye
+            raise EOFError(f"{type(answer).__name__} in the place of a line")
+        if answer.refusal:
+            raise _refused(answer.refusal)
+        if answer.line is None:
+            raise EOFError
+        return answer.line
 
     def _input(self, prompt: Any = "", /) -> str:
         # A function may read from something else for a while.

@@ -7,14 +7,14 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from .. import notebook
+from ..deaths import NO_GPU, NO_GROUP
 from ..fastai.patches import patched
+from ..wire import protocol
 from ..wire.channel import Channel
 from ..wire.connections import Address
-from ..wire.messages import Header, Setting, World
 from ..wire.parcel import Parcel
 from ..wire.processes import blind, forget_in_children
 from . import cells, gpu_state, process, shell, streams
@@ -22,6 +22,7 @@ from .call import Caller
 from .debugger import Debugger
 from .interrupts import Interrupts
 from .items import Mapper
+from .kernel_channel import KernelChannel
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
@@ -31,13 +32,13 @@ class Rank:
     """One rank: its channel to the kernel, its process group, and what it remembers between calls."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._interrupts = Interrupts(lambda what, seconds: channel.send(("finishing", what, seconds)))
         self._membership = Membership()
-        self._keyboard = Keyboard(channel, self._membership)
+        self._channel = KernelChannel(channel.sock, self._membership)
+        self._interrupts = Interrupts(lambda what, seconds: self._channel.send(protocol.Finishing(what, seconds)))
+        self._keyboard = Keyboard(self._channel)
         self._debugger = Debugger(self._keyboard)
         self._caller = Caller()
-        self._outcomes = Outcomes(channel, self._caller, self._membership, self._interrupts)
+        self._outcomes = Outcomes(self._channel, self._caller, self._interrupts)
         self._mapper = Mapper(self._caller)
         self._descriptors: list[int] = []
         """Those that a process of a context is given, beside its own."""
@@ -69,119 +70,108 @@ class Rank:
         self._debugger.install()
         cells.debugger = self._debugger
         self._caller.install()
-        handlers: dict[str, Callable[..., Answer | None]] = {
-            "join": self._join,
-            "call": self._call,
-            "debug": self._debug,
-            "empty_cache": self._empty_cache,
-            "widget": self._widget,
-            "begin": self._mapper.begin,
-            "items": self._items,
-        }
         while True:
-            ends = ""  # why the rank does, after its answer
             try:
-                (request, *arguments), parcel, fds = self._channel.receive()
+                request, parcel, fds = self._channel.receive()
             except EOFError:
                 return 0
-            if request == "close":
-                return 0
-            if request == "line":  # an interrupt came before the answer to a question
-                continue
-            if request == "descriptors":
-                self._descriptors += fds
-                continue
-            if request == "process":
-                setting, start, header = arguments
-                assert parcel is not None
-                self._keyboard.refusal = "a process has no cell that could ask"
-                return process.run(self._channel, self._caller, setting, start, header, parcel, self._descriptors)
-            if request == "leave":
-                self._membership.leave(*arguments)
-                continue
-            # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
-            # failed: it begins, too, and hears the interrupt there.
-            allowed = contextlib.nullcontext() if request == "join" else self._interrupts.allowed()
-            try:
-                with allowed, patched():
-                    if request not in ("join", "items"):  # a board says when items are over
-                        self._channel.send(("begun",))  # an interrupt that came before this was not heard
-                    answer = handlers[request](*arguments, parcel, fds)
-            except BaseException as exc:
-                if os.getpid() == pid:
-                    self._channel.send(("raised",))  # it may take a while to tell what
-                if request == "join":
-                    ends = "could not join the process group"
-                elif request == "call" and gpu_state.is_lost(exc):
-                    ends = "cannot use its GPU any more, after a CUDA error"
-                answer = self._error(exc, ends)
-            finally:
-                if parcel is not None:  # of a call that has failed, or was interrupted, before it was opened
-                    parcel.close()
-            if os.getpid() != pid:  # a process that the function forked must not answer in its place
-                return 0
-            if answer is not None:
-                message, parcel = answer
-                streams.flush()
-                self._channel.send(message, parcel)
-                if parcel is not None:
-                    parcel.close()
-                if ends:
+            match request:
+                case protocol.Close():
                     return 0
-            del answer, parcel
+                case protocol.Line():  # an interrupt came before the answer to a question
+                    pass
+                case protocol.Descriptors():
+                    self._descriptors += fds
+                case protocol.Process():
+                    assert parcel is not None
+                    self._keyboard.refusal = "a process has no cell that could ask"
+                    return process.run(self._channel, self._caller, request, parcel, self._descriptors)
+                case _:
+                    if not self._serve(request, parcel, fds, pid):
+                        return 0
 
-    def _join(
-        self, world: World, setting: Setting | None, seeds: Sequence[int] | None, _parcel: None, fds: list[int]
-    ) -> None:
-        """Enter a process group. The `setting` comes with the first one only: what calls have changed of it stays."""
-        if setting is not None:
-            enter_setting(setting)
-            self._outcomes.reads_memory = setting.reads_memory
-        self._membership.join(world, fds)
-        if seeds is not None:
-            seed_everything(seeds)
+    def _serve(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int], pid: int) -> bool:
+        """Do what the kernel asks, and answer; whether the rank goes on. It is the process `pid`."""
+        ends = ""  # why the rank does, after its answer
+        # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
+        # failed: it begins, too, and is interrupted there.
+        joins = isinstance(request, protocol.Join)
+        allowed = contextlib.nullcontext() if joins else self._interrupts.allowed()
+        try:
+            with allowed, patched():
+                if not joins and not isinstance(request, protocol.Items):  # a board says when items are over
+                    self._channel.send(protocol.Begun())  # an interrupt that came before this was not heard
+                answer = self._do(request, parcel, fds)
+        except BaseException as exc:
+            if os.getpid() == pid:
+                self._channel.send(protocol.Raised())  # it may take a while to tell what
+            if joins:
+                ends = NO_GROUP
+            elif isinstance(request, protocol.Call) and gpu_state.is_lost(exc):
+                ends = NO_GPU
+            answer = self._error(exc, ends)
+        finally:
+            if parcel is not None:  # of a call that has failed, or was interrupted, before it was opened
+                parcel.close()
+        if os.getpid() != pid:  # a process that the function forked must not answer in its place
+            return False
+        if answer is not None:
+            message, parcel = answer
+            streams.flush()
+            self._channel.send(message, parcel)
+            if parcel is not None:
+                parcel.close()
+        return not ends
 
-    def _call(
-        self,
-        header: Header,
-        seeds: Sequence[int] | None,
-        answers: bool,
-        keep_frames: bool,
-        place: int,
-        restarts: Mapping[str, str],
-        parcel: Parcel,
-        _fds: list[int],
-    ) -> Answer:
-        self._keep_frames = keep_frames
+    def _do(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int]) -> Answer | None:
+        """Do what the kernel asks."""
+        match request:
+            case protocol.Join():
+                self._join(request, fds)
+                return None
+            case protocol.Call():
+                assert parcel is not None
+                return self._call(request, parcel)
+            case protocol.Debug():
+                assert self._frames is not None
+                self._debugger.post_mortem(self._frames)
+            case protocol.EmptyCache():
+                gpu_state.empty_cache()
+            case protocol.Widget(content, buffers):  # between calls
+                notebook.hear_comm(content, buffers)
+                shell.after_call()
+            case protocol.Begin():
+                assert parcel is not None
+                self._mapper.begin(request, parcel, fds)
+                return None
+            case protocol.Items(first):
+                assert parcel is not None
+                self._keyboard.refusal = "a worker of a pool has no cell that could ask"
+                return self._outcomes.items(*self._mapper.run(first, parcel))
+            case _:
+                raise AssertionError(f"{type(request).__name__} is no request")
+        return protocol.Done(grouped=True), None
+
+    def _join(self, request: protocol.Join, fds: list[int]) -> None:
+        """Enter a process group."""
+        if request.setting is not None:
+            enter_setting(request.setting)
+            self._outcomes.reads_memory = request.setting.reads_memory
+        self._membership.join(request.world, fds)
+        if request.seeds is not None:
+            seed_everything(request.seeds)
+
+    def _call(self, request: protocol.Call, parcel: Parcel) -> Answer:
+        self._keep_frames = request.keep_frames
         if self._frames is not None:
             frames, self._frames = [self._frames], None
             let_go(frames)
         before = _waited()
-        value = self._caller.run(header, seeds, place, restarts, parcel)
+        value = self._caller.run(request, parcel)
         waited = _waited() - before
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
-        return self._outcomes.value(value, grouped, answers, waited)
-
-    def _empty_cache(self, _parcel: None, _fds: list[int]) -> Answer:
-        gpu_state.empty_cache()
-        return ("done", True), None
-
-    def _widget(self, content: dict[str, Any], buffers: Sequence[bytes], _parcel: None, _fds: list[int]) -> Answer:
-        """Between calls: let a widget hear what was done to it in the page."""
-        notebook.hear_comm(content, buffers)
-        shell.after_call()
-        return ("done", True), None
-
-    def _debug(self, _parcel: None, _fds: list[int]) -> Answer:
-        assert self._frames is not None
-        self._debugger.post_mortem(self._frames)
-        return ("done", True), None
-
-    def _items(self, first: int, parcel: Parcel, _fds: list[int]) -> Answer:
-        self._keyboard.refusal = "a worker of a pool has no cell that could ask"
-        seconds, values = self._mapper.run(first, parcel)
-        return self._outcomes.items(seconds, values)
+        return self._outcomes.value(value, grouped, request.answers, waited)
 
     def _error(self, exc: BaseException, ends: str) -> Answer:
         tb = own_frames_dropped(exc)

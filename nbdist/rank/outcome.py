@@ -19,17 +19,16 @@ from ..capture.diagnosis import explain_failure
 from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
 from ..errors import NbdistError, stand_ins
-from ..wire import rank_memory
+from ..wire import protocol, rank_memory
 from ..wire.cache import KEPT
-from ..wire.channel import Channel
 from ..wire.parcel import Parcel, pack
 from . import shell
 from .call import Caller
 from .interrupts import Interrupts
-from .world import Membership
+from .kernel_channel import KernelChannel
 
 #: A message, and a parcel that goes with it.
-Answer = tuple[tuple[Any, ...], Parcel | None]
+Answer = tuple[protocol.FromRank, Parcel | None]
 
 #: What the methods of somebody else's exception may raise.
 _ANY = (Exception, SystemExit)
@@ -43,8 +42,8 @@ _OWN = (os.path.dirname(__file__) + os.sep, imports.__file__, bdb.__file__)
 class Outcomes:
     """Makes answers of what calls end with."""
 
-    def __init__(self, channel: Channel, caller: Caller, membership: Membership, interrupts: Interrupts) -> None:
-        self._channel, self._caller, self._membership, self._interrupts = channel, caller, membership, interrupts
+    def __init__(self, channel: KernelChannel, caller: Caller, interrupts: Interrupts) -> None:
+        self._channel, self._caller, self._interrupts = channel, caller, interrupts
         self.reads_memory = False
         """Whether the kernel may read big answers out of this process's memory."""
 
@@ -57,12 +56,12 @@ class Outcomes:
             wanted: Whether the kernel wants the value.
             waited: Seconds that it waited for other ranks; less than one is not told.
         """
-        done = ("done", grouped, waited) if waited > 1.0 else ("done", grouped)
-        return done, self._pack(value, self._caller.originals, offer=True) if wanted else None
+        parcel = self._pack(value, self._caller.originals, offer=True) if wanted else None
+        return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel
 
     def items(self, seconds: float, values: list[Any]) -> Answer:
         """The answer of a worker: what its items took, and gave."""
-        return ("values", seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
+        return protocol.Values(seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
 
     def error(self, exc: BaseException, tb: types.TracebackType | None, ends: str) -> Answer:
         """The answer of a request that has raised. `exc` loses its traceback.
@@ -82,7 +81,7 @@ class Outcomes:
             parcel = self._pack(exc, self._caller.originals)
         except _ANY:
             parcel = None
-        return ("error", text, rendered, spare, ends), parcel
+        return protocol.Error(text, rendered, spare, ends), parcel
 
     def _pack(
         self,
@@ -119,16 +118,12 @@ class Outcomes:
         if sum(view.nbytes for view in views) < rank_memory.LEAST:
             return False
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
-        self._channel.send(("buffers", [tuple(buffer) for buffer in rank_memory.locate(views)]))
-        while True:
-            (request, *arguments), _, _ = self._channel.receive()
-            if request == "copied":
-                self.reads_memory = arguments[0]
-                return self.reads_memory
-            if request == "leave":
-                self._membership.leave(*arguments)
-            else:  # the kernel says goodbye
-                raise EOFError(f"{request} in the place of an answer")
+        self._channel.send(protocol.Buffers(rank_memory.locate(views)))
+        answer, _, _ = self._channel.receive()
+        if not isinstance(answer, protocol.Copied):  # the kernel says goodbye
+            raise EOFError(f"{type(answer).__name__} in the place of an answer")
+        self.reads_memory = answer.copied
+        return answer.copied
 
 
 def _plain(exc: BaseException, tb: types.TracebackType | None) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from ..capture import messages
 from ..errors import NbdistError
-from ..wire.channel import Channel
-from ..wire.messages import Header, ProcessStart, Setting
+from ..wire import protocol
 from ..wire.parcel import Parcel
 from . import shell, streams
 from .call import Caller
+from .kernel_channel import KernelChannel
 from .world import enter_setting, seed_everything, take_share
 
 _FORKABLE = ("queues", "synchronize", "util")
@@ -24,7 +24,7 @@ _FORKABLE = ("queues", "synchronize", "util")
 class _Process:
     """This process: its channel to the notebook, and a pool's functions if it is a worker."""
 
-    def __init__(self, channel: Channel, caller: Caller, name: str) -> None:
+    def __init__(self, channel: KernelChannel, caller: Caller, name: str) -> None:
         self._channel, self._caller, self._name = channel, caller, name
         self._functions: dict[int, Callable[..., Any]] = {}
         self._pid = os.getpid()
@@ -46,11 +46,11 @@ class _Process:
     def _fetch(self, number: int) -> None:
         if os.getpid() != self._pid:
             raise NbdistError("a function of a pool can be called in the pool's workers alone, not in their children")
-        self._channel.send(("function", number))
-        (_, header), parcel, _ = self._channel.receive()
-        if parcel is None:
+        self._channel.send(protocol.FunctionWanted(number))
+        answer, parcel, _ = self._channel.receive()
+        if not isinstance(answer, protocol.Function) or answer.header is None or parcel is None:
             raise NbdistError("the function's call is over")
-        fn, _, _ = self._caller.take(header, parcel, self._name)
+        fn, _, _ = self._caller.take(answer.header, parcel, self._name)
         self._functions = {number: fn}  # the last one: it may hold much
 
     def heed_interrupts(self) -> None:
@@ -66,23 +66,18 @@ class _Process:
 
     def returned(self) -> None:
         """Tell the notebook that the worker ends because it is done."""
-        self._channel.send(("returned",))
+        self._channel.send(protocol.Returned())
 
 
 _this: _Process
 
 
 def run(
-    channel: Channel,
-    caller: Caller,
-    setting: Setting,
-    start: ProcessStart,
-    header: Header,
-    parcel: Parcel,
-    descriptors: list[int],
+    channel: KernelChannel, caller: Caller, request: protocol.Process, parcel: Parcel, descriptors: list[int]
 ) -> int:
     """Be the process that came in the parcel, to its end; returns its exit code."""
     global _this
+    setting, start, header = request
     name = f"{start.preparation['name']} (pid {os.getpid()})"
     _this = _Process(channel, caller, name)
     streams.keep_lines_whole()

@@ -1,4 +1,4 @@
-"""Messages over a Unix socket: tuples of plain values, with a parcel or descriptors beside them."""
+"""Messages over a Unix socket, with a parcel or descriptors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from ..postponing import postponed_interrupts
 from .parcel import MOST_SEGMENTS, Parcel
+from .protocol import KINDS
 from .segments import Segment, Span
 
 _MESSAGE = struct.Struct("<QI")
@@ -34,7 +35,7 @@ def readable(fd: Any, seconds: float = 0.0) -> bool:
 
 
 class Channel:
-    """Messages over a Unix socket: a tuple of plain values, with a parcel or descriptors beside it if need be."""
+    """Messages over a Unix socket: of the `protocol`, or plain tuples, with a parcel or descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -49,14 +50,15 @@ class Channel:
         if parcel is not None:
             about = (parcel.inline, [tuple(span) for span in parcel.spans], [s.size for s in parcel.segments])
             fds += [segment.fd for segment in parcel.segments]
-        body = pickle.dumps((message, about), protocol=5)
+        # By name: pickle would look up how to make each message again, which takes it eight times as long.
+        body = pickle.dumps((type(message).__name__, tuple(message), about), protocol=5)
         head = _MESSAGE.pack(len(body), len(fds))
         with postponed_interrupts():
             sent = socket.send_fds(self.sock, [head, body], fds)
             if sent < len(head) + len(body):
                 self.sock.sendall((head + body)[sent:])
 
-    def receive(self) -> tuple[tuple[Any, ...], Parcel | None, list[int]]:
+    def receive(self) -> tuple[Any, Parcel | None, list[int]]:
         """The next message, its parcel, its descriptors. What an interrupt finds half read is lost.
 
         Raises `EOFError` when the other end is gone, and `LostDescriptors`.
@@ -72,7 +74,8 @@ class Channel:
             body = bytearray()
             while len(body) < size:
                 body += self._some(min(size - len(body), 1 << 20))
-            message, about = pickle.loads(body)
+            name, values, about = pickle.loads(body)
+            message = KINDS[name](*values) if name in KINDS else values
             if len(fds) != count:
                 raise LostDescriptors(message)
         except BaseException:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import SkipTest
 
+import messages
 import pytest
 from conftest import Kernel, Result
 from sybil import Example
@@ -186,6 +187,11 @@ def test_development_names_the_files_that_there_are() -> None:
         there = {file.name for file in (ROOT / folder).glob("*.py")} - {"__init__.py"}
         assert not (named - there - {"__init__.py"}), folder
         assert folder == "nbdist/recsys/" or not there - named, folder
+
+
+def test_the_tables_of_messages_are_those_of_the_protocol() -> None:
+    command = "`python tests/docs/messages.py` writes the page"
+    assert messages.PAGE.read_text(encoding="utf-8") == messages.page(), command
 
 
 def test_messages_of_troubleshooting_are_in_the_code() -> None:

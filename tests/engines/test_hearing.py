@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from nbdist.engines.contract import Exit
 from nbdist.engines.ray.hearing import News, NewsListener
 from nbdist.engines.ray.node import packed
 from nbdist.wire.parcel import Parcel
+from nbdist.wire.protocol import Begun, Done, Raised
 from nbdist.wire.segments import Segment
 
 
@@ -39,7 +41,6 @@ class Heard:
 
     def __init__(self, news: News) -> None:
         self.all: list[Any] = []
-        self._news = news
         self.interrupt = False
         self.listener = NewsListener(
             news,
@@ -49,13 +50,11 @@ class Heard:
             pause=0.3,
         )
 
-    def _output(self, rank: int, which: int) -> bool:
+    def _output(self, rank: int, which: int, data: bytes) -> None:
         if self.interrupt:
             self.interrupt = False
-            raise KeyboardInterrupt
-        while (data := self._news.read(rank, which)) is not None:
-            self.all.append((rank, which, data))
-        return True
+            signal.raise_signal(signal.SIGINT)
+        self.all.append((rank, which, data))
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def heard(news: News) -> Iterator[Heard]:
 
 
 def test_what_ranks_say_is_passed_on_in_order(driver: FakeDriver, news: News, heard: Heard) -> None:
-    done = "done", True
+    done = Done(True)
     driver.told(("started", 0, 123), ("output", 1, 0, b"a"), ("message", [1, 2], done, None))
     driver.told(("output", 3, 1, b"b"), ("exit", 3, -9, ""), ("message", [0], done, b"value"))
     heard.listener.select(10.0)
@@ -100,40 +99,42 @@ def test_a_lost_node_takes_its_living_ranks_with_it(driver: FakeDriver, news: Ne
 
 def test_an_interrupt_loses_nothing_that_comes_after_it(driver: FakeDriver, heard: Heard) -> None:
     heard.interrupt = True
-    driver.told(("output", 0, 0, b"a"), ("message", [0], ("done", True), None))
+    driver.told(("output", 0, 0, b"a"), ("message", [0], Done(True), None))
     with pytest.raises(KeyboardInterrupt):
         heard.listener.select(10.0)
     heard.listener.select(None)
-    assert heard.all == [(0, 0, b"a"), (0, ("done", True), None)]
+    assert heard.all == [(0, 0, b"a"), (0, Done(True), None)]
 
 
 def test_the_driver_is_told_what_was_read(driver: FakeDriver, news: News) -> None:
     for _ in range(5):
         driver.told(("output", 0, 0, bytes(100_000)))
     assert not driver.sent, "ranks wait after some megabytes that nobody reads"
-    while news.read(0, 0) is not None:
-        pass
-    assert driver.sent == [("read", 0, 300_000)]
+    sizes: list[int] = []
+    news.drain(0, lambda rank, which, data: sizes.append(len(data)))
+    assert sizes == [100_000] * 5 and driver.sent == [("read", 0, 300_000)]
 
 
 def test_big_answers_that_nobody_takes_are_given_up(driver: Any) -> None:
     news = News(driver)
     hearer, waiting, late = driver.hearer, Segment.create(100), Segment.create(100)
-    hearer("answered", (0, ("done", True)), Parcel(None, [], [waiting]))
+    hearer("answered", (0, Done(True)), Parcel(None, [], [waiting]))
     news.close()
-    hearer("answered", (0, ("done", True)), Parcel(None, [], [late]))
+    hearer("answered", (0, Done(True)), Parcel(None, [], [late]))
     assert waiting.fd == late.fd == -1
 
 
 def test_a_node_says_once_what_its_ranks_say_alike() -> None:
-    done = "done", True
-    events: list[Any] = [("message", [rank], ("begun",), None) for rank in range(3)]
+    done = Done(True)
+    events: list[Any] = [("message", [rank], Begun(), None) for rank in range(3)]
     events += [("message", [rank], done, None) for rank in range(2)]
     [(kind, told)] = packed(events)
     assert kind == "told" and pickle.loads(told) == [
-        ("message", [2], ("begun",), None),
+        ("message", [2], Begun(), None),
         ("message", [0, 1], done, None),
     ]
+    [(_, told)] = packed([("message", [0], Raised(), None), ("message", [1], Begun(), None)])
+    assert [type(message) for _, _, message, _ in pickle.loads(told)] == [Raised, Begun], "both are empty tuples"
     big: list[Any] = [("output", 0, 0, b"before"), ("part", "1", 5, 0, b"12345"), ("answered", 0, done, "about")]
     first, *rest = packed([*big, ("exit", 0, 0, "")])
     assert pickle.loads(first[1]) == big[:1] and rest[:2] == big[1:]

@@ -27,6 +27,7 @@ from conftest import NUMBERS_CELLS, Kernel, Result, poll
 from nbdist import Session, in_ddp
 from nbdist.kernel.group import Group
 from nbdist.kernel.stopping import ranks_named
+from nbdist.wire.protocol import Call, ToRank
 
 ROOT = str(Path(__file__).parent.parent.parent)
 CELLS = cells("kernel/cells/stopping.py")
@@ -130,9 +131,9 @@ def test_a_press_while_a_call_that_was_not_sent_is_given_up_says_the_same(monkey
 def test_a_press_while_a_call_is_sent_costs_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     send = Group.send
 
-    def pressed(self: Group, rank: int, *message: Any, **parts: Any) -> None:
-        send(self, rank, *message, **parts)
-        if message[0] == "call" and rank == 0:
+    def pressed(self: Group, rank: int, message: ToRank, **parts: Any) -> None:
+        send(self, rank, message, **parts)
+        if isinstance(message, Call) and rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
     with Session(2) as session:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...wire import protocol
 from .node import Agent, Event, describe, unpacked
 
 #: Seconds within which an interrupt is heard here: Ray's does not end a wait.
@@ -41,16 +42,16 @@ class Worker:
 
         path, cwd, _, _ = surroundings
         node = describe(ray.util.get_node_ip_address(), path, cwd, (), 1)
-        (what, worker, workers, setting, threads, seeds, header), parcel = begin
-        environ = {**node.environ, **setting.environ}
-        setting = dataclasses.replace(setting, environ=environ, cwd=node.cwd, path=node.path)
+        message, parcel = begin
+        environ = {**node.environ, **message.setting.environ}
+        setting = dataclasses.replace(message.setting, environ=environ, cwd=node.cwd, path=node.path)
         # Ray may bring the chunks of one worker to several processes, which must not all draw the same numbers.
-        own = [seed + workers * first for seed in seeds]
+        own = [seed + message.workers * first for seed in message.seeds]
         self._agent = Agent(0, 1, modules, notebook, env, _HEARTBEAT, grouped=False)
         self._polls = self._deliveries = 0
-        self.deliver((what, worker, workers, setting, threads, own, header), parcel)
+        self.deliver(message._replace(setting=setting, seeds=own), parcel)
 
-    def deliver(self, message: tuple[Any, ...], parcel: Any) -> None:
+    def deliver(self, message: protocol.ToRank, parcel: Any) -> None:
         """Hand the process a message."""
         import ray
 
@@ -91,7 +92,7 @@ def work(
     if _kept is not None and _kept[0] != call:
         _forget()
     if _kept is None:
-        _kept = call, Worker(surroundings, modules, notebook, env, begin, first=items[0][1])
+        _kept = call, Worker(surroundings, modules, notebook, env, begin, first=items[0].first)
     worker, over = _kept[1], False
     try:
         worker.deliver(*items)
@@ -118,7 +119,9 @@ def work(
 
 def is_last(event: Event) -> bool:
     """Whether nothing more comes of a chunk after this."""
-    return event[0] == "exit" or (event[0] in ("message", "answered") and event[2][0] in ("values", "error"))
+    return event[0] == "exit" or (
+        event[0] in ("message", "answered") and isinstance(event[2], (protocol.Values, protocol.Error))
+    )
 
 
 def _forget() -> None:

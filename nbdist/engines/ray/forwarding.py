@@ -11,8 +11,10 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from ...deaths import lost_with_head, lost_with_node
 from ...wire.channel import Channel
 from ...wire.parcel import Parcel
+from ...wire.protocol import Notice
 from ...wire.segments import Segment, Span
 from .cluster import PATIENCE, Link
 from .storing import CHUNK, Branch
@@ -161,7 +163,7 @@ class Forwarding:
         except asyncio.CancelledError:
             raise
         except Exception as exc:
-            self._lose(first, lost_with(first, exc))
+            self._lose(first, lost_with_node(first.name, text(exc)))
             await asyncio.gather(*under_way, return_exceptions=True)
             return {link.number for link in links[1:]}
         return missed
@@ -175,7 +177,7 @@ class Forwarding:
         except asyncio.CancelledError:
             raise
         except Exception as exc:
-            self._lose(link, lost_with(link, exc))
+            self._lose(link, lost_with_node(link.name, text(exc)))
 
     def _lose(self, link: Link, why: str) -> None:
         if not link.lost:
@@ -236,7 +238,7 @@ class Forwarding:
                 why = str(exc).strip().partition("\n")[0] or why
             if time.monotonic() - seen > PATIENCE:
                 for link in self._links:
-                    self._lose(link, f"was lost: so was the head of the cluster ({why})")
+                    self._lose(link, lost_with_head(why))
                 return
 
     async def _watch_draining(self) -> None:
@@ -256,7 +258,8 @@ class Forwarding:
             new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
             told.update(link.node_id for link in new)
             for link in new:  # before what the ranks do about it
-                self._tell("answered", (link.first, ("notice", preemption_notice(link, draining[link.node_id]))))
+                notice = Notice(preemption_notice(link, draining[link.node_id]))
+                self._tell("answered", (link.first, notice))
             telling = [link for link in self._links if new and not link.lost]
             await asyncio.gather(*[link.call("ask", "preemption") for link in telling], return_exceptions=True)
 
@@ -276,11 +279,6 @@ def branches(links: Sequence[Link]) -> list[Sequence[Link]]:
 def plan(links: Sequence[Link]) -> list[Branch]:
     """Whom a node passes data on to, and these in turn."""
     return [Branch(part[0].host, [link.number for link in part], plan(part[1:])) for part in branches(links)]
-
-
-def lost_with(link: Link, exc: Exception) -> str:
-    """What to say of the ranks of a node that fails."""
-    return f"was lost with {link.name}, or with nbdist's process there: {text(exc)}"
 
 
 def text(exc: Exception) -> str:

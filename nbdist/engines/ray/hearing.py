@@ -15,9 +15,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ...deaths import NOT_OURS
+from ...postponing import postponed_interrupts
 from ...wire.parcel import Parcel
 from ...wire.processes import blind
-from ..contract import Exit
+from ...wire.protocol import FromRank
+from ..contract import Exit, OnOutput
 from .process import DriverProcess
 
 #: Bytes of output after which the driver is told that they were read.
@@ -47,7 +50,7 @@ class News:
         """In a child of this process: the ranks are not its own."""
         self._lock = threading.RLock()
         self._events.clear()
-        self._lose(self.alive, "belongs to the process that this one was forked from")
+        self._lose(self.alive, NOT_OURS)
         blind(self.fd, self._wake)
 
     def close(self) -> None:
@@ -91,7 +94,7 @@ class News:
         self._written.setdefault((rank, which), collections.deque()).append(data)
         self._events.append(("output", rank, which))
 
-    def _on_message(self, ranks: list[int], message: tuple[Any, ...], inline: bytes | None) -> None:
+    def _on_message(self, ranks: list[int], message: FromRank, inline: bytes | None) -> None:
         for rank in ranks:
             self._events.append(("message", rank, message, None if inline is None else Parcel(inline, [], [])))
 
@@ -122,21 +125,26 @@ class News:
                 self._events = collections.deque(event for event in self._events if event[0] != "exit")
             return found
 
-    def written(self, rank: int, which: int) -> bool:
-        """Whether there is output of a rank that nobody has read."""
-        return bool(self._written.get((rank, which)))
-
-    def read(self, rank: int, which: int) -> bytes | None:
+    def pass_on(self, rank: int, which: int, on_output: OnOutput) -> bool:
+        """Pass on one piece of what a rank has written; False where there is none."""
         pieces = self._written.get((rank, which))
         if not pieces:
-            return None
-        data = pieces.popleft()
-        self._read += len(data)
+            return False
+        with postponed_interrupts():  # what was taken would be lost
+            data = pieces.popleft()
+            self._read += len(data)
+            on_output(rank, which, data)
         if self._read >= _TELL:
             read, self._read = self._read, 0
             with contextlib.suppress(OSError):
                 self._driver.send("read", 0, read)
-        return data
+        return True
+
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        """Pass on all that a rank has written so far."""
+        for which in (0, 1):
+            while self.pass_on(rank, which, on_output):
+                pass
 
 
 class NewsListener:
@@ -146,8 +154,8 @@ class NewsListener:
         self,
         news: News,
         *,
-        on_output: Callable[[int, int], bool],
-        on_message: Callable[[int, tuple[Any, ...], Parcel | None], None],
+        on_output: OnOutput,
+        on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> None:
@@ -172,15 +180,11 @@ class NewsListener:
 
     def _pass_on(self, kind: str, *what: Any) -> None:
         if kind == "output":
-            self._on_output(*what)
+            rank, which = what
+            self._news.pass_on(rank, which, self._on_output)
         elif kind == "message":
-            self._drain(what[0])
+            self._news.drain(what[0], self._on_output)
             self._on_message(*what)
         else:
-            self._drain(what[0].rank)
+            self._news.drain(what[0].rank, self._on_output)
             self._on_exit(what[0])
-
-    def _drain(self, rank: int) -> None:
-        for which in (0, 1):
-            while self._news.written(rank, which):
-                self._on_output(rank, which)

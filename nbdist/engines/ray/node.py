@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from ...cores import numa_nodes, shares, usable_cores
-from ...wire.channel import readable
+from ...wire import protocol
 from ...wire.connections import Address
 from ...wire.parcel import Parcel
 from ...wire.rendezvous import Rendezvous, RendezvousAddress
@@ -156,29 +156,24 @@ class Agent:
         self._news.append(event)
         self._due = min(self._due, time.monotonic() + within)
 
-    def _on_output(self, number: int, which: int) -> bool:
+    def _on_output(self, number: int, which: int, data: bytes) -> None:
         """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
-        fd, data = self._ranks.outputs[number][which], b""
-        open_ended = True
-        while open_ended and len(data) < 1 << 20 and readable(fd):
-            more = os.read(fd, 1 << 16)
-            open_ended, data = bool(more), data + more
         if data:
             later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
             self._tell("output", self._first + number, which, data, within=max(0.0, later))
-        return open_ended
 
-    def _on_message(self, number: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
-        rank, kind = self._first + number, message[0]
+    def _on_message(self, number: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        rank = self._first + number
         about = None if parcel is None else self._send_parts(parcel)
         within = 0.0
-        if kind == "begun":  # only an interrupt has to know that
-            within = 2 * ANSWER_INTERVAL
-        elif kind == "done":
-            self._calling.discard(rank)
-            within = ANSWER_INTERVAL if self._calling else 0.0
-        elif kind == "error":
-            self._calling.discard(rank)
+        match message:
+            case protocol.Begun():  # only an interrupt has to know that
+                within = 2 * ANSWER_INTERVAL
+            case protocol.Done():
+                self._calling.discard(rank)
+                within = ANSWER_INTERVAL if self._calling else 0.0
+            case protocol.Error():
+                self._calling.discard(rank)
         if about is None or not about[2]:
             self._tell("message", [rank], message, None if about is None else about[0], within=within)
         else:
@@ -217,16 +212,17 @@ class Agent:
                 inline, spans, keys = about
                 parcel = Parcel(inline, spans, [self.stored[key] for key in keys])
             messages = pickle.loads(pickled)
-            self._calling.update(rank for rank, message in messages if message[0] == "call")
+            self._calling.update(rank for rank, message in messages if isinstance(message, protocol.Call))
             for rank, message in messages:
                 self._send(rank, message, parcel)
         self.stored.forget_all_but(keep)
 
-    def _send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None) -> None:
-        fds = self._rendezvous.fds(rank) if message[0] == "join" and self._rendezvous is not None else []
+    def _send(self, rank: int, message: protocol.ToRank, parcel: Parcel | None) -> None:
+        joins = isinstance(message, protocol.Join)
+        fds = self._rendezvous.fds(rank) if joins and self._rendezvous is not None else []
         with contextlib.suppress(OSError):  # it is dead, which is told otherwise
             self._ranks.channels[rank - self._first].send(message, parcel, fds)
-        if message[0] == "join":
+        if joins:
             self._joining.discard(rank)
             if not self._joining and self._rendezvous is not None:
                 self._rendezvous.close()
@@ -302,7 +298,8 @@ class Agent:
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
     """What goes to the kernel as it is, in as few pickles as keep its order; what ranks say alike is said once."""
-    answered = {rank for kind, *what in events if kind == "message" and what[1][0] != "begun" for rank in what[0]}
+    messages = [event for event in events if event[0] == "message"]
+    answered = {rank for _, ranks, what, _ in messages if not isinstance(what, protocol.Begun) for rank in ranks}
     told: list[Event] = []
     for event in events:
         kind, *what = event
@@ -311,14 +308,19 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
                 yield "told", pickle.dumps(told, protocol=5)
                 told = []
             yield event
-        elif kind == "message" and what[1][0] == "begun" and what[0][0] in answered:
+        elif kind == "message" and isinstance(what[1], protocol.Begun) and what[0][0] in answered:
             continue  # it is over already
-        elif kind == "message" and told and told[-1][0] == "message" and told[-1][2:] == event[2:]:
+        elif kind == "message" and told and told[-1][0] == "message" and _alike(told[-1], event):
             told[-1] = "message", [*told[-1][1], *what[0]], *event[2:]
         else:
             told.append(event)
     if told:
         yield "told", pickle.dumps(told, protocol=5)
+
+
+def _alike(one: Event, other: Event) -> bool:
+    """Tell whether two ranks say the same. Messages without fields are equal as tuples, whatever they are."""
+    return type(one[2]) is type(other[2]) and one[2:] == other[2:]
 
 
 def unpacked(items: Iterable[Event]) -> list[Event]:

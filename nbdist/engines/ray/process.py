@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ... import ending, interpreter
+from ...deaths import lost_connection
 from ...errors import NbdistError
 from ...postponing import postponed_interrupts
 from ...wire.channel import Channel
@@ -166,7 +167,7 @@ class DriverProcess:
             self.process.wait(2)
         self._log.seek(0)
         words = " ".join(self._log.read().decode(errors="replace").split())[-500:]
-        return "was lost: the connection to the Ray cluster has ended" + (f" ({words})" if words else "")
+        return lost_connection(words)
 
     def keep(self) -> None:
         """Keep the room for the next ranks, but not for long."""

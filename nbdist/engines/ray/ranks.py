@@ -25,8 +25,9 @@ from ...wire.limits import allow_open_files
 from ...wire.messages import NOTICES, Setting, Slot
 from ...wire.parcel import Parcel
 from ...wire.processes import forget_in_children
+from ...wire.protocol import ToRank
 from ...wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
-from ..contract import Exit
+from ..contract import Exit, OnOutput
 from .hearing import News, NewsListener
 from .node import Node
 from .options import RayOptions
@@ -125,7 +126,7 @@ class RayRanks:
     def pids(self) -> list[int | None]:
         return self._news.pids
 
-    def send(self, rank: int, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         assert not list(fds), "descriptors reach no other machine"
         with self.together():
             assert self._gathered is not None
@@ -162,8 +163,8 @@ class RayRanks:
                 for node, own in asked.items():
                     self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
-    def read(self, rank: int, which: int) -> bytes | None:
-        return self._news.read(rank, which)
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        self._news.drain(rank, on_output)
 
     def listen(self, **handlers: Any) -> NewsListener:
         return NewsListener(self._news, **handlers)

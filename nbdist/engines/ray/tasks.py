@@ -14,6 +14,8 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ...deaths import OTHER_VERSIONS, lost_with_task
+from ...wire.protocol import Begin, Items, ToRank
 from .chunk import is_last
 from .cluster import Link, refusal, version_check, versions, wait_for_room
 from .connecting import Refused, connect
@@ -23,7 +25,7 @@ from .options import RayOptions
 
 #: A message to a worker; the pickle of its parcel and the places of its buffers in segments; and of each segment its
 #: name, its size and its parts in the object store.
-Message = tuple[tuple[Any, ...], Any]
+Message = tuple[ToRank, Any]
 
 
 class TaskCluster:
@@ -106,10 +108,10 @@ class Tasks(Link):
         for key in set(self._segments) - set(keep):
             del self._segments[key]
 
-    def _take(self, rank: int, message: tuple[Any, ...], about: Any) -> None:
-        if message[0] == "begin":
+    def _take(self, rank: int, message: ToRank, about: Any) -> None:
+        if isinstance(message, Begin):
             self._begun[rank] = message, about
-        elif message[0] == "items":
+        elif isinstance(message, Items):
             self._waiting[rank].append((message, about))
             if rank not in self._jobs:
                 self._jobs[rank] = asyncio.get_running_loop().create_task(self._work(rank))
@@ -176,7 +178,7 @@ class Tasks(Link):
                 yield "exit", rank, -signal.SIGINT, ""
         except Exception as exc:
             if not ended:
-                yield "exit", rank, None, f"was lost with the process of Ray that it worked in: {text(exc)}"
+                yield "exit", rank, None, lost_with_task(text(exc))
 
     async def _answers(self, task: Any) -> AsyncIterator[list[Event]]:
         if self._live:
@@ -216,11 +218,11 @@ def _task(options: RayOptions, live: bool) -> Any:
     """What Ray runs for a chunk, sent by value: nbdist may not be there."""
     import ray
 
-    find = version_check()
+    find, cannot_work = version_check(), OTHER_VERSIONS
 
     def work(call: str, here: Mapping[str, str], *arguments: Any) -> Iterator[list[Event]]:
         if differences := find(here):
-            yield [("exit", 0, None, f"cannot work: {differences}, of which Ray's process there tells")]
+            yield [("exit", 0, None, cannot_work.format(differences))]
             return
         from nbdist.engines.ray import chunk
 

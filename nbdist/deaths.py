@@ -1,0 +1,66 @@
+"""Why a rank's process is gone, in words that follow the rank's name: the one place where a cause is worded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+NEVER_STARTED = "was never started: the fork server was lost, or is out of descriptors (see ulimit -n)"
+SILENT = "has closed its connection to the notebook: did something in it close all descriptors?"
+#: Of the ranks of a process, in what that process forks.
+NOT_OURS = "belongs to the process that this one was forked from"
+#: Why a rank ends by itself after it has reported an exception.
+NO_GROUP = "could not join the process group"
+NO_GPU = "cannot use its GPU any more, after a CUDA error"
+#: Of a worker whose task of Ray's runs where other versions are; to be formatted with the differences.
+OTHER_VERSIONS = "cannot work: {}, of which Ray's process there tells"
+
+_HINTS = {
+    "SIGKILL": ": out of memory? Nothing in nbdist sent this signal",
+    "SIGBUS": ": /dev/shm full?",
+    "SIGSEGV": ": a crash in compiled code",
+}
+_LIMITS = {
+    errno.EAGAIN: ": the limit of processes (ulimit -u, or that of the container) is reached",
+    errno.ENOMEM: ": there is no memory for another process",
+    errno.EMFILE: ": the fork server's limit of open files (ulimit -n) is reached",
+}
+
+
+def describe_status(status: int | None) -> str:
+    """A wait status in words: exit code, or the signal by name and its likely reason."""
+    if status is None:
+        return "disappeared: its exit status could not be read (was the fork server killed?)"
+    if status >= 0:
+        return f"left with exit code {status} before its function returned"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}{_HINTS.get(name, '')}"
+
+
+def not_started(number: int) -> str:
+    """The fork server could not fork, by the number of the system's error."""
+    return f"could not be started: {os.strerror(number)}{_LIMITS.get(number, '')}"
+
+
+def lost_with_node(node: str, why: str) -> str:
+    """A node of a cluster does not answer, or nbdist's process there has ended."""
+    return f"was lost with {node}, or with nbdist's process there: {why}"
+
+
+def lost_with_head(why: str) -> str:
+    """The head of a cluster does not answer."""
+    return f"was lost: so was the head of the cluster ({why})"
+
+
+def lost_with_task(why: str) -> str:
+    """The process of Ray that ran the task of a worker is gone."""
+    return f"was lost with the process of Ray that it worked in: {why}"
+
+
+def lost_connection(words: str) -> str:
+    """The process between the notebook and the cluster has ended, with these last words."""
+    return "was lost: the connection to the Ray cluster has ended" + (f" ({words})" if words else "")

@@ -1,0 +1,33 @@
+"""A rank's end of its channel to the kernel."""
+
+from __future__ import annotations
+
+import socket
+
+from ..postponing import postponed_interrupts
+from ..wire import protocol
+from ..wire.channel import Channel, readable
+from ..wire.parcel import Parcel
+from .world import Membership
+
+
+class KernelChannel(Channel):
+    """A channel whose reader leaves the process group when the kernel says so, whatever else it waits for."""
+
+    def __init__(self, sock: socket.socket, membership: Membership) -> None:
+        super().__init__(sock)
+        self._membership = membership
+
+    def receive(self) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
+        """The kernel's next message but for `Leave`. An interrupt may come before a message, and not in the middle.
+
+        Raises `EOFError` when the kernel is gone.
+        """
+        while True:
+            while not readable(self, 3600.0):
+                pass
+            with postponed_interrupts():
+                message, parcel, fds = super().receive()
+            if not isinstance(message, protocol.Leave):
+                return message, parcel, fds
+            self._membership.leave(message.peers)

@@ -1,0 +1,229 @@
+"""The messages between the kernel and its ranks: a class for each, with the sentence that the documentation shows.
+
+A process of a context and a worker of `parallel_map` speak the same protocol. A message crosses a `Channel`; a parcel
+or descriptors may go with it. A message without fields is an empty tuple, equal to any other: compare classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, get_args
+
+from .connections import Address
+from .messages import Header, ProcessStart, Setting, World
+from .rank_memory import RankBuffer
+
+# ------------------------------------------------------------------------------------------------------- to a rank
+
+
+class Join(NamedTuple):
+    """Sent, with the descriptors of the store, before a call where the rank is in no good process group; answered only
+    by `Raised` and `Error`, where the rank cannot join."""
+
+    world: World
+    setting: Setting | None
+    """Comes with the first process group only: what calls have changed of it stays."""
+    seeds: Sequence[int] | None
+
+
+class Call(NamedTuple):
+    """Sent, with the parcel of the function and its arguments, to each rank that runs a call; answered by `Begun`, then
+    by `Done` or by `Raised` and `Error`."""
+
+    header: Header
+    seeds: Sequence[int] | None
+    answers: bool
+    """Whether the kernel wants the value."""
+    keep_frames: bool
+    """Whether the rank keeps the frames of a call that raises, for `Debug`."""
+    place: int
+    """The number of the rank among those that run the call."""
+    restarts: Mapping[str, str]
+    """The environment variables that count restarts, as torchrun sets them."""
+
+
+class Debug(NamedTuple):
+    """Sent by `post_mortem` to a rank that keeps frames; answered by `Begun`, a `Prompt` for each command, `Done`."""
+
+
+class Widget(NamedTuple):
+    """Sent between calls when the page changes a widget of the rank; answered by `Begun` and `Done`."""
+
+    content: dict[str, Any]
+    buffers: Sequence[bytes]
+
+
+class EmptyCache(NamedTuple):
+    """Sent by `Session.empty_cache`, so that the rank gives free GPU memory back; answered by `Begun` and `Done`."""
+
+
+class Leave(NamedTuple):
+    """Sent when a call is broken off to each rank that is done, so that the rank leaves the process group; not
+    answered."""
+
+    peers: Sequence[Address]
+    """The other ends of the connections at which other ranks wait for this one."""
+
+
+class Copied(NamedTuple):
+    """Sent as the answer to `Buffers`."""
+
+    copied: bool
+    """False: the rank sends the buffers with its answer."""
+
+
+class Line(NamedTuple):
+    """Sent as the answer to `Prompt`."""
+
+    line: str | None
+    """None: the end of the input."""
+    refusal: str
+    """Why nobody can type; empty where somebody can."""
+
+
+class Begin(NamedTuple):
+    """Sent, with the parcel of the function and the descriptor of the board, to each worker of `parallel_map` first;
+    answered by `Begun`."""
+
+    worker: int
+    workers: int
+    setting: Setting
+    threads: int
+    seeds: Sequence[int]
+    header: Header
+
+
+class Items(NamedTuple):
+    """Sent, with the parcel of some items, to a worker of `parallel_map`; answered by `Values`, or by `Raised` and
+    `Error`."""
+
+    first: int
+    """The number of the first item."""
+
+
+class Descriptors(NamedTuple):
+    """Sent, with descriptors, to a process of a context before `Process`; not answered."""
+
+
+class Process(NamedTuple):
+    """Sent, with the parcel of the `Process` object, to a process of a context; what follows is up to that process."""
+
+    setting: Setting
+    start: ProcessStart
+    header: Header
+
+
+class Function(NamedTuple):
+    """Sent, with the parcel of the function, as the answer to `FunctionWanted`."""
+
+    header: Header | None
+    """None, without a parcel: the call is over."""
+
+
+class Close(NamedTuple):
+    """Sent by the engine at the end of a session; the rank ends."""
+
+
+# ----------------------------------------------------------------------------------------------------- from a rank
+
+
+class Begun(NamedTuple):
+    """Sent when a request begins: an interrupt that came earlier had no effect."""
+
+
+class Raised(NamedTuple):
+    """Sent as soon as a request has raised; `Error` follows when the traceback is written."""
+
+
+class Finishing(NamedTuple):
+    """Sent now and then while an interrupt waits for the end of what must not be left by half, such as an import; not
+    answered."""
+
+    what: str
+    """What the rank does, such as "imports a module"."""
+    seconds: float
+    """For how long the interrupt has waited."""
+
+
+class Done(NamedTuple):
+    """Sent, with the parcel of the value where that is wanted, when a request has returned."""
+
+    grouped: bool
+    """Whether the rank is still in its process group."""
+    waited: float = 0.0
+    """Seconds for which the call waited for other ranks; 0 where that is less than a second."""
+
+
+class Values(NamedTuple):
+    """Sent, with the parcel of the function's values, when a worker of `parallel_map` is done with `Items`."""
+
+    seconds: float
+    """What the items took."""
+
+
+class Error(NamedTuple):
+    """Sent, with the parcel of the exception where it can be pickled, when a request has raised."""
+
+    text: str
+    """The traceback as Python prints it."""
+    rendered: list[str]
+    """The traceback as the notebook shows it."""
+    spare: Sequence[bytes]
+    """Pickles of what may stand for an exception that cannot be rebuilt in the kernel, best first."""
+    ends: str
+    """Why the rank ends after this; empty if it does not."""
+
+
+class Buffers(NamedTuple):
+    """Sent before `Done` by a rank whose memory the kernel may read, to offer the big buffers of the value; answered by
+    `Copied`."""
+
+    buffers: Sequence[RankBuffer]
+
+
+class Prompt(NamedTuple):
+    """Sent by `input()`, `getpass()` and debuggers; answered by `Line`."""
+
+    prompt: str
+    shown: str
+    """What is to be seen before the prompt."""
+    debugger: bool
+    hidden: bool
+    """Whether what is typed is not shown."""
+
+
+class FunctionWanted(NamedTuple):
+    """Sent by a worker of a context's pool that meets a function for the first time; answered by `Function`."""
+
+    number: int
+
+
+class Returned(NamedTuple):
+    """Sent by a worker of a context's pool that ends because it is done; not answered."""
+
+
+class Notice(NamedTuple):
+    """Sent by an engine, and by no rank, for the cell to show: such as that a node of Ray will be taken away."""
+
+    text: str
+
+
+ToRank = (
+    Join
+    | Call
+    | Debug
+    | Widget
+    | EmptyCache
+    | Leave
+    | Copied
+    | Line
+    | Begin
+    | Items
+    | Descriptors
+    | Process
+    | Function
+    | Close
+)
+FromRank = Begun | Raised | Finishing | Done | Values | Error | Buffers | Prompt | FunctionWanted | Returned | Notice
+#: All messages by their names, by which a `Channel` knows them.
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (*get_args(ToRank), *get_args(FromRank))}

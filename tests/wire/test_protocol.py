@@ -1,0 +1,54 @@
+"""The messages between the kernel and its ranks."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import socket
+from typing import Any, get_args
+
+import pytest
+
+from nbdist.wire.channel import Channel
+from nbdist.wire.protocol import KINDS, Done, FromRank, ToRank
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_message_arrives_as_what_it_is(name: str) -> None:
+    kind = KINDS[name]
+    message = kind(*map(str, range(len(kind._fields))))
+    ours, theirs = map(Channel, socket.socketpair())
+    with ours.sock, theirs.sock:
+        ours.send(message)
+        received, parcel, fds = theirs.receive()
+    assert type(received) is kind and received == message and parcel is None and fds == []
+
+
+def test_a_plain_tuple_stays_one() -> None:
+    ours, theirs = map(Channel, socket.socketpair())
+    with ours.sock, theirs.sock:
+        ours.send(("answer", 1))
+        assert type(theirs.receive()[0]) is tuple
+
+
+def test_each_message_has_its_own_name_and_its_sentence() -> None:
+    kinds: list[Any] = [*get_args(ToRank), *get_args(FromRank)]
+    assert len(kinds) == len(KINDS) and "tuple" not in KINDS
+    for kind in kinds:
+        sentence = inspect.getdoc(kind) or ""
+        assert sentence.startswith("Sent") and sentence.endswith("."), kind
+
+
+def test_a_message_is_as_small_as_a_tuple() -> None:
+    """A pickle of the object itself would name its class by module, which is looked up again for each message."""
+    sent: list[bytes] = []
+
+    class Socket:
+        def fileno(self) -> int:
+            return -1
+
+    channel = Channel(Socket())  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "send_fds", lambda sock, parts, fds: sent.extend(parts) or sum(map(len, parts)))
+        channel.send(Done(True))
+    assert b"nbdist" not in sent[1] and pickle.loads(sent[1]) == ("Done", (True, 0.0), None)
