@@ -18,16 +18,22 @@ class KernelChannel(Channel):
         super().__init__(sock)
         self._membership = membership
 
-    def receive(self) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
-        """The kernel's next message but for `Leave`. An interrupt may come before a message, and not in the middle.
+    def receive(self, interruptible: bool = False) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
+        """Receive the kernel's next message but for `Leave`.
+
+        Args:
+            interruptible: Whether an interrupt raises here: then it does so before a message, and not in the middle.
 
         Raises `EOFError` when the kernel is gone.
         """
         while True:
-            while not readable(self, 3600.0):
-                pass
-            with postponed_interrupts():
-                message, parcel, fds = super().receive()
+            message, parcel, fds = self._receive_between_interrupts() if interruptible else super().receive()
             if not isinstance(message, protocol.Leave):
                 return message, parcel, fds
             self._membership.leave(message.peers)
+
+    def _receive_between_interrupts(self) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
+        while not readable(self, 3600.0):
+            pass
+        with postponed_interrupts():
+            return super().receive()

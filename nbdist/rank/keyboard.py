@@ -44,7 +44,7 @@ class Keyboard:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self._channel.send(protocol.Prompt(prompt, shown, debugger, hidden))
-        answer, _, _ = self._channel.receive()
+        answer, _, _ = self._channel.receive(interruptible=True)
         if not isinstance(answer, protocol.Line):  # the kernel says goodbye
             raise EOFError(f"{type(answer).__name__} in the place of a line")
         if answer.refusal:
