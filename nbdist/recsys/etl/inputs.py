@@ -30,6 +30,18 @@ Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How rows are read."""
+
+    size: int
+    """Rows to have in memory at a time."""
+    engine: Any
+    """Polars' engine for what is on disk."""
+    progress: bool
+    """Whether rank 0 shows bars."""
+
+
+@dataclass(frozen=True)
 class Part:
     """Consecutive rows of an input."""
 
@@ -146,24 +158,19 @@ class Input:
         slices = [with_numbers(*one) for one in zip(self._slices, self._offsets(), strict=True)]
         return Input(pl.Schema({**self.schema, name: pl.Int64()}), slices, self._names, self._groups)
 
-    def filtered(self, condition: pl.Expr, size: int, engine: Any, progress: bool) -> Input:
+    def filtered(self, condition: pl.Expr, reading: Reading) -> Input:
         """The rows for which a condition is true. All ranks have to call it: each counts those of its share.
-
-        Args:
-            size: Rows to read at a time.
-            engine: Polars' engine for what is on disk.
-            progress: Whether rank 0 shows a bar.
 
         Raises:
             ValueError: There are none.
         """
         condition = condition.fill_null(False)
-        parts = self.parts(0, self.rows, size)
+        parts = self.parts(0, self.rows, reading.size)
         counts: dict[int, int] = {}
         mine = range(ranks.rank(), len(parts), ranks.world_size())
-        with ranks.progress_bar("filter", sum(parts[i].rows for i in mine), progress) as bar:
+        with ranks.progress_bar("filter", sum(parts[i].rows for i in mine), reading.progress) as bar:
             for i in mine:
-                (kept,) = parts[i].collect([parts[i].scan().select(condition.sum())], engine)
+                (kept,) = parts[i].collect([parts[i].scan().select(condition.sum())], reading.engine)
                 counts[i] = int(kept.item())
                 bar.update(parts[i].rows)
         counts = {i: count for one in ranks.all_gather(counts) for i, count in one.items()}

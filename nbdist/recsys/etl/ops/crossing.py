@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import Any
 
 import polars as pl
 
-from .hashing import combined, hashed
-from .steps import Step, names_of, require
-from .vocabulary import value_type
+from ..hashing import combined, hashed
+from ..kernels import Kernel
+from ..vocabulary import value_type
+from .step import Saved, State, Step, names_of, require
 
 
 class HashedCross(Step):
@@ -35,6 +38,8 @@ class HashedCross(Step):
         (True, True, 0)
     """
 
+    kind = "hashed_cross"
+
     def __init__(self, *columns: str, name: str, num_buckets: int) -> None:
         self.columns = names_of(columns)
         if len(self.columns) < 2:
@@ -44,8 +49,8 @@ class HashedCross(Step):
         self.name, self.num_buckets = names_of(name)[0], num_buckets
         self.adds = [self.name]
 
-    def needs(self, wanted: set[str]) -> set[str]:
-        return (wanted - {self.name}).union(self.columns) if self.name in wanted else wanted
+    def reads(self, name: str) -> list[str]:
+        return self.columns
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for column in self.columns:
@@ -57,12 +62,26 @@ class HashedCross(Step):
             value_type(schema[column], f"{where}: HashedCross: column {column!r}")
         return pl.Schema({**schema, self.name: pl.Int64()})
 
-    def expression(self, schema: pl.Schema) -> pl.Expr:
-        """The new column, of columns of that schema."""
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         types = {column: value_type(schema[column], "HashedCross") for column in self.columns}
         hashes = [hashed(pl.col(column).cast(dtype), dtype) for column, dtype in types.items()]
         code = (reduce(combined, hashes) % self.num_buckets).cast(pl.Int64) + 1
-        return pl.when(pl.any_horizontal(pl.col(self.columns).is_null())).then(0).otherwise(code).alias(self.name)
+        missing = pl.any_horizontal(pl.col(self.columns).is_null())
+        return [pl.when(missing).then(0).otherwise(code).alias(self.name)]
+
+    def num_codes(self, name: str, before: int | None, state: State) -> int:
+        return self.num_buckets + 1
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: names; `name`: of the new column; `num_buckets`."""
+        return {"columns": self.columns, "name": self.name, "num_buckets": self.num_buckets}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> HashedCross:
+        return cls(*described["columns"], name=described["name"], num_buckets=described["num_buckets"])
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        return [Kernel("hashed_cross", self.columns, [self.name], {"num_buckets": self.num_buckets})]
 
     def __repr__(self) -> str:
         columns = ", ".join(map(repr, self.columns))

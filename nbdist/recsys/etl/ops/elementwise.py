@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
-from .steps import Step, names_of, require
+from ..kernels import Kernel
+from .step import Saved, State, Step, names_of, require
 
 
 class ColumnStep(Step):
-    """A step that replaces columns, each by what it makes of it, row by row."""
+    """A step that replaces columns, each by what it makes of it, row by row.
 
-    kind: str
-    """What saved workflows and servers call it."""
+    A server does it by the function of `triton/served/preprocess.py` that is called like its `kind`.
+    """
 
     def __init__(self, *columns: str) -> None:
         self.adds = names_of(columns)
@@ -23,7 +24,7 @@ class ColumnStep(Step):
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments that it was made with, as JSON has them."""
-        raise NotImplementedError
+        return {}
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         """What becomes of a column of that type."""
@@ -35,14 +36,26 @@ class ColumnStep(Step):
             if not self._takes(schema[name]):
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: {self._needed}")
         try:
-            return pl.DataFrame(schema=schema).with_columns(self.expressions(schema)).schema
+            return pl.DataFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).schema
         except pl.exceptions.PolarsError as error:
             raise ValueError(f"{where}: {self}: {error}") from error
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str] | None = None) -> list[pl.Expr]:
-        """The columns that it makes, by their names; of `names`, or of all that it is for."""
-        wanted = self.adds if names is None else names
-        return [self.expression(pl.col(name), schema[name]).alias(name) for name in wanted]
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        return [self.expression(pl.col(name), schema[name]).alias(name) for name in names]
+
+    def num_codes(self, name: str, before: int | None, state: State) -> int | None:
+        return before
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: names; and the keyword arguments of the step."""
+        return {"columns": self.adds, **self.options}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
+        return cls(*described["columns"], **{n: one for n, one in described.items() if n not in ("kind", "columns")})
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        return [Kernel(self.kind, [name], [name], self.options) for name in names]
 
     _needed = "numbers are needed"
 
@@ -109,10 +122,6 @@ class Log(ColumnStep):
     """
 
     kind = "log"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {}
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.cast(pl.Float64).log1p().cast(pl.Float32 if dtype == pl.Float32 else pl.Float64)
@@ -191,9 +200,7 @@ class Bucketize(ColumnStep):
     def options(self) -> dict[str, Any]:
         return {"boundaries": self.boundaries}
 
-    @property
-    def size(self) -> int:
-        """How many codes there are."""
+    def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
@@ -239,9 +246,3 @@ class ListSlice(ColumnStep):
 
     def _takes(self, dtype: pl.DataType) -> bool:
         return isinstance(dtype, pl.List)
-
-
-KINDS: dict[str, Callable[..., ColumnStep]] = {
-    step.kind: step for step in (FillMissing, Log, Clip, Bucketize, ListSlice)
-}
-"""What saved workflows call each of these steps."""

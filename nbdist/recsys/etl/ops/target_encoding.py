@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import polars as pl
 
-from .fitted import FOLD, ROW, FittedStep, Learnt
-from .hashing import combined
-from .moments import COUNT, SUM, Aggregate, key, overall
-from .steps import names_of
+from ..hashing import combined
+from ..kernels import Kernel, lookup
+from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
+from .statistics import StatisticsStep, joined
+from .step import ROW, Saved, Stage, State, TrainingRows, chained, names_of
 
+FOLD = "fold (nbdist)"
+"""The part of the training rows that a row is in."""
 _LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)"
 
 
-class TargetEncoding(FittedStep):
+class TargetEncoding(StatisticsStep):
     """Add, for each category, the mean of a target over the training rows with that category; float32.
 
     The mean is drawn towards that of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of all) /
@@ -50,6 +55,8 @@ class TargetEncoding(FittedStep):
     """
 
     kind = "target_encoding"
+    numbers_rows = True
+    _folds = f"{kind}_folds"
 
     def __init__(
         self, *columns: str | Sequence[str], target: str, folds: int = 5, smoothing: float = 20, seed: int = 0
@@ -67,14 +74,14 @@ class TargetEncoding(FittedStep):
         self.folds, self.smoothing, self.seed = folds, smoothing, seed
         self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
         """New column → the columns that it is of."""
-        self.adds = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
+        self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
         self.columns = [self.target]
 
     def aggregates(self) -> dict[str, Aggregate]:
-        return {name: Aggregate((*group, FOLD), self.target) for name, group in self.groups.items()}
+        return {name: Aggregate(tuple(group), self.target) for name, group in self.groups.items()}
 
-    def needs(self, wanted: set[str]) -> set[str]:
-        return (wanted - set(self.adds)).union(*(self.groups[name] for name in wanted.intersection(self.adds)))
+    def reads(self, name: str) -> list[str]:
+        return self.groups[name]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         self._check_numbers([self.target], schema, where)
@@ -83,35 +90,85 @@ class TargetEncoding(FittedStep):
         self._check_new(schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.adds, pl.Float32())})
 
-    def fold(self) -> pl.Expr:
+    def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
+        by_fold = {name: replace(one, keys=(*one.keys, FOLD)) for name, one in self.aggregates().items()}
+        found = self.added_up(rows, by_fold, self._fold().alias(key(FOLD)))
+        for name, table in found.items():
+            state.tables[self._folds, name] = table
+            every = merged([table.drop(key(FOLD))], self.groups[name])
+            self.keep(name, every, state, previous, rows.where)
+
+    def check_training(self, state: State, rows: int, where: str) -> None:
+        for name in self.groups:
+            fitted = int(state.tables[self._folds, name][ROWS].sum())
+            if fitted != rows:
+                raise ValueError(
+                    f"{where}: {rows} rows with training=True, but {name!r} was fitted to {fitted}: give the "
+                    "same rows, or say training=False"
+                )
+
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        return chained([self._encoding(name, state, training) for name in names])
+
+    def _encoding(self, name: str, state: State, training: bool) -> Stage:
+        group, defaults = self.groups[name], {name: self.default(state, name)}
+        if not training:
+            return joined(self.encoded(state, name), group, defaults)
+        by_fold = joined(self.encoded_by_fold(state, name), [*group, FOLD], defaults)
+        return lambda frame: by_fold(frame.with_columns(self._fold())).drop(FOLD)
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        kernels = []
+        for name in names:
+            table, group = self.encoded(state, name), self.groups[name]
+            defaults = {name: self.default(state, name)}
+            kernels.append(lookup(group, table.select(map(key, group)), table.select(name), defaults))
+        return kernels
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`; and
+        `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold."""
+        options = {"target": self.target, "folds": self.folds, "smoothing": self.smoothing, "seed": self.seed}
+        by_fold = {name: f"learnt-{number}-{i}-folds.parquet" for i, name in enumerate(self.groups)}
+        return {**super().describe(number, state), "columns": self.groups, **options, "learnt_by_fold": by_fold}
+
+    def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
+        by_fold = {file: state.tables[self._folds, name] for name, file in described["learnt_by_fold"].items()}
+        return {**super().files(described, state), **by_fold}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> TargetEncoding:
+        cls.restore_tables(described, saved)
+        for name, file in described["learnt_by_fold"].items():
+            saved.state.tables[cls._folds, name] = saved.table(file)
+        options = {name: described[name] for name in ("target", "folds", "smoothing", "seed")}
+        return cls(*described["columns"].values(), **options)
+
+    def _fold(self) -> pl.Expr:
         """The fold of each row, by its number `ROW`; int64."""
         number = pl.col(ROW).cast(pl.UInt64)
         return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(FOLD)
 
-    def default(self, learnt: Learnt, name: str) -> float:
+    def default(self, state: State, name: str) -> float:
         """What a category that is not known has."""
-        return overall(self.table(learnt, name))["mean"]
+        return overall(self.table(state, name))["mean"]
 
-    def folds_table(self, learnt: Learnt, name: str) -> pl.DataFrame:
-        """What was learnt of the rows in each fold, of the latest `fit` alone."""
-        return learnt.tables[f"{self.kind}_folds", name]
-
-    def encoded(self, learnt: Learnt, name: str) -> pl.DataFrame:
+    def encoded(self, state: State, name: str) -> pl.DataFrame:
         """What each category has: the keys, and `name`; as new rows have it."""
-        table = self.table(learnt, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
-        return self._smoothed(table.with_columns(pl.lit(self.default(learnt, name)).alias(_PRIOR)), name, [])
+        table = self.table(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
+        return self._smoothed(table.with_columns(pl.lit(self.default(state, name)).alias(_PRIOR)), name, [])
 
-    def encoded_by_fold(self, learnt: Learnt, name: str) -> pl.DataFrame:
+    def encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
         """What each category has in each fold: the keys, the fold, and `name`; as training rows have it."""
         keys = [key(one) for one in self.groups[name]]
-        every, folds = self.table(learnt, name), self.folds_table(learnt, name)
+        every, folds = self.table(state, name), state.tables[self._folds, name]
         fold = key(FOLD)
         count, total = int(every[COUNT].sum()), math.fsum(every[SUM].to_list())
         priors = []
         for number in range(self.folds):
             inside = folds.filter(pl.col(fold) == number)
             rows = count - int(inside[COUNT].sum())
-            mean = (total - math.fsum(inside[SUM].to_list())) / rows if rows else self.default(learnt, name)
+            mean = (total - math.fsum(inside[SUM].to_list())) / rows if rows else self.default(state, name)
             priors.append((number, mean))
         by_fold = pl.DataFrame(priors, schema={fold: pl.Int64, _PRIOR: pl.Float64}, orient="row")
         table = (

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
-from . import expressions
-from .steps import Step, names_of, require
+from .. import expressions
+from ..inputs import Input, Reading
+from .step import Saved, State, Step, names_of, require
 
 
 class RowStep(Step):
     """A step that a row by itself is not enough for: it is done where rows are read, in the order of the input."""
+
+    def over(self, given: Input, reading: Reading) -> Input:
+        """The rows after it, of those before it; all ranks have to call it."""
+        raise NotImplementedError
 
 
 class Filter(RowStep):
@@ -39,6 +45,9 @@ class Filter(RowStep):
         [[(2, 4), (2, 5)]]
     """
 
+    kind = "filter"
+    selects = True
+
     def __init__(self, condition: pl.Expr) -> None:
         expressions.check(condition, "Filter")
         if not expressions.reads(condition):
@@ -56,6 +65,18 @@ class Filter(RowStep):
         if dtype != pl.Boolean():
             raise ValueError(f"{where}: Filter: {self.condition} is {dtype}: true or false is needed")
         return schema
+
+    def over(self, given: Input, reading: Reading) -> Input:
+        return given.filtered(self.condition, reading)
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: those that it reads; `expression`: polars' JSON."""
+        expression = expressions.to_json(self.condition, "Filter")
+        return {"columns": expressions.reads(self.condition), "expression": expression}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Filter:
+        return cls(expressions.from_json(described["expression"], "Filter", saved.polars))
 
     def __repr__(self) -> str:
         return f"Filter({self.condition})"
@@ -87,6 +108,9 @@ class DifferenceLag(RowStep):
         [None, 60, None]
     """
 
+    kind = "difference_lag"
+    not_served = "the difference from another row, and a request has no other rows"
+
     def __init__(self, *columns: str, by: str | Sequence[str], shift: int | Sequence[int] = 1) -> None:
         self.columns, self.by = names_of(columns), names_of(by)
         self.shifts = [shift] if isinstance(shift, int) else list(shift)
@@ -95,9 +119,8 @@ class DifferenceLag(RowStep):
         self._made = {f"{name}_difference_lag_{one}": (name, one) for name in self.columns for one in self.shifts}
         self.adds = list(self._made)
 
-    def needs(self, wanted: set[str]) -> set[str]:
-        made = wanted.intersection(self.adds)
-        return (wanted - made).union(*([self._made[name][0], *self.by] for name in made))
+    def reads(self, name: str) -> list[str]:
+        return [self._made[name][0], *self.by]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in [*self.columns, *self.by]:
@@ -108,10 +131,13 @@ class DifferenceLag(RowStep):
         for name in self.adds:
             if name in schema:
                 raise ValueError(f"{where}: DifferenceLag: column {name!r} is in the rows already")
-        return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds)).collect_schema()
+        return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).collect_schema()
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str]) -> list[pl.Expr]:
-        """Some of the columns that it makes, of rows that are all there, in order."""
+    def over(self, given: Input, reading: Reading) -> Input:
+        made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
+        return given.beside(self.expressions(given.schema, made, State()), self.shifts)
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
         for name in names:
             column, shift = self._made[name]
@@ -119,6 +145,14 @@ class DifferenceLag(RowStep):
             same = pl.all_horizontal(pl.col(one).eq_missing(pl.col(one).shift(shift)) for one in self.by)
             made.append(pl.when(same).then(values - values.shift(shift)).alias(name))
         return made
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`, `by`: names; `shift`: numbers of rows."""
+        return {"columns": self.columns, "by": self.by, "shift": self.shifts}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> DifferenceLag:
+        return cls(*described["columns"], by=described["by"], shift=described["shift"])
 
     def __repr__(self) -> str:
         shift = self.shifts[0] if len(self.shifts) == 1 else self.shifts

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import polars as pl
 
-from .fitted import FittedStep, Learnt
-from .moments import Aggregate, overall
-from .steps import names_of
+from ..kernels import Kernel
+from ..moments import Aggregate, overall
+from .statistics import StatisticsStep
+from .step import Saved, State, names_of
 
 
-class _Scale(FittedStep):
+class _Scale(StatisticsStep):
     """A step that replaces columns x by ``(x - shift) / scale``; float32."""
 
     squares: bool
 
     def __init__(self, *columns: str) -> None:
-        self.columns = names_of(columns)
-        self.adds = self.columns
+        self.columns = self.adds = self.learns = names_of(columns)
 
     def aggregates(self) -> dict[str, Aggregate]:
         return {name: Aggregate((), name, self.squares) for name in self.columns}
@@ -25,15 +28,33 @@ class _Scale(FittedStep):
         self._check_numbers(self.columns, schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
 
-    def shift_and_scale(self, learnt: Learnt, name: str) -> tuple[float, float]:
+    def shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
         """What is subtracted from the values of a column, and what the rest is divided by."""
-        shift, scale = self._of(overall(self.table(learnt, name)))
+        shift, scale = self._of(overall(self.table(state, name)))
         return shift, scale or 1.0
 
-    def expression(self, learnt: Learnt, name: str) -> pl.Expr:
-        """What becomes of a column."""
-        shift, scale = self.shift_and_scale(learnt, name)
-        return ((pl.col(name).cast(pl.Float64) - shift) / scale).cast(pl.Float32).alias(name)
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        made = []
+        for name in names:
+            shift, scale = self.shift_and_scale(state, name)
+            made.append(((pl.col(name).cast(pl.Float64) - shift) / scale).cast(pl.Float32).alias(name))
+        return made
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) / scale."""
+        both = {name: self.shift_and_scale(state, name) for name in self.columns}
+        shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
+        return {**super().describe(number, state), "shift": shift, "scale": scale}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> _Scale:
+        cls.restore_tables(described, saved)
+        return cls(*described["columns"])
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        both = {name: self.shift_and_scale(state, name) for name in names}
+        options = {name: {"shift": shift, "scale": scale} for name, (shift, scale) in both.items()}
+        return [Kernel("normalize", [name], [name], options[name]) for name in names]
 
     def _of(self, seen: dict[str, float]) -> tuple[float, float]:
         raise NotImplementedError

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import polars as pl
 
-from .fitted import FittedStep, Learnt
-from .moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
-from .steps import names_of
+from ..kernels import Kernel, lookup
+from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
+from .statistics import StatisticsStep, joined
+from .step import Saved, Stage, State, chained, names_of
 
 STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
 
 
-class JoinGroupby(FittedStep):
+class JoinGroupby(StatisticsStep):
     """Add what the training rows with the same key have in common: how many there are, the mean of their prices.
 
     Null is a key of its own. Nulls and NaN do not count, but for "count", which is of rows. A key that is not known has
@@ -73,17 +75,18 @@ class JoinGroupby(FittedStep):
                     raise ValueError(f"JoinGroupby: column {new!r} would be made twice")
                 self._made[new] = group, one, stat
         self.adds = list(self._made)
+        self.learns = list(self.aggregates())
 
     def aggregates(self) -> dict[str, Aggregate]:
         squares = bool({"std", "var"}.intersection(self.stats))
         return {
-            self._learnt(group, one): Aggregate(tuple(group), one, squares)
+            self._name(group, one): Aggregate(tuple(group), one, squares)
             for group in self.by
             for one in (self.columns or (None,))
         }
 
-    def needs(self, wanted: set[str]) -> set[str]:
-        return (wanted - set(self.adds)).union(*(self._made[name][0] for name in wanted.intersection(self.adds)))
+    def reads(self, name: str) -> list[str]:
+        return self._made[name][0]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         self._check_numbers(self.columns, schema, where)
@@ -93,23 +96,34 @@ class JoinGroupby(FittedStep):
         types = {name: pl.Int64() if stat == "count" else pl.Float64() for name, (_, _, stat) in self._made.items()}
         return pl.Schema({**schema, **types})
 
-    def groups(self, wanted: Sequence[str]) -> list[tuple[list[str], list[str]]]:
-        """The keys of each table that is needed for some of the new columns, and these."""
-        found = [(group, [name for name in wanted if self._made[name][0] == group]) for group in self.by]
-        return [(group, names) for group, names in found if names]
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        return chained([joined(table, group, defaults) for group, table, defaults in self._tables(names, state)])
 
-    def joined(self, learnt: Learnt, group: Sequence[str], names: Sequence[str]) -> tuple[pl.DataFrame, list[float]]:
-        """What each key has: the keys and `names`; and what those of a key that is not known are."""
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        return [
+            lookup(group, table.select(map(key, group)), table.select(list(defaults)), defaults)
+            for group, table, defaults in self._tables(names, state)
+        ]
+
+    def _tables(
+        self, wanted: Sequence[str], state: State
+    ) -> Iterator[tuple[list[str], pl.DataFrame, dict[str, float]]]:
+        """For some of the new columns: the key of each table, the table, and what a key that is not known has."""
+        for group in self.by:
+            names = [name for name in wanted if self._made[name][0] == group]
+            if names:
+                yield group, *self._table(group, names, state)
+
+    def _table(self, group: Sequence[str], names: Sequence[str], state: State) -> tuple[pl.DataFrame, dict[str, float]]:
         result: pl.DataFrame | None = None
-        defaults: list[float] = []
+        defaults: dict[str, float] = {}
         for name in names:
             _, column, stat = self._made[name]
-            table = self.table(learnt, self._learnt(group, column or next(iter(self.columns), None)))
+            table = self.table(state, self._name(group, column or next(iter(self.columns), None)))
             if result is None:
                 result = table.select(key(one) for one in group)  # all tables of a group have the same keys, in order
             value, default = self._statistic(table, stat)
-            result = result.with_columns(value.alias(name))
-            defaults.append(default)
+            result, defaults[name] = result.with_columns(value.alias(name)), default
         assert result is not None
         return result, defaults
 
@@ -132,8 +146,17 @@ class JoinGroupby(FittedStep):
         return table.select(columns[stat].fill_null(default)).to_series(), default
 
     @staticmethod
-    def _learnt(group: Sequence[str], column: str | None) -> str:
+    def _name(group: Sequence[str], column: str | None) -> str:
         return "_".join(group) if column is None else f"{'_'.join(group)}_{column}"
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`by`: the columns of each key; `columns`, `stats`: names; `learnt`."""
+        return {**super().describe(number, state), "by": self.by, "stats": self.stats}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> JoinGroupby:
+        cls.restore_tables(described, saved)
+        return cls(*described["by"], columns=described["columns"], stats=described["stats"])
 
     def __repr__(self) -> str:
         groups = [group[0] if len(group) == 1 else tuple(group) for group in self.by]
