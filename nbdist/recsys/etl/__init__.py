@@ -9,6 +9,7 @@ from .ops.elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
 from .ops.groupby import JoinGroupby
 from .ops.join import Join
 from .ops.normalizing import Normalize, NormalizeMinMax
+from .ops.round import Round
 from .ops.rows import DifferenceLag, Filter
 from .ops.target_encoding import TargetEncoding
 from .splitting import Split, leave_one_out, time_split
@@ -32,6 +33,7 @@ __all__ = [
     "Log",
     "Normalize",
     "NormalizeMinMax",
+    "Round",
     "Split",
     "TargetEncoding",
     "Vocabulary",

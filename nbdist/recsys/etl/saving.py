@@ -7,8 +7,8 @@
     rows              how many rows the workflow was fitted to
     codes             {"null": 0, "unseen": 1}: of null, and the first of those of values that are not known
     inputs, outputs   {column: type}: what `fit` saw, and what the steps make of it; in order
-    steps             in the order in which they are applied, each with its "kind":
-      what else a step has is said by the `describe` of its class, in `ops/`
+    steps             in the order in which they are applied, each with its "kind" and its arguments, by their names;
+                      what else there is, the `describe` of its class in `ops/` says
 
 A type is int8 .. uint64, float32, float64, bool, string, list[<one of these>], or else polars' own name for it.
 """

@@ -48,9 +48,9 @@ class Workflow:
 
     Args:
         *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
-            those that change single values, `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; those that learn
-            numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows, `Filter`,
-            `DifferenceLag`.
+            those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`, `ListSlice`; those that
+            learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows,
+            `Filter`, `DifferenceLag`.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import reduce
-from typing import Any
 
 import polars as pl
 
 from ..hashing import combined, hashed
 from ..kernels import Kernel
 from ..vocabulary import value_type
-from .step import Saved, State, Step, names_of, require
+from .step import State, Step, names_of
 
 
 class HashedCross(Step):
@@ -39,6 +38,7 @@ class HashedCross(Step):
     """
 
     kind = "hashed_cross"
+    options = ("name", "num_buckets")
 
     def __init__(self, *columns: str, name: str, num_buckets: int) -> None:
         self.columns = names_of(columns)
@@ -53,13 +53,7 @@ class HashedCross(Step):
         return self.columns
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        for column in self.columns:
-            require(column, schema, f"{where}: HashedCross")
-            if isinstance(schema[column], pl.List):
-                raise ValueError(
-                    f"{where}: HashedCross: column {column!r} is {schema[column]}: single values are needed"
-                )
-            value_type(schema[column], f"{where}: HashedCross: column {column!r}")
+        self.check_keys(self.columns, schema, where)
         return pl.Schema({**schema, self.name: pl.Int64()})
 
     def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
@@ -72,17 +66,5 @@ class HashedCross(Step):
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return self.num_buckets + 1
 
-    def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: names; `name`: of the new column; `num_buckets`."""
-        return {"columns": self.columns, "name": self.name, "num_buckets": self.num_buckets}
-
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> HashedCross:
-        return cls(*described["columns"], name=described["name"], num_buckets=described["num_buckets"])
-
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
         return [Kernel("hashed_cross", self.columns, [self.name], {"num_buckets": self.num_buckets})]
-
-    def __repr__(self) -> str:
-        columns = ", ".join(map(repr, self.columns))
-        return f"HashedCross({columns}, name={self.name!r}, num_buckets={self.num_buckets})"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import polars as pl
 
-from .step import Saved, Stage, State, Step, names_of, require
+from .step import Stage, State, Step, names_of, require
 
 
 class Drop(Step):
@@ -39,14 +38,3 @@ class Drop(Step):
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
         return lambda frame: frame.drop(self.columns, strict=False)
-
-    def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: names."""
-        return {"columns": self.columns}
-
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Drop:
-        return cls(*described["columns"])
-
-    def __repr__(self) -> str:
-        return f"Drop({self.columns})"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import polars as pl
 
 from ..kernels import Kernel
-from .step import Saved, State, Step, names_of, require
+from .step import State, Step, names_of, require
 
 
 class ColumnStep(Step):
@@ -19,12 +18,7 @@ class ColumnStep(Step):
     """
 
     def __init__(self, *columns: str) -> None:
-        self.adds = names_of(columns)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments that it was made with, as JSON has them."""
-        return {}
+        self.columns = self.adds = names_of(columns)
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         """What becomes of a column of that type."""
@@ -46,25 +40,14 @@ class ColumnStep(Step):
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
         return before
 
-    def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: names; and the keyword arguments of the step."""
-        return {"columns": self.adds, **self.options}
-
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
-        return cls(*described["columns"], **{n: one for n, one in described.items() if n not in ("kind", "columns")})
-
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
-        return [Kernel(self.kind, [name], [name], self.options) for name in names]
+        options = {name: getattr(self, name) for name in self.options}
+        return [Kernel(self.kind, [name], [name], options) for name in names]
 
     _needed = "numbers are needed"
 
     def _takes(self, dtype: pl.DataType) -> bool:
         return dtype.is_numeric()
-
-    def __repr__(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"{type(self).__name__}({', '.join(map(repr, self.adds))}{options})"
 
 
 class FillMissing(ColumnStep):
@@ -88,16 +71,13 @@ class FillMissing(ColumnStep):
     """
 
     kind = "fill_missing"
+    options = ("value",)
 
     def __init__(self, *columns: str, value: float) -> None:
         super().__init__(*columns)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"FillMissing: value={value!r}: a number is needed")
         self.value = value
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"value": self.value}
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if dtype.is_float():
@@ -147,6 +127,7 @@ class Clip(ColumnStep):
     """
 
     kind = "clip"
+    options = ("least", "most")
 
     def __init__(self, *columns: str, least: float | None = None, most: float | None = None) -> None:
         super().__init__(*columns)
@@ -155,10 +136,6 @@ class Clip(ColumnStep):
         if least is not None and most is not None and least > most:
             raise ValueError(f"Clip: least={least} is more than most={most}")
         self.least, self.most = least, most
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"least": self.least, "most": self.most}
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         for bound in (self.least, self.most):
@@ -189,16 +166,13 @@ class Bucketize(ColumnStep):
     """
 
     kind = "bucketize"
+    options = ("boundaries",)
 
     def __init__(self, *columns: str, boundaries: Sequence[float]) -> None:
         super().__init__(*columns)
         self.boundaries = list(boundaries)
         if not self.boundaries or sorted(set(self.boundaries)) != self.boundaries:
             raise ValueError(f"Bucketize: boundaries={self.boundaries}: rising numbers are needed")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"boundaries": self.boundaries}
 
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2
@@ -229,6 +203,7 @@ class ListSlice(ColumnStep):
     """
 
     kind = "list_slice"
+    options = ("first", "last")
     _needed = "lists are needed"
 
     def __init__(self, *columns: str, first: int | None = None, last: int | None = None) -> None:
@@ -236,10 +211,6 @@ class ListSlice(ColumnStep):
         if (first is None) == (last is None) or min(first or 1, last or 1) < 1 or 0 in (first, last):
             raise ValueError(f"ListSlice: first={first}, last={last}: one of the two, at least 1")
         self.first, self.last = first, last
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"first": self.first, "last": self.last}
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.list.tail(self.last) if self.last is not None else column.list.head(self.first or 0)

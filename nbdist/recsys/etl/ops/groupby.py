@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import polars as pl
 
 from ..kernels import Kernel, lookup
 from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
 from .statistics import StatisticsStep, joined
-from .step import Saved, Stage, State, chained, names_of
+from .step import Stage, State, chained, names_of
 
 STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
 
@@ -43,6 +42,7 @@ class JoinGroupby(StatisticsStep):
     """
 
     kind = "join_groupby"
+    positional, options = "by", ("columns", "stats")
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class JoinGroupby(StatisticsStep):
     ) -> None:
         self.by = [names_of(group) for group in by]
         self.stats = names_of(stats)
-        self.columns = names_of(columns) if columns else []
+        self.numbers = self.columns = names_of(columns) if columns else []
         if not self.by:
             raise ValueError("JoinGroupby: no keys are named")
         for stat in self.stats:
@@ -89,10 +89,10 @@ class JoinGroupby(StatisticsStep):
         return self._made[name][0]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self._check_numbers(self.columns, schema, where)
+        self.check_numbers(self.columns, schema, where)
         for group in self.by:
-            self._check_keys(group, schema, where)
-        self._check_new(schema, where)
+            self.check_keys(group, schema, where)
+        self.check_new(schema, where)
         types = {name: pl.Int64() if stat == "count" else pl.Float64() for name, (_, _, stat) in self._made.items()}
         return pl.Schema({**schema, **types})
 
@@ -148,16 +148,3 @@ class JoinGroupby(StatisticsStep):
     @staticmethod
     def _name(group: Sequence[str], column: str | None) -> str:
         return "_".join(group) if column is None else f"{'_'.join(group)}_{column}"
-
-    def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`by`: the columns of each key; `columns`, `stats`: names; `learnt`."""
-        return {**super().describe(number, state), "by": self.by, "stats": self.stats}
-
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> JoinGroupby:
-        cls.restore_tables(described, saved)
-        return cls(*described["by"], columns=described["columns"], stats=described["stats"])
-
-    def __repr__(self) -> str:
-        groups = [group[0] if len(group) == 1 else tuple(group) for group in self.by]
-        return f"JoinGroupby({', '.join(map(repr, groups))}, columns={self.columns}, stats={self.stats})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import polars as pl
@@ -10,7 +10,7 @@ import polars as pl
 from ..kernels import Kernel
 from ..moments import Aggregate, overall
 from .statistics import StatisticsStep
-from .step import Saved, State, names_of
+from .step import State, names_of
 
 
 class _Scale(StatisticsStep):
@@ -19,13 +19,13 @@ class _Scale(StatisticsStep):
     squares: bool
 
     def __init__(self, *columns: str) -> None:
-        self.columns = self.adds = self.learns = names_of(columns)
+        self.numbers = self.columns = self.adds = self.learns = names_of(columns)
 
     def aggregates(self) -> dict[str, Aggregate]:
         return {name: Aggregate((), name, self.squares) for name in self.columns}
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self._check_numbers(self.columns, schema, where)
+        self.check_numbers(self.columns, schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
 
     def shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
@@ -46,11 +46,6 @@ class _Scale(StatisticsStep):
         shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
         return {**super().describe(number, state), "shift": shift, "scale": scale}
 
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> _Scale:
-        cls.restore_tables(described, saved)
-        return cls(*described["columns"])
-
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
         both = {name: self.shift_and_scale(state, name) for name in names}
         options = {name: {"shift": shift, "scale": scale} for name, (shift, scale) in both.items()}
@@ -58,9 +53,6 @@ class _Scale(StatisticsStep):
 
     def _of(self, seen: dict[str, float]) -> tuple[float, float]:
         raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.columns))})"
 
 
 class Normalize(_Scale):

@@ -109,33 +109,30 @@ class DifferenceLag(RowStep):
     """
 
     kind = "difference_lag"
+    options = ("by", "shift")
     not_served = "the difference from another row, and a request has no other rows"
 
     def __init__(self, *columns: str, by: str | Sequence[str], shift: int | Sequence[int] = 1) -> None:
         self.columns, self.by = names_of(columns), names_of(by)
-        self.shifts = [shift] if isinstance(shift, int) else list(shift)
-        if not self.shifts or 0 in self.shifts or len(set(self.shifts)) < len(self.shifts):
+        self.shift = [shift] if isinstance(shift, int) else list(shift)
+        if not self.shift or 0 in self.shift or len(set(self.shift)) < len(self.shift):
             raise ValueError(f"DifferenceLag: shift={shift}: a number of rows is needed, or several, and not 0")
-        self._made = {f"{name}_difference_lag_{one}": (name, one) for name in self.columns for one in self.shifts}
+        self._made = {f"{name}_difference_lag_{one}": (name, one) for name in self.columns for one in self.shift}
         self.adds = list(self._made)
 
     def reads(self, name: str) -> list[str]:
         return [self._made[name][0], *self.by]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        for name in [*self.columns, *self.by]:
+        self.check_numbers(self.columns, schema, where, booleans=False)
+        for name in self.by:
             require(name, schema, f"{where}: DifferenceLag")
-        for name in self.columns:
-            if not schema[name].is_numeric():
-                raise ValueError(f"{where}: DifferenceLag: column {name!r} is {schema[name]}: numbers are needed")
-        for name in self.adds:
-            if name in schema:
-                raise ValueError(f"{where}: DifferenceLag: column {name!r} is in the rows already")
+        self.check_new(schema, where)
         return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).collect_schema()
 
     def over(self, given: Input, reading: Reading) -> Input:
         made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
-        return given.beside(self.expressions(given.schema, made, State()), self.shifts)
+        return given.beside(self.expressions(given.schema, made, State()), self.shift)
 
     def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
@@ -145,15 +142,3 @@ class DifferenceLag(RowStep):
             same = pl.all_horizontal(pl.col(one).eq_missing(pl.col(one).shift(shift)) for one in self.by)
             made.append(pl.when(same).then(values - values.shift(shift)).alias(name))
         return made
-
-    def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`, `by`: names; `shift`: numbers of rows."""
-        return {"columns": self.columns, "by": self.by, "shift": self.shifts}
-
-    @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> DifferenceLag:
-        return cls(*described["columns"], by=described["by"], shift=described["shift"])
-
-    def __repr__(self) -> str:
-        shift = self.shifts[0] if len(self.shifts) == 1 else self.shifts
-        return f"DifferenceLag({', '.join(map(repr, self.columns))}, by={self.by}, shift={shift})"

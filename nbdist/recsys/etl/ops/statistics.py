@@ -10,13 +10,13 @@ import polars as pl
 from ..direct_table import DirectTable
 from ..moments import COUNT, SQUARES, SUM, VALUE, Aggregate, Sums, key, known, merged, squared_distances
 from ..vocabulary import value_type
-from .step import Query, Saved, Stage, State, Step, TrainingRows, require
+from .step import Query, Saved, Stage, State, Step, TrainingRows
 
 
 class StatisticsStep(Step):
     """A step that learns a table of sums, as `moments` describes it, for each of some names."""
 
-    columns: list[str]
+    numbers: Sequence[str]
     """The columns whose numbers are learned."""
 
     def aggregates(self) -> dict[str, Aggregate]:
@@ -37,7 +37,7 @@ class StatisticsStep(Step):
         """The tables of some aggregates; `more` are keys that are computed, and called as `key` calls them."""
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}
-        columns = sorted({*self.columns, *keys})
+        columns = sorted({*self.numbers, *keys})
         named = [*(pl.col(name).alias(key(name)) for name in columns), *more]
         roots = {name for expression in more for name in expression.meta.root_names()}
         queries = [Query([*columns, *roots], lambda frame: frame.select(named))]
@@ -84,38 +84,16 @@ class StatisticsStep(Step):
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`learnt`: {name: file}, with the table that `moments.py` describes."""
         files = {name: f"learnt-{number}-{i}.parquet" for i, name in enumerate(self.aggregates())}
-        return {"columns": self.columns, "learnt": files}
+        return {**super().describe(number, state), "learnt": files}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
         return {file: self.table(state, name) for name, file in described["learnt"].items()}
 
     @classmethod
-    def restore_tables(cls, described: Mapping[str, Any], saved: Saved) -> None:
-        """Read what `files` has given."""
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
         for name, file in described["learnt"].items():
             saved.state.tables[cls.kind, name] = saved.table(file)
-
-    def _check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
-        for name in names:
-            require(name, schema, f"{where}: {type(self).__name__}")
-            if not schema[name].is_numeric() and schema[name] != pl.Boolean():
-                raise ValueError(
-                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: numbers are needed"
-                )
-
-    def _check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
-        for name in names:
-            require(name, schema, f"{where}: {type(self).__name__}")
-            if isinstance(schema[name], pl.List):
-                raise ValueError(
-                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: single values are needed"
-                )
-            value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
-
-    def _check_new(self, schema: pl.Schema, where: str) -> None:
-        for name in self.adds:
-            if name in schema:
-                raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
+        return super().restore(described, saved)
 
 
 def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 import polars as pl
 
 from ..kernels import Kernel
-from ..vocabulary import Vocabulary
+from ..vocabulary import Vocabulary, value_type
 
 Stage: TypeAlias = Callable[[pl.LazyFrame], pl.LazyFrame]
 """A part of a lazy query."""
@@ -24,7 +24,7 @@ ROW = "row (nbdist)"
 
 @dataclass(frozen=True)
 class State:
-    """What a workflow has learned: vocabularies by column; the tables of `moments` by the kind of a step and a name."""
+    """All that a workflow has learned: vocabularies by column, tables of `moments` by the kind of a step and a name."""
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
@@ -72,12 +72,16 @@ class TrainingRows:
 
 
 class Step:
-    """One operation. It is the same object before and after `fit`: what it learns is in the workflow's `State`."""
+    """An operation. It is the same object before and after `fit`: what it learns is in the workflow's `State`."""
 
     kind: str
     """What saved workflows call it."""
     kinds: ClassVar[dict[str, type[Step]]] = {}
     """Each class by its `kind`."""
+    positional: ClassVar[str] = "columns"
+    """The attribute with its positional arguments, of which a saved workflow makes it again;"""
+    options: ClassVar[tuple[str, ...]] = ()
+    """and those with its keyword arguments, which are called alike."""
     adds: Sequence[str] = ()
     """The columns that it adds or replaces."""
     learns: Collection[str] = ()
@@ -111,6 +115,31 @@ class Step:
         """
         raise NotImplementedError
 
+    def check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
+        """Raise `ValueError` where columns are not there, or not of numbers (or booleans)."""
+        for name in names:
+            require(name, schema, f"{where}: {type(self).__name__}")
+            if not schema[name].is_numeric() and not (booleans and schema[name] == pl.Boolean()):
+                raise ValueError(
+                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: numbers are needed"
+                )
+
+    def check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
+        """Raise `ValueError` where columns are not there, or not of integers, strings, booleans or categoricals."""
+        for name in names:
+            require(name, schema, f"{where}: {type(self).__name__}")
+            if isinstance(schema[name], pl.List):
+                raise ValueError(
+                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: single values are needed"
+                )
+            value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
+
+    def check_new(self, schema: pl.Schema, where: str) -> None:
+        """Raise `ValueError` where a column that it adds is there already."""
+        for name in self.adds:
+            if name in schema:
+                raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
+
     def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         """Some of the columns that it makes of columns of that schema, where expressions are all that it needs."""
         raise NotImplementedError
@@ -119,7 +148,7 @@ class Step:
         """The step as a part of a query that keeps the rows and their order.
 
         Args:
-            names: Those of the columns that it makes which are needed, or all.
+            names: The columns to make, some or all of `adds`.
             training: Whether the rows are those that the steps were fitted to.
         """
         return lambda frame: frame.with_columns(self.expressions(frame.collect_schema(), names, state))
@@ -138,7 +167,7 @@ class Step:
         """Raise `ValueError` where there are not as many rows as it was fitted to, and it has to know each again."""
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
-        """How many codes a column that it makes has, where it is one of codes.
+        """The number of codes that a column which it makes has, where it is one of codes.
 
         Args:
             before: How many the column of that name has before it.
@@ -146,8 +175,8 @@ class Step:
         return None
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """What ``workflow.json`` holds of it beside its kind; `number` is its place among the steps."""
-        raise NotImplementedError
+        """The step as ``workflow.json`` holds it, without its kind; `number` is its place among the steps."""
+        return {name: getattr(self, name) for name in (self.positional, *self.options)}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
         """The tables that are saved with what `describe` has given, by the names of their files."""
@@ -156,10 +185,11 @@ class Step:
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
         """The step that was described so; what it has learned is put into ``saved.state``."""
-        raise NotImplementedError
+        make: Any = cls
+        return make(*described[cls.positional], **{name: described[name] for name in cls.options})  # type: ignore[no-any-return]
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
-        """What a server has to do for some of the columns that it makes.
+        """Kernels for some of the columns that it makes.
 
         Raises:
             ValueError: No server can do it.
@@ -169,6 +199,12 @@ class Step:
             f"column {names[0]!r} is {self.not_served}: compute it before the workflow, so that requests carry it, or "
             f"leave it out of columns=; or use a step that is served: {', '.join(served)}"
         )
+
+    def __repr__(self) -> str:
+        columns = getattr(self, self.positional)
+        groups = [each if isinstance(each, str) else each[0] if len(each) == 1 else tuple(each) for each in columns]
+        options = [f"{name}={getattr(self, name)!r}" for name in self.options]
+        return f"{type(self).__name__}({', '.join([*map(repr, groups), *options])})"
 
 
 def chained(stages: Sequence[Stage]) -> Stage:

@@ -13,7 +13,7 @@ from ..hashing import combined
 from ..kernels import Kernel, lookup
 from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
 from .statistics import StatisticsStep, joined
-from .step import ROW, Saved, Stage, State, TrainingRows, chained, names_of
+from .step import ROW, Saved, Stage, State, Step, TrainingRows, chained, names_of
 
 FOLD = "fold (nbdist)"
 """The part of the training rows that a row is in."""
@@ -55,6 +55,7 @@ class TargetEncoding(StatisticsStep):
     """
 
     kind = "target_encoding"
+    options = ("target", "folds", "smoothing", "seed")
     numbers_rows = True
     _folds = f"{kind}_folds"
 
@@ -75,7 +76,8 @@ class TargetEncoding(StatisticsStep):
         self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
         """New column → the columns that it is of."""
         self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
-        self.columns = [self.target]
+        self.numbers = [self.target]
+        self.columns = groups
 
     def aggregates(self) -> dict[str, Aggregate]:
         return {name: Aggregate(tuple(group), self.target) for name, group in self.groups.items()}
@@ -84,10 +86,10 @@ class TargetEncoding(StatisticsStep):
         return self.groups[name]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self._check_numbers([self.target], schema, where)
+        self.check_numbers([self.target], schema, where)
         for group in self.groups.values():
-            self._check_keys(group, schema, where)
-        self._check_new(schema, where)
+            self.check_keys(group, schema, where)
+        self.check_new(schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.adds, pl.Float32())})
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
@@ -128,21 +130,18 @@ class TargetEncoding(StatisticsStep):
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`; and
         `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold."""
-        options = {"target": self.target, "folds": self.folds, "smoothing": self.smoothing, "seed": self.seed}
         by_fold = {name: f"learnt-{number}-{i}-folds.parquet" for i, name in enumerate(self.groups)}
-        return {**super().describe(number, state), "columns": self.groups, **options, "learnt_by_fold": by_fold}
+        return {**super().describe(number, state), "columns": self.groups, "learnt_by_fold": by_fold}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
         by_fold = {file: state.tables[self._folds, name] for name, file in described["learnt_by_fold"].items()}
         return {**super().files(described, state), **by_fold}
 
     @classmethod
-    def restore(cls, described: Mapping[str, Any], saved: Saved) -> TargetEncoding:
-        cls.restore_tables(described, saved)
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
         for name, file in described["learnt_by_fold"].items():
             saved.state.tables[cls._folds, name] = saved.table(file)
-        options = {name: described[name] for name in ("target", "folds", "smoothing", "seed")}
-        return cls(*described["columns"].values(), **options)
+        return super().restore({**described, "columns": described["columns"].values()}, saved)
 
     def _fold(self) -> pl.Expr:
         """The fold of each row, by its number `ROW`; int64."""
@@ -187,8 +186,3 @@ class TargetEncoding(StatisticsStep):
         total = pl.when(pl.col(_LEFT) > 0).then(pl.col(_SUM_LEFT)).otherwise(0.0)  # rounding may have left something
         mean = pl.when(rows > 0).then((total + self.smoothing * pl.col(_PRIOR)) / rows).otherwise(pl.col(_PRIOR))
         return table.select(*[key(one) for one in self.groups[name]], *more, mean.cast(pl.Float32).alias(name))
-
-    def __repr__(self) -> str:
-        groups = [group[0] if len(group) == 1 else tuple(group) for group in self.groups.values()]
-        options = f"target={self.target!r}, folds={self.folds}, smoothing={self.smoothing}, seed={self.seed}"
-        return f"TargetEncoding({', '.join(map(repr, groups))}, {options})"

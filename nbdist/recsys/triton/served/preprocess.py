@@ -181,6 +181,17 @@ def bucketize(values: Array, boundaries: list[float]) -> Array:
 
 
 @kernel
+def round(values: Array, decimals: int) -> Array:
+    """Floats rounded, halves to the even neighbor; very large ones stay."""
+    if values.dtype == np.int64:
+        return values
+    scale, exact = 10.0**decimals, values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        scaled = exact * scale
+        return np.where(np.isfinite(scaled), np.rint(scaled) / scale, exact).astype(values.dtype)
+
+
+@kernel
 def list_slice(values: Array, first: int | None, last: int | None) -> Array:
     """The first or the last values of lists."""
     if last is None:
