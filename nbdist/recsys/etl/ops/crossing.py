@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import polars as pl
 
 from ..hashing import combined, hashed
 from ..kernels import Kernel
 from ..vocabulary import value_type
-from .step import State, Step, names_of
+from .step import Stage, State, Step, names_of
 
 
 class HashedCross(Step):
@@ -56,12 +55,23 @@ class HashedCross(Step):
         self.check_keys(self.columns, schema, where)
         return pl.Schema({**schema, self.name: pl.Int64()})
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
-        types = {column: value_type(schema[column], "HashedCross") for column in self.columns}
-        hashes = [hashed(pl.col(column).cast(dtype), dtype) for column, dtype in types.items()]
-        code = (reduce(combined, hashes) % self.num_buckets).cast(pl.Int64) + 1
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        so_far, other = f"{self.name} (hash, nbdist)", f"{self.name} (other hash, nbdist)"
         missing = pl.any_horizontal(pl.col(self.columns).is_null())
-        return [pl.when(missing).then(0).otherwise(code).alias(self.name)]
+        code = (pl.col(so_far) % self.num_buckets).cast(pl.Int64) + 1
+
+        def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+            schema = frame.collect_schema()
+            types = {column: value_type(schema[column], "HashedCross") for column in self.columns}
+            first, *others = (hashed(pl.col(column).cast(dtype), dtype) for column, dtype in types.items())
+            frame = frame.with_columns(first.alias(so_far))
+            for one in others:  # a column each time: a hash as an expression is eight times as large as what it is of
+                frame = frame.with_columns(one.alias(other))
+                frame = frame.with_columns(combined(pl.col(so_far), pl.col(other)).alias(so_far))
+            codes = pl.when(missing).then(0).otherwise(code)
+            return frame.with_columns(codes.alias(self.name)).drop(so_far, other)
+
+        return run
 
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return self.num_buckets + 1
