@@ -259,7 +259,7 @@ def load_array(arrays: Mapping[str, Array], key: str) -> Array:
         return arrays[key]
     text, ends = arrays[f"{key}.bytes"].tobytes(), arrays[f"{key}.ends"].tolist()
     distinct = np.empty(len(ends), dtype=object)
-    distinct[:] = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    distinct[:] = [text[start:end] for start, end in zip([0, *ends][:-1], ends, strict=True)]
     return distinct[arrays[f"{key}.numbers"]]
 
 
