@@ -1,4 +1,4 @@
-"""How often each value of a column occurs, over the rows of all ranks."""
+"""Counts of the values of a column, over the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNT = "count (nbdist)"  # no column of the user's
 def count_values(
     name: str, dtype: pl.DataType, table: pl.DataFrame | None = None, on: Sequence[str] = ()
 ) -> Callable[[pl.LazyFrame], pl.LazyFrame]:
-    """The query for how often each value of a column, or of its lists, occurs: `value`, null too, and `count`.
+    """The query that counts the values of a column, or of its lists: `value`, null too, and `count`.
 
     Args:
         table: A table that the column is joined from, by the key `on`. The column is not joined for the count: keys are
@@ -43,7 +43,7 @@ def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
 
 
 class Counts:
-    """How often each value was seen: in some rows, then in others, in the end by all ranks."""
+    """Counts of each value: in some rows, then in others, in the end by all ranks."""
 
     def __init__(self) -> None:
         self._frames: list[pl.DataFrame] = []

@@ -31,7 +31,7 @@ Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are read."""
+    """Options of everything that reads rows."""
 
     size: int
     """Rows to have in memory at a time."""

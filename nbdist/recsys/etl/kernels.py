@@ -1,4 +1,4 @@
-"""What a server does for a step, as plain data: a call of something in `triton/served/preprocess.py`."""
+"""Steps as a server does them, as plain data: a call of something in `triton/served/preprocess.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Kernel:
 def lookup(
     on: Sequence[str], keys: pl.DataFrame, columns: pl.DataFrame, defaults: Mapping[str, float] | None = None
 ) -> Kernel:
-    """Add columns of a table: each row of a request gets those of the row with the same key.
+    """Add columns of a table: each row of a request gets the values of the table's row with the same key.
 
     Args:
         on: The columns of a request that are the key.

@@ -54,7 +54,7 @@ def write(folder: Path, description: Mapping[str, Any], steps: Sequence[Step], s
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
-    """What `write` has written: description, steps, what they have learned.
+    """Description, steps, and what they have learned, as `write` has written them.
 
     Raises:
         FileNotFoundError: A file is not there.

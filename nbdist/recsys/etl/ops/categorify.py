@@ -28,7 +28,7 @@ class Categorify(Step):
             vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie", "seen"))``.
         min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
             with one vocabulary name any.
-        max_size: Codes that a column may have, those of null and unknown values included: the rarest values are left
+        max_size: Codes that a column may have, null and unknown values included: the rarest values are left
             out. None: any number. Or a mapping from columns to that.
         num_buckets: How many codes there are for values that are not in the vocabulary: with more than one, their hash
             decides, and what is known begins with code 1 + num_buckets. ``num_buckets=n, max_size=n + 1`` keeps no
@@ -153,8 +153,8 @@ class Categorify(Step):
         """`columns`: {column: {type, size, min_count, max_size, num_buckets, nulls, unseen, vocabulary}}.
 
         The file `vocabulary` has the columns `value` and `count`, and columns may have the same one; the value in row i
-        (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and unseen: how often code 0 and
-        those of values that are not known were seen; `buckets`, where there are several: the file with the `count` of
+        (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and unseen: counts of code 0, and of
+        the codes of values that are not known; `buckets`, where there are several: the file with the `count` of
         each of them. What is not known has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists,
         each element is coded, and a null list becomes [0].
         """
@@ -215,7 +215,7 @@ class Categorify(Step):
         return f"Categorify({groups}, {options})"
 
     def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
-        """One value per column, out of one for all or a mapping; the same for columns with one vocabulary."""
+        """Make a value per column of one for all or a mapping; the same for columns with one vocabulary."""
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.adds, value)
         for name in value:

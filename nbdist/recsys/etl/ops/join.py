@@ -16,7 +16,7 @@ from .step import Saved, Stage, State, Step, names_of, require, type_name
 
 
 class Join(Step):
-    """Add columns of another table: each row gets those of the table's row with the same key, or nulls.
+    """Add columns of another table: each row gets the values of the table's row with the same key, or nulls.
 
     Args:
         table: A polars frame, or Parquet files; held in memory.

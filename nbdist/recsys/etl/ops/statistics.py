@@ -1,4 +1,4 @@
-"""What steps that learn numbers from the training rows have in common: passes over the rows, tables of sums."""
+"""The common part of steps that learn numbers from the training rows: passes over the rows, tables of sums."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class StatisticsStep(Step):
     """The columns whose numbers are learned."""
 
     def aggregates(self) -> dict[str, Aggregate]:
-        """What it learns: name → what is added up. The name is that of what it makes."""
+        """The sums that it learns, by a name: a column that it makes, or a part of its name."""
         raise NotImplementedError
 
     def table(self, state: State, name: str) -> pl.DataFrame:
-        """What was learned by that name."""
+        """The table that was learned by that name."""
         return state.tables[self.kind, name]
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
@@ -43,7 +43,7 @@ class StatisticsStep(Step):
         queries = [Query([*columns, *roots], lambda frame: frame.select(named))]
 
         def added(aggregates: Mapping[str, Aggregate], means: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-            """What was seen of the values; or, where there are means, of the squares of their distances from these."""
+            """The sums of the values; or, where there are means, of the squares of their distances from these."""
             sums = {name: Sums(one.keys) for name, one in aggregates.items()}
             for (frame,) in rows.read(f"add up {', '.join(columns)}", queries):
                 for name, one in aggregates.items():

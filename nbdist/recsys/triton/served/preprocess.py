@@ -107,11 +107,11 @@ def hashed_cross(*columns: Array, num_buckets: int) -> Array:
 
 @kernel
 class Lookup:
-    """Rows of a table by its key columns; its last row is that of a key it does not have.
+    """Rows of a table by its key columns; its last row is for a key it does not have.
 
     Args:
         names: The columns to add, for messages.
-        keys: The key columns, each of shape (n, 1), of which no row is there twice.
+        keys: The key columns, each of shape (n, 1); no row is there twice.
         columns: The columns to add, each of n + 1 rows.
         nulls: Of each that is of floats, the numbers of the rows that are null, shape (any, 1); NaN is there.
     """
