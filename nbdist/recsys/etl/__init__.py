@@ -1,14 +1,18 @@
 """From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
 
-from .crossing import HashedCross
-from .elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
-from .groupby import JoinGroupby
 from .histories import sequences, with_history, write_history
-from .normalizing import Normalize, NormalizeMinMax
-from .rows import DifferenceLag, Filter
+from .ops.categorify import Categorify
+from .ops.compute import Compute
+from .ops.crossing import HashedCross
+from .ops.drop import Drop
+from .ops.elementwise import Bucketize, Clip, FillMissing, ListSlice, Log
+from .ops.groupby import JoinGroupby
+from .ops.join import Join
+from .ops.normalizing import Normalize, NormalizeMinMax
+from .ops.round import Round
+from .ops.rows import DifferenceLag, Filter
+from .ops.target_encoding import TargetEncoding
 from .splitting import Split, leave_one_out, time_split
-from .steps import Categorify, Compute, Drop, Join
-from .target_encoding import TargetEncoding
 from .unknown import fill_unknown
 from .vocabulary import Vocabulary
 from .workflow import Workflow
@@ -29,6 +33,7 @@ __all__ = [
     "Log",
     "Normalize",
     "NormalizeMinMax",
+    "Round",
     "Split",
     "TargetEncoding",
     "Vocabulary",

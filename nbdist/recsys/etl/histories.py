@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from .. import ranks
 from ..io.folders import atomic_folder
-from .fitted import ROW
 from .inputs import Input, Part, Source, opened, row_bytes, rows_in
+from .ops.step import ROW
 from .output import OutputFiles, Placed, Places, Spill, divide, plain, write_buckets
 from .splitting import Frame, check_columns
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, TypeAlias
 
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
@@ -19,14 +18,27 @@ import torch.distributed as dist
 from ...devices import collective_device
 from .. import ranks
 from ..io import remote
+from ..io.inspection import inspect
 from ..io.row_groups import RowGroup, slice_groups
-from ..io.storage import Paths, find
+from ..io.storage import Location, Paths
 
 _Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
 """Rows of a file, or a frame, by the first of them and their number."""
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Options of everything that reads rows."""
+
+    size: int
+    """Rows to have in memory at a time."""
+    engine: Any
+    """Polars' engine for what is on disk."""
+    progress: bool
+    """Whether rank 0 shows bars."""
 
 
 @dataclass(frozen=True)
@@ -97,32 +109,10 @@ class Input:
 
     @classmethod
     def of_files(cls, files: Paths) -> Input:
-        paths = find(files)
-        if not paths:
-            raise ValueError("no file is named")
-        groups: list[RowGroup] = []
-        frames: list[pl.LazyFrame | remote.RemoteFile] = []
-        schemas: list[pl.Schema] = []
-        for number, path in enumerate(paths):
-            try:
-                if isinstance(path, str):
-                    file = remote.RemoteFile(path)
-                    frames.append(file)
-                    schemas.append(file.schema)
-                    metadata = file.footer
-                else:
-                    metadata = pq.read_metadata(path)
-                    frame = remote.scan(path)
-                    frames.append(frame)
-                    schemas.append(frame.collect_schema())
-            except (pa.ArrowInvalid, pl.exceptions.PolarsError, OSError) as error:
-                raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
-            _compare(schemas[0], schemas[-1], str(path), f"in {paths[0]}")
-            counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            groups += [RowGroup(number, i, rows, 0) for i, rows in enumerate(counts)]
-        names = schemas[0].names()  # another file may have them in another order
-        slices = [frame.select(names).slice for frame in frames]
-        return cls(schemas[0], slices, [str(path) for path in paths], groups)
+        found = inspect(files, _look)
+        names = list(found.types)  # another file may have them in another order
+        slices = [frame.select(names).slice for frame in found.opened]
+        return cls(pl.Schema(found.types), slices, [str(path) for path in found.paths], found.groups)
 
     def derived(self, change: Callable[[pl.LazyFrame], pl.LazyFrame]) -> Input:
         """What `change` makes of the rows, one by one and in order."""
@@ -146,24 +136,19 @@ class Input:
         slices = [with_numbers(*one) for one in zip(self._slices, self._offsets(), strict=True)]
         return Input(pl.Schema({**self.schema, name: pl.Int64()}), slices, self._names, self._groups)
 
-    def filtered(self, condition: pl.Expr, size: int, engine: Any, progress: bool) -> Input:
+    def filtered(self, condition: pl.Expr, reading: Reading) -> Input:
         """The rows for which a condition is true. All ranks have to call it: each counts those of its share.
-
-        Args:
-            size: Rows to read at a time.
-            engine: Polars' engine for what is on disk.
-            progress: Whether rank 0 shows a bar.
 
         Raises:
             ValueError: There are none.
         """
         condition = condition.fill_null(False)
-        parts = self.parts(0, self.rows, size)
+        parts = self.parts(0, self.rows, reading.size)
         counts: dict[int, int] = {}
         mine = range(ranks.rank(), len(parts), ranks.world_size())
-        with ranks.progress_bar("filter", sum(parts[i].rows for i in mine), progress) as bar:
+        with ranks.progress_bar("filter", sum(parts[i].rows for i in mine), reading.progress) as bar:
             for i in mine:
-                (kept,) = parts[i].collect([parts[i].scan().select(condition.sum())], engine)
+                (kept,) = parts[i].collect([parts[i].scan().select(condition.sum())], reading.engine)
                 counts[i] = int(kept.item())
                 bar.update(parts[i].rows)
         counts = {i: count for one in ranks.all_gather(counts) for i, count in one.items()}
@@ -301,17 +286,14 @@ def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
     return path if sees else str(copies[writers[machine]])
 
 
-def _compare(expected: pl.Schema, found: pl.Schema, where: str, what: str) -> None:
-    """Raise `ValueError` where two schemas differ; their order may.
-
-    Args:
-        where: What `found` is the schema of.
-        what: Where `expected` comes from.
-    """
-    for name, dtype in expected.items():
-        if name not in found:
-            raise ValueError(f"{where}: no column {name!r}, which is {what}")
-        if found[name] != dtype:
-            raise ValueError(f"{where}: column {name!r} is {found[name]}, but {dtype} {what}")
-    if more := [name for name in found if name not in expected]:
-        raise ValueError(f"{where}: column {more[0]!r} is not {what}")
+def _look(path: Location) -> tuple[pl.LazyFrame | remote.RemoteFile, pl.Schema, pq.FileMetaData]:
+    """A Parquet file, its columns and its footer."""
+    if isinstance(path, str):
+        file = remote.RemoteFile(path)
+        return file, file.schema, file.footer
+    footer = pq.read_metadata(path)
+    frame = remote.scan(path)
+    try:
+        return frame, frame.collect_schema(), footer
+    except pl.exceptions.PolarsError as error:
+        raise OSError(str(error)) from error

@@ -33,14 +33,12 @@ import torch
 from .. import ranks
 from ..io.folders import atomic_folder
 from . import output, saving
-from .fitted import ROW, FittedStep, Learnt
-from .inputs import Input, Source, opened, row_bytes, rows_in
+from .inputs import Input, Reading, Source, opened, row_bytes, rows_in
 from .learning import learn, numbered, with_rows
-from .moments import SQUARES, key
+from .ops.rows import RowStep
+from .ops.step import ROW, State, Step, type_name
 from .pipeline import needed, pipeline, uses_row_numbers
-from .rows import Filter, RowStep
-from .steps import Categorify, Step, type_name
-from .vocabulary import Vocabulary, value_type
+from .vocabulary import Vocabulary
 
 _POSITION = 4  # bytes of a row's position in the output
 
@@ -50,14 +48,14 @@ class Workflow:
 
     Args:
         *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
-            those that change single values, `FillMissing`, `Log`, `Clip`, `Bucketize`, `ListSlice`; those that learn
-            numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows, `Filter`,
-            `DifferenceLag`.
+            those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`, `ListSlice`; those that
+            learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows,
+            `Filter`, `DifferenceLag`.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Those of the columns that the steps make of them.
-        learnt: What its steps have learnt.
+        state: What its steps have learned.
         rows: How many rows `fit` saw that no `Filter` left out, those of the workflow that it went on from included.
 
     `fitted` tells whether it is one.
@@ -91,7 +89,7 @@ class Workflow:
     rows: int
     inputs: dict[str, str]
     outputs: dict[str, str]
-    learnt: Learnt
+    state: State
 
     def __init__(self, *steps: Step) -> None:
         for step in steps:
@@ -99,13 +97,10 @@ class Workflow:
                 raise TypeError(
                     f"a workflow consists of steps such as Join, Categorify, Compute and Drop, not of {step!r}"
                 )
-        coded = [name for step in steps if isinstance(step, Categorify) for name in step.adds]
-        if twice := {name for name in coded if coded.count(name) > 1}:
-            raise ValueError(f"column {min(twice)!r} is categorified twice")
-        numbers = [(step.kind, name) for step in steps if isinstance(step, FittedStep) for name in step.aggregates()]
-        if several := {one for one in numbers if numbers.count(one) > 1}:
-            kind, name = min(several)
-            raise ValueError(f"{name!r} is learnt by two steps {kind}: one is needed")
+        learned = [(type(step).__name__, name) for step in steps for name in step.learns]
+        if twice := {one for one in learned if learned.count(one) > 1}:
+            kind, name = min(twice)
+            raise ValueError(f"{name!r} is learned by two {kind} steps: leave one of them out")
         self.steps = steps
         self.fitted = False
 
@@ -151,10 +146,11 @@ class Workflow:
             schemas = [given.schema]
             for step in self.steps:
                 schemas.append(step.check(schemas[-1], given.where))
-            size = rows_in(memory, row_bytes(given.head(given.schema.names())))
-            known = Learnt() if previous is None else previous.learnt
-            self._check_growth(known, schemas)
-            self.learnt, rows = learn(self.steps, schemas, given, size, chosen, progress, known)
+            known = State() if previous is None else previous.state
+            for step, schema in zip(self.steps, schemas, strict=False):
+                step.check_growth(schema, known)
+            reading = Reading(rows_in(memory, row_bytes(given.head(given.schema.names()))), chosen, progress)
+            self.state, rows = learn(self.steps, schemas, given, reading, known)
             self.rows = rows + (0 if previous is None else previous.rows)
             self.inputs, self.outputs = (
                 {name: type_name(dtype) for name, dtype in schema.items()} for schema in (schemas[0], schemas[-1])
@@ -165,47 +161,13 @@ class Workflow:
     @property
     def vocabularies(self) -> dict[str, Vocabulary]:
         """The `Vocabulary` of each categorified column."""
-        return self.learnt.vocabularies
-
-    def _check_growth(self, known: Learnt, schemas: Sequence[pl.Schema]) -> None:
-        """Raise `ValueError` where codes of vocabularies could not stay, or numbers not be added to what is known."""
-        for step, schema in zip(self.steps, schemas, strict=False):
-            if not isinstance(step, FittedStep):
-                continue
-            for name, one in step.aggregates().items():
-                table = known.tables.get((step.kind, name))
-                if table is None:
-                    continue
-                types = {key(each): value_type(schema[each], "fit") for each in one.keys if each in schema}
-                if {each: dtype for each, dtype in table.schema.items() if each.startswith(key(""))} != types:
-                    raise ValueError(f"{step}: {name!r} cannot go on from the previous workflow: its keys were others")
-                if one.squares and table[SQUARES].null_count():
-                    raise ValueError(f"{step}: {name!r} cannot go on from the previous workflow: it had no std or var")
-        previous = known.vocabularies
-        pairs = [(step, schema) for step, schema in zip(self.steps, schemas, strict=False) if type(step) is Categorify]
-        groups = [(step, schema, group) for step, schema in pairs for group in step.groups]
-        for step, schema, group in groups:
-            old = next((previous[name] for name in group if name in previous), None)
-            if old is None:
-                continue
-            dtype, size, buckets = value_type(schema[group[0]], "fit"), step.max_size[group[0]], old.num_buckets
-            why = ""
-            if any(name not in previous or not previous[name].values.equals(old.values) for name in group):
-                why = f"columns {', '.join(group)} had not one vocabulary together"
-            elif dtype != old.values.dtype:
-                why = f"its values were {old.values.dtype} and are {dtype}"
-            elif step.num_buckets[group[0]] != buckets:
-                why = f"it had num_buckets={buckets}, and has {step.num_buckets[group[0]]}"
-            elif size is not None and size < old.size:
-                why = f"it had {old.size} codes, and max_size={size}"
-            if why:
-                raise ValueError(f"column {group[0]!r} cannot keep the codes of the previous workflow: {why}")
+        return self.state.vocabularies
 
     def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
         """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept, and all of them.
 
         It is for rows to be answered, not for those to be trained from: a `Filter` is left out, and a `TargetEncoding`
-        gives what it has learnt from all training rows.
+        gives what it has learned from all training rows.
 
         Args:
             frame: Needs no more columns than those wanted are made of: rows to predict need no label.
@@ -218,7 +180,7 @@ class Workflow:
         """
         wanted = self._wanted(columns)
         self._check_inputs(frame.collect_schema(), self.needs(wanted), "the frame")
-        return pipeline(self.steps, self.learnt, wanted)(frame.lazy())
+        return pipeline(self.steps, self.state, wanted)(frame.lazy())
 
     def transform(
         self,
@@ -284,9 +246,9 @@ class Workflow:
             ranks.agree("transform", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory, chosen, progress)
-                steps = pipeline(rest, self.learnt, wanted, bool(training))
+                steps = pipeline(rest, self.state, wanted, bool(training))
                 if training and uses_row_numbers(rest, wanted):
-                    given = numbered(given, rest, self.learnt)
+                    given = numbered(given, rest, self.state)
                 names = needed(rest, wanted)[0] | {ROW}
                 raw = pl.Schema({name: dtype for name, dtype in given.schema.items() if name in names})
                 raw = raw or pl.Schema([next(iter(given.schema.items()))])  # any, for the number of rows
@@ -309,12 +271,11 @@ class Workflow:
             return given, self.steps
         columns, done = needed(self.steps, wanted), 0
         size = rows_in(memory, row_bytes(given.head(sorted(columns[0]) or given.schema.names()[:1])))
+        reading = Reading(size, engine, progress)
         for i, step in enumerate(self.steps):
-            if isinstance(step, RowStep) and (isinstance(step, Filter) or columns[i + 1].intersection(step.adds)):
+            if isinstance(step, RowStep) and (step.selects or columns[i + 1].intersection(step.adds)):
                 before = sorted(columns[i])
-                given = with_rows(
-                    given, self.steps[done:i], step, self.learnt, before, training, size, engine, progress
-                )
+                given = with_rows(given, self.steps[done:i], step, self.state, before, training, reading)
                 done = i + 1
         return given, self.steps[done:]
 
@@ -332,11 +293,11 @@ class Workflow:
     def describe(self) -> dict[str, Any]:
         """What the fitted steps do, as plain data: what ``workflow.json`` holds."""
         self._wanted(None)
-        return saving.describe(self.steps, self.learnt, self.inputs, self.outputs, self.rows)
+        return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows)
 
     def needs(self, columns: Sequence[str]) -> dict[str, str]:
         """Names and types of the columns of `inputs` that some of the `outputs` are made of."""
-        return self._inputs([step for step in self.steps if not isinstance(step, Filter)], self._wanted(columns))
+        return self._inputs([step for step in self.steps if not step.selects], self._wanted(columns))
 
     def _inputs(self, steps: Sequence[Step], wanted: Sequence[str]) -> dict[str, str]:
         there = needed(steps, wanted)[0]
@@ -356,7 +317,7 @@ class Workflow:
         description = self.describe()
         with atomic_folder(folder, saving.FILES, overwrite) as scratch:
             if ranks.rank() == 0:
-                saving.write(scratch / "whole", description, self.steps, self.learnt)
+                saving.write(scratch / "whole", description, self.steps, self.state)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Workflow:
@@ -365,17 +326,17 @@ class Workflow:
         Raises:
             FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
         """
-        description, steps, learnt = saving.read(Path(folder).expanduser())
+        description, steps, state = saving.read(Path(folder).expanduser())
         workflow = cls(*steps)
         workflow.inputs, workflow.outputs = description["inputs"], description["outputs"]
-        workflow.rows, workflow.learnt, workflow.fitted = description["rows"], learnt, True
+        workflow.rows, workflow.state, workflow.fitted = description["rows"], state, True
         return workflow
 
     def __repr__(self) -> str:
         return f"Workflow({', '.join(map(repr, self.steps))})"
 
     def _wanted(self, columns: Sequence[str] | None) -> list[str]:
-        """The columns that are asked for; raises where there is no such column, or nothing has been learnt yet."""
+        """The columns that are asked for; raises where there is no such column, or nothing has been learned yet."""
         if not self.fitted:
             raise RuntimeError("the workflow is not fitted: call fit() with the training rows first, or load() one")
         if columns is None:

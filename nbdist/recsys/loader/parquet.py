@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..io import storage
-from ..io.row_groups import Piece, RowGroup
+from ..io.inspection import inspect
+from ..io.row_groups import Piece
 from ..io.storage import Paths
 from .columns import Columns, Ragged, join
 from .tables import check_type, is_list, to_columns
@@ -30,36 +31,14 @@ class ParquetFiles:
     """
 
     def __init__(self, files: Paths, columns: Sequence[str] | None = None) -> None:
-        self.paths = storage.find(files)
-        if not self.paths:
-            raise ValueError("files= names no file")
-        self.types: dict[str, pa.DataType] = {}
-        self.groups: list[RowGroup] = []
-        self._footers: dict[storage.Location, Any] = {}  # of remote files, which are far to go for
-        for number, path in enumerate(self.paths):
-            try:
-                with storage.parquet(path) as opened:
-                    schema, metadata = opened.schema_arrow, opened.metadata
-            except (pa.ArrowInvalid, OSError) as error:
-                raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
-            if storage.is_uri(path):
-                self._footers[path] = metadata
-            types = _chosen(schema, columns, path)
-            if number == 0:
-                self.types = types
-            for name, kind in types.items():
-                if name not in self.types:
-                    raise ValueError(f"{path}: column {name!r} is not in {self.paths[0]}; columns= leaves it out")
-                if kind != self.types[name]:
-                    raise ValueError(f"{path}: column {name!r} is {kind}, but {self.types[name]} in {self.paths[0]}")
-            if missing := self.types.keys() - types.keys():
-                raise ValueError(f"{path}: no column {min(missing)!r}, which {self.paths[0]} has")
-            for index in range(metadata.num_row_groups):
-                group = metadata.row_group(index)
-                if group.num_rows:
-                    self.groups.append(RowGroup(number, index, group.num_rows, _size(group, self.types)))
-        if not self.groups:
-            raise ValueError(f"{self.paths[0]}: no rows in {len(self.paths)} file(s)")
+        def look(path: storage.Location) -> tuple[Any, dict[str, pa.DataType], Any]:
+            with storage.parquet(path) as opened:
+                return opened.metadata, _chosen(opened.schema_arrow, columns, path), opened.metadata
+
+        found = inspect(files, look, _size, "; columns= leaves it out")
+        self.paths, self.types, self.groups = found.paths, found.types, found.groups
+        footers = zip(self.paths, found.opened, strict=True)
+        self._footers = {path: footer for path, footer in footers if storage.is_uri(path)}  # which are far to go for
 
     def __len__(self) -> int:
         return sum(group.rows for group in self.groups)
@@ -139,7 +118,7 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
     return {name: schema.field(name).type for name in names}
 
 
-def _size(group: Any, types: dict[str, pa.DataType]) -> int:
+def _size(group: Any, types: Mapping[str, pa.DataType]) -> int:
     """Bytes of a row group's chosen columns as tensors. Exact: Parquet says how many values there are."""
     size = 0
     for index in range(group.num_columns):

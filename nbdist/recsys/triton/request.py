@@ -7,9 +7,8 @@ for null and for the padding of lists.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..etl.crossing import HashedCross
-from ..etl.elementwise import Bucketize, ColumnStep
-from ..etl.groupby import JoinGroupby
-from ..etl.moments import key
-from ..etl.normalizing import Normalize, NormalizeMinMax
-from ..etl.rows import DifferenceLag, Filter
-from ..etl.steps import Categorify, Join, type_name
-from ..etl.target_encoding import TargetEncoding
-from ..etl.vocabulary import Vocabulary
+from ..etl.kernels import Kernel
+from ..etl.ops.step import type_name
 from ..etl.workflow import Workflow
 from .served.preprocess import NULL, NULL_STRING, PADDING, PADDING_STRING, Array, markers
 
@@ -51,52 +43,23 @@ class ServedSteps:
     """The columns of a request, each with its type's name in the workflow."""
     outputs: dict[str, Feature] = field(default_factory=dict)
     """What the model takes."""
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    arrays: dict[str, Array] = field(default_factory=dict)
-
-    def add_join(self, prefix: str, step: Join, columns: Sequence[str]) -> None:
-        """Put a join before the steps; `columns` are those of its table that are wanted."""
-        table, missing = step.table.to_arrow(), {}
-        for name in columns:
-            nulls = pa.nulls(1, table[name].type)  # the row of a key that the table does not have
-            column = pa.chunked_array([*table[name].chunks, nulls])
-            if pa.types.is_floating(column.type):  # which have no value to stand for null
-                missing[name] = f"{prefix}{name}.null"
-                self.arrays[missing[name]] = column.is_null().to_numpy()
-                column = column.fill_null(math.nan)
-            self.arrays[prefix + name] = to_request(column, name, arrow_type(name, type_name(step.table.schema[name])))
-        for name in step.on:
-            kind = arrow_type(name, type_name(step.table.schema[name]))
-            self.arrays[prefix + name] = to_request(table[name], name, kind)[:, 0]
-        keys, added = [prefix + name for name in step.on], {name: prefix + name for name in columns}
-        self.steps.append({"kind": "join", "on": step.on, "keys": keys, "columns": added, "missing": missing})
-
-    def add_learnt(self, prefix: str, table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> None:
-        """Put a table that was learnt before the steps: its keys, null being one, and columns with their defaults."""
-        for name in on:
-            kind = arrow_type(name, type_name(table.schema[key(name)]))
-            self.arrays[prefix + key(name)] = to_request(table.to_arrow()[key(name)], name, kind)[:, 0]
-        for name, default in defaults.items():
-            values = table[name].to_numpy()
-            self.arrays[prefix + name] = np.append(values, values.dtype.type(default))[:, None]
-        keys, added = [prefix + key(name) for name in on], {name: prefix + name for name in defaults}
-        self.steps.append({"kind": "join", "on": list(on), "keys": keys, "columns": added, "missing": {}})
-
-    def add_vocabulary(self, name: str, vocabulary: Vocabulary) -> None:
-        """Put the coding of a column before the steps."""
-        key = f"vocabulary.{name}"
-        kind = arrow_type(name, type_name(vocabulary.values.dtype))
-        self.arrays[key] = to_request(vocabulary.values.to_frame().to_arrow()[0], name, kind)[:, 0]
-        self.steps.append(
-            {"kind": "categorify", "column": name, "vocabulary": key, "num_buckets": vocabulary.num_buckets}
-        )
+    kernels: list[Kernel] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write what `served.preprocess.Preprocessing` reads."""
+        steps: list[dict[str, Any]] = []
+        parts: dict[str, Array] = {}
+        for number, kernel in enumerate(self.kernels):
+            names: dict[str, list[str]] = {}
+            for role, columns in kernel.arrays.items():
+                names[role] = [f"{number}.{role}.{place}" for place in range(len(columns))]
+                for name, column in zip(names[role], columns, strict=True):
+                    parts |= _storable(name, _array(column))
+            one = {"kind": kernel.kind, "takes": list(kernel.takes), "makes": list(kernel.makes)}
+            steps.append({**one, "options": dict(kernel.options), "arrays": names})
         outputs = {name: feature.dtype for name, feature in self.outputs.items()}
-        description = {"inputs": self.inputs, "outputs": outputs, "steps": self.steps}
+        description = {"inputs": self.inputs, "outputs": outputs, "steps": steps}
         (folder / "steps.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
-        parts = {name: part for key, array in self.arrays.items() for name, part in _storable(key, array).items()}
         np.savez(folder / "arrays.npz", **parts)  # type: ignore[arg-type]
 
 
@@ -105,74 +68,41 @@ def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSte
 
     Raises:
         RuntimeError: The workflow is not fitted.
-        ValueError: for a column that the workflow does not put out, that no model can take, or that is computed by an
-            expression of polars.
+        ValueError: for a column that the workflow does not put out, that no model can take, or that is made by a step
+            that is not served.
     """
     if columns is None and workflow.fitted:
         columns = [name for name in workflow.outputs if name in workflow.vocabularies]
     result = ServedSteps(workflow.needs(columns or []))
     result.outputs = {name: _feature(workflow, name) for name in columns or []}
     wanted = set(result.outputs)
-    for number, step in reversed(list(enumerate(workflow.steps))):
+    for step in reversed(workflow.steps):
         made = [name for name in step.adds if name in wanted]
-        if isinstance(step, Join) and made:
-            result.add_join(f"join{number}.", step, made)
-        elif isinstance(step, Categorify):
-            for name in made:
-                result.add_vocabulary(name, workflow.vocabularies[name])
-        elif isinstance(step, ColumnStep) and made:
-            coded = [name for one in workflow.steps[:number] if isinstance(one, Categorify) for name in one.adds]
-            for name in made:
-                result.steps.append({"kind": step.kind, "column": name, "coded": name in coded, **step.options})
-        elif isinstance(step, (Normalize, NormalizeMinMax)):
-            for name in made:
-                shift, scale = step.shift_and_scale(workflow.learnt, name)
-                described = {"kind": "normalize", "column": name, "coded": False, "shift": shift, "scale": scale}
-                result.steps.append(described)
-        elif isinstance(step, TargetEncoding):
-            for name in made:
-                defaults = {name: step.default(workflow.learnt, name)}
-                table = step.encoded(workflow.learnt, name)
-                result.add_learnt(f"learnt{number}.{name}.", table, step.groups[name], defaults)
-        elif isinstance(step, JoinGroupby) and made:
-            for each, (group, names) in enumerate(step.groups(made)):
-                table, values = step.joined(workflow.learnt, group, names)
-                result.add_learnt(f"learnt{number}.{each}.", table, group, dict(zip(names, values, strict=True)))
-        elif isinstance(step, DifferenceLag) and made:
-            raise ValueError(
-                f"column {made[0]!r} is the difference from another row, and a request has no other rows: compute it "
-                "before the workflow, so that requests carry it, or leave it out of columns="
-            )
-        elif isinstance(step, HashedCross) and made:
-            described = {"kind": "hashed_cross", "columns": step.columns, "num_buckets": step.num_buckets}
-            result.steps.append({**described, "column": step.name})
-        elif made:
-            raise ValueError(
-                f"column {made[0]!r} is computed by a polars expression, which a server without polars cannot do: "
-                "compute it before the workflow, so that requests carry it, or leave it out of columns=; or use a step "
-                "that is served: FillMissing, Log, Clip, Bucketize, ListSlice, HashedCross, Normalize, TargetEncoding, "
-                "JoinGroupby"
-            )
-        if not isinstance(step, Filter):  # every row of a request is answered
+        if made:
+            result.kernels[:0] = step.serve(made, workflow.state)
+        if not step.selects:  # every row of a request is answered
             wanted = step.needs(wanted)
-    result.steps.reverse()
     for name, kind in result.inputs.items():
         arrow_type(name, kind)
     return result
 
 
 def _feature(workflow: Workflow, name: str) -> Feature:
-    vocabulary, kind = workflow.vocabularies.get(name), workflow.outputs[name]
-    makers = [step for step in workflow.steps if name in step.adds]
-    if makers and isinstance(makers[-1], Bucketize):
-        return Feature("int64", size=makers[-1].size)
-    if makers and isinstance(makers[-1], HashedCross):
-        return Feature("int64", size=makers[-1].num_buckets + 1)
-    if vocabulary is not None:
-        return Feature("int64", vocabulary.lists, vocabulary.size)
+    kind, codes = workflow.outputs[name], None
+    for step in workflow.steps:
+        if name in step.adds:
+            codes = step.num_codes(name, codes, workflow.state)
+    if codes is not None and kind in ("int64", "list[int64]"):
+        return Feature("int64", kind != "int64", codes)
     if kind not in ("bool", "float32", "float64") and not re.fullmatch("u?int(8|16|32|64)", kind):
         raise ValueError(f"column {name!r} is {kind}, which no model can take: categorify it, or leave it out")
     return Feature(kind)
+
+
+def _array(column: pl.Series) -> Array:
+    """A column of a kernel's, as requests carry it."""
+    kind = arrow_type(column.name, type_name(column.dtype))
+    return to_request(column.to_frame().to_arrow()[0], column.name, kind)
 
 
 def arrow_type(name: str, kind: str) -> pa.DataType:

@@ -121,9 +121,9 @@ def test_they_are_what_a_reference_says(
     path = tmp_path_factory.mktemp("features")
     train = frame_of(seen)
     one = Workflow(*STEPS).fit(write(path / "in", train, cuts), memory=memory, progress=False)
-    assert one.learnt.tables.keys() == Workflow(*STEPS).fit(train, progress=False).learnt.tables.keys()
-    for name, table in Workflow(*STEPS).fit(train, progress=False).learnt.tables.items():
-        assert table.equals(one.learnt.tables[name]), f"{name} does not depend on files and memory"
+    assert one.state.tables.keys() == Workflow(*STEPS).fit(train, progress=False).state.tables.keys()
+    for name, table in Workflow(*STEPS).fit(train, progress=False).state.tables.items():
+        assert table.equals(one.state.tables[name]), f"{name} does not depend on files and memory"
     every = {"count": 0.0, "std": 0.0, "var": 0.0} | numbers([row[3] for row in seen]) | {"sum": 0.0}
     by_key: dict[Any, list[Any]] = defaultdict(list)
     for row in seen:
@@ -190,7 +190,7 @@ def test_no_row_sees_its_own_target(
         assert (
             done["row"].to_list() == list(range(len(rows))) and not done[encoding.adds].null_count().sum_horizontal()[0]
         )
-        folds = one.learnt.tables["target_encoding_folds", "TE_genre_label"]
+        folds = one.state.tables["target_encoding_folds", "TE_genre_label"]
         if len(folds.filter(pl.col(COUNT) > 0)[key("fold (nbdist)")].unique()) > 1:
             found.append(done[number].select(encoding.adds).row(0))
     assert len(set(found)) <= 1, "a row's own label changes what it is encoded as"
@@ -235,7 +235,7 @@ def test_sums_do_not_depend_on_the_order(values: list[float], random: Any) -> No
 def test_a_small_spread_of_large_numbers() -> None:
     times = pl.DataFrame({"time": [1_700_000_000.0 + i % 3 for i in range(999)]})
     one = Workflow(Normalize("time")).fit(times, progress=False)
-    table = one.learnt.tables["normalize", "time"]
+    table = one.state.tables["normalize", "time"]
     assert table[SQUARES].item() == pytest.approx(666, rel=1e-12) and table[SUM].item() == times["time"].sum()
 
 
@@ -341,8 +341,8 @@ def test_steps_see_the_rows_that_are_left() -> None:
         Normalize("x"),
     ).fit(rows, progress=False)
     assert one.vocabularies["user"].unseen == 1, "the step before the filter has seen all"
-    assert one.learnt.tables["join_groupby", "user"]["rows"].to_list() == [3, 2]
-    assert one.rows == 5 and one.learnt.tables["normalize", "x"][SUM].item() == 18
+    assert one.state.tables["join_groupby", "user"]["rows"].to_list() == [3, 2]
+    assert one.rows == 5 and one.state.tables["normalize", "x"][SUM].item() == 18
 
 
 def test_only_what_is_wanted_has_to_be_there(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
         (lambda: DifferenceLag("a", by="b", shift=[]), r"shift=\[\]"),
         (lambda: Filter(pl.lit(True)), "reads no column"),
         (lambda: Filter(pl.col("x").map_elements(bool, pl.Boolean)), "Python function"),
-        (lambda: Workflow(Normalize("a"), Normalize("a")), "'a' is learnt by two steps normalize"),
+        (lambda: Workflow(Normalize("a"), Normalize("a")), "'a' is learned by two Normalize steps"),
     ],
 )
 def test_arguments_that_make_no_sense(make: Any, message: str) -> None:

@@ -18,6 +18,8 @@ from nbdist import Session
 from nbdist.recsys.etl import Categorify, Workflow, fill_unknown
 from nbdist.recsys.etl.hashing import hashed
 from nbdist.recsys.triton import export_ensemble
+from nbdist.recsys.triton.export import Ensemble
+from nbdist.recsys.triton.request import served_steps
 from nbdist.recsys.triton.served import preprocess
 
 days = st.lists(st.lists(st.one_of(st.none(), st.integers(-3, 12)), min_size=1, max_size=30), min_size=1, max_size=4)
@@ -242,3 +244,12 @@ def test_what_an_unknown_value_is_made_of() -> None:
     buckets = fitted([1, 1, 2], min_count=2, num_buckets=2).vocabularies["user"]
     assert buckets.unknown_weights().tolist() == [0, 0.5, 0.5, 0]
     assert fitted([None]).vocabularies["user"].unknown_weights().tolist() == [0, 1]
+
+
+def test_a_vocabulary_without_a_value_is_served(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"genre": [None, None]}, schema={"genre": pl.String})
+    one = Workflow(Categorify("genre")).fit(rows, progress=False)
+    result = served_steps(one, ["genre"])
+    result.write(tmp_path)
+    request = Ensemble(tmp_path, "", result.inputs, "").request(pl.DataFrame({"genre": ["war", None]}))
+    assert preprocess.Preprocessing(tmp_path)(request)["genre"].tolist() == [[1], [0]]

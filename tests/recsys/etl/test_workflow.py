@@ -542,7 +542,7 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Compute(x=pl.fold(0, lambda a, b: a + b, [pl.col("a")])), ValueError, "Python function"),
         (lambda: Compute(x=pl.col("a").name.map(str.upper)), ValueError, "Python function"),
         (lambda: Workflow("join"), TypeError, "Join, Categorify, Compute and Drop"),
-        (lambda: Workflow(Categorify("a"), Categorify("a")), ValueError, "'a' is categorified twice"),
+        (lambda: Workflow(Categorify("a"), Categorify("a")), ValueError, "'a' is learned by two Categorify steps"),
     ],
 )
 def test_steps_that_make_no_sense(make: Any, error: type[Exception], message: str) -> None:

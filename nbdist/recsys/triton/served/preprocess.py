@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +24,14 @@ NULL_STRING, PADDING_STRING = b"\x1a", b"\x19"
 """The same among strings."""
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""What a step of ``steps.json`` can be, by its kind: a function of the columns that it takes, or a class of such."""
+
+
+def kernel(made: Any) -> Any:
+    """Put a function or class among the `KERNELS`."""
+    KERNELS[made.__name__] = made
+    return made
 
 
 class ValueIndex:
@@ -52,11 +60,12 @@ class ValueIndex:
         return np.where(self._sorted[place] == values, self._order[place], -1)
 
 
+@kernel
 class Categorify:
-    """Values to codes: 0 null, 1 to `num_buckets` not known, then the vocabulary; padding stays, as -1."""
+    """Values to codes: 0 null, 1 to `num_buckets` not known, then the vocabulary; padding stays."""
 
-    def __init__(self, vocabulary: Array, num_buckets: int) -> None:
-        self._index, self._num_buckets = ValueIndex(vocabulary), num_buckets
+    def __init__(self, vocabulary: list[Array], num_buckets: int) -> None:
+        self._index, self._num_buckets = ValueIndex(vocabulary[0][:, 0]), num_buckets
 
     def __call__(self, values: Array) -> Array:
         null, padding = markers(values)
@@ -66,7 +75,7 @@ class Categorify:
         if self._num_buckets > 1:
             codes[unknown] = 1 + (hashed(values[unknown]) % np.uint64(self._num_buckets)).astype(np.int64)
         codes[values == null] = 0
-        codes[values == padding] = -1
+        codes[values == padding] = PADDING
         return codes
 
 
@@ -84,61 +93,62 @@ def _mixed(values: Array) -> Array:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-class HashedCross:
+@kernel
+def hashed_cross(*columns: Array, num_buckets: int) -> Array:
     """Codes of combinations of columns: 0 where one is null, otherwise 1 to `num_buckets`."""
-
-    def __init__(self, num_buckets: int) -> None:
-        self._num_buckets = num_buckets
-
-    def __call__(self, columns: list[Array]) -> Array:
-        first, *others = (hashed(values).reshape(values.shape) for values in columns)
-        for other in others:
-            first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
-        codes = 1 + (first % np.uint64(self._num_buckets)).astype(np.int64)
-        for values in columns:
-            codes[values == markers(values)[0]] = 0
-        return codes
+    first, *others = (hashed(values).reshape(values.shape) for values in columns)
+    for other in others:
+        first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
+    codes = 1 + (first % np.uint64(num_buckets)).astype(np.int64)
+    for values in columns:
+        codes[values == markers(values)[0]] = 0
+    return codes
 
 
-class Join:
-    """Rows of a table by its key columns; its last row, all nulls, is that of a key it does not have.
+@kernel
+class Lookup:
+    """Rows of a table by its key columns; its last row is for a key it does not have.
 
     Args:
-        keys: The key columns, each of shape (n,), of which no row is there twice.
+        names: The columns to add, for messages.
+        keys: The key columns, each of shape (n, 1); no row is there twice.
         columns: The columns to add, each of n + 1 rows.
-        missing: For those that are floats, which rows are null; they are NaN there.
+        nulls: Of each that is of floats, the numbers of the rows that are null, shape (any, 1); NaN is there.
     """
 
-    def __init__(self, keys: list[Array], columns: Mapping[str, Array], missing: Mapping[str, Array]) -> None:
-        self._columns, self._missing = columns, missing
+    def __init__(self, names: list[str], keys: list[Array], columns: list[Array], nulls: list[Array]) -> None:
+        self._names, self._columns = names, columns
+        self._nulls = [np.isin(np.arange(len(column)), rows) for column, rows in zip(columns, nulls, strict=True)]
         # One key after the other, the rows get the number of what they have of the keys so far.
         self._levels: list[tuple[ValueIndex, int, ValueIndex]] = []
         number = np.zeros(len(keys[0]), np.int64)
-        for key in keys:
+        for key in (key[:, 0] for key in keys):
             values, digit = np.unique(key, return_inverse=True)
             pairs, together = np.unique(number * len(values) + digit, return_inverse=True)
             self._levels.append((ValueIndex(values), len(values), ValueIndex(pairs)))
             number = together
         self._rows = np.append(np.argsort(number), -1)
 
-    def __call__(self, keys: list[Array]) -> dict[str, Array]:
+    def __call__(self, *keys: Array) -> list[Array]:
         number = np.zeros(len(keys[0]), np.int64)
         for (values, size, pairs), key in zip(self._levels, keys, strict=True):
             digit = values(key[:, 0])
             number = pairs(np.where(digit >= 0, number * size + digit, -1))  # -1, too, stays negative
         rows = self._rows[number]
-        for name, missing in self._missing.items():
-            if missing[rows].any():
+        for name, null in zip(self._names, self._nulls, strict=True):
+            if null[rows].any():
                 raise ValueError(f"{name} is null, which it never was in training")
-        return {name: column[rows] for name, column in self._columns.items()}
+        return [column[rows] for column in self._columns]
 
 
-def fill_missing(values: Array, coded: bool, value: float) -> Array:
+@kernel
+def fill_missing(values: Array, value: float) -> Array:
     """Values with `value` where there is none."""
     return np.where(_missing(values), values.dtype.type(value), values)
 
 
-def log(values: Array, coded: bool) -> Array:
+@kernel
+def log(values: Array) -> Array:
     """log(1 + x), in double precision."""
     if values.dtype == np.int64 and (values == NULL).any():
         raise ValueError("there is a null in a column of which the logarithm is taken")
@@ -147,7 +157,8 @@ def log(values: Array, coded: bool) -> Array:
     return found.astype(np.float32) if values.dtype == np.float32 else found
 
 
-def normalize(values: Array, coded: bool, shift: float, scale: float) -> Array:
+@kernel
+def normalize(values: Array, shift: float, scale: float) -> Array:
     """(x - shift) / scale, in double precision, then float32."""
     if values.dtype == np.int64 and (values == NULL).any():
         raise ValueError("there is a null in a column that is normalized")
@@ -155,34 +166,42 @@ def normalize(values: Array, coded: bool, shift: float, scale: float) -> Array:
         return ((values.astype(np.float64) - shift) / scale).astype(np.float32)
 
 
-def clip(values: Array, coded: bool, least: float | None, most: float | None) -> Array:
+@kernel
+def clip(values: Array, least: float | None, most: float | None) -> Array:
     """Values between bounds; what is missing stays so."""
     kind = values.dtype.type
     bounds = (None if bound is None else kind(bound) for bound in (least, most))
     return np.where(_missing(values), values, np.clip(values, *bounds))
 
 
-def bucketize(values: Array, coded: bool, boundaries: list[float]) -> Array:
+@kernel
+def bucketize(values: Array, boundaries: list[float]) -> Array:
     """0 for what is missing, 1 below the first boundary, and so on."""
     return np.where(_missing(values), 0, 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right"))
 
 
-def list_slice(values: Array, coded: bool, first: int | None, last: int | None) -> Array:
+@kernel
+def round(values: Array, decimals: int) -> Array:
+    """Floats rounded, halves to the even neighbor; very large ones stay."""
+    if values.dtype == np.int64:
+        return values
+    scale, exact = 10.0**decimals, values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        scaled = exact * scale
+        return np.where(np.isfinite(scaled), np.rint(scaled) / scale, exact).astype(values.dtype)
+
+
+@kernel
+def list_slice(values: Array, first: int | None, last: int | None) -> Array:
     """The first or the last values of lists."""
     if last is None:
         return values[:, :first]
-    padding = -1 if coded else markers(values)[1]
+    padding = markers(values)[1]
     lengths = (values != padding).sum(axis=1)[:, None]  # (rows, 1)
     places = np.maximum(lengths - last, 0) + np.arange(min(last, values.shape[1]))
     found = np.take_along_axis(values, places.clip(max=values.shape[1] - 1), axis=1)
     found[places >= lengths] = padding
     return found
-
-
-ELEMENTWISE: dict[str, Any] = {
-    function.__name__: function for function in (fill_missing, log, normalize, clip, bucketize, list_slice)
-}
-"""The steps that change single values, by their kind in ``steps.json``."""
 
 
 def _missing(values: Array) -> Array:
@@ -201,20 +220,13 @@ class Preprocessing:
         with np.load(folder / "arrays.npz") as arrays:
             self._steps = [self._step(step, arrays) for step in description["steps"]]
 
-    def _step(self, step: dict[str, Any], arrays: Mapping[str, Array]) -> tuple[list[str], Any]:
-        if step["kind"] == "join":
-            keys = [load_array(arrays, key) for key in step["keys"]]
-            columns, missing = (
-                {name: load_array(arrays, key) for name, key in step[part].items()} for part in ("columns", "missing")
-            )
-            return step["on"], Join(keys, columns, missing)
-        if step["kind"] == "hashed_cross":
-            cross = HashedCross(step["num_buckets"])
-            return step["columns"], lambda columns: {step["column"]: cross(columns)}
-        if step["kind"] in ELEMENTWISE:
-            options = {name: one for name, one in step.items() if name not in ("kind", "column")}
-            return [step["column"]], functools.partial(ELEMENTWISE[step["kind"]], **options)
-        return [step["column"]], Categorify(load_array(arrays, step["vocabulary"]), step["num_buckets"])
+    @staticmethod
+    def _step(step: dict[str, Any], arrays: Mapping[str, Array]) -> tuple[list[str], list[str], Callable[..., Any]]:
+        found = KERNELS[step["kind"]]
+        loaded = {role: [load_array(arrays, name) for name in names] for role, names in step["arrays"].items()}
+        options = {**step["options"], **loaded}
+        run = found(**options) if isinstance(found, type) else functools.partial(found, **options)
+        return step["takes"], step["makes"], run
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs, by name, of the inputs.
@@ -225,16 +237,16 @@ class Preprocessing:
         columns = dict(columns)
         for name, values in columns.items():
             _check(name, values, self.inputs[name].startswith("list["))
-        for names, step in self._steps:
-            if len(names) > 1 or isinstance(step, Join):
-                columns.update(step([columns[name] for name in names]))
-            else:
-                columns[names[0]] = step(columns[names[0]])
+        for takes, makes, run in self._steps:
+            made = run(*(columns[name] for name in takes))
+            columns.update(zip(makes, made if isinstance(made, list) else [made], strict=True))
         return {name: self._cast(name, columns[name], dtype) for name, dtype in self.outputs.items()}
 
     def _cast(self, name: str, values: Array, dtype: str) -> Array:
         if values.dtype == np.int64 and (values == NULL).any():
             raise ValueError(f"{name} is null, which it never was in training")
+        if values.dtype == np.int64:
+            values = np.where(values == PADDING, -1, values)
         cast = np.ascontiguousarray(values, dtype=dtype)
         if values.dtype == np.int64 and (cast != values).any():
             raise ValueError(f"{name} is {values[cast != values][0]}, which does not fit into {dtype}")
@@ -247,7 +259,7 @@ def load_array(arrays: Mapping[str, Array], key: str) -> Array:
         return arrays[key]
     text, ends = arrays[f"{key}.bytes"].tobytes(), arrays[f"{key}.ends"].tolist()
     distinct = np.empty(len(ends), dtype=object)
-    distinct[:] = [text[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    distinct[:] = [text[start:end] for start, end in zip([0, *ends][:-1], ends, strict=True)]
     return distinct[arrays[f"{key}.numbers"]]
 
 

@@ -1,0 +1,66 @@
+"""Counts of the values of a column, over the rows of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import polars as pl
+
+from .. import ranks
+
+_COUNT = "count (nbdist)"  # no column of the user's
+
+
+def count_values(
+    name: str, dtype: pl.DataType, table: pl.DataFrame | None = None, on: Sequence[str] = ()
+) -> Callable[[pl.LazyFrame], pl.LazyFrame]:
+    """The query that counts the values of a column, or of its lists: `value`, null too, and `count`.
+
+    Args:
+        table: A table that the column is joined from, by the key `on`. The column is not joined for the count: keys are
+            counted, and the counts added up over the rows of the table.
+    """
+    inner = dtype.inner if isinstance(dtype, pl.List) else dtype
+    plain = pl.String if isinstance(inner, (pl.Categorical, pl.Enum)) else inner
+
+    def count(frame: pl.LazyFrame) -> pl.LazyFrame:
+        if table is None and isinstance(dtype, pl.List):
+            frame = _explode(frame, name)
+        counted = frame.group_by(on or name).agg(pl.len().cast(pl.Int64).alias(_COUNT))
+        if table is not None:
+            counted = counted.join(table.lazy(), on=on, how="left")
+            if isinstance(dtype, pl.List):
+                counted = _explode(counted, name)
+        values = counted.select(pl.col(name).cast(plain).alias("value"), pl.col(_COUNT).alias("count"))
+        return values.group_by("value").agg(pl.col("count").sum())
+
+    return count
+
+
+def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
+    """A row for each element of the lists, and one with null for a list that is null; none for an empty one."""
+    return frame.filter(pl.col(name).list.len().ne_missing(0)).explode(name)
+
+
+class Counts:
+    """Counts of each value: in some rows, then in others, in the end by all ranks."""
+
+    def __init__(self) -> None:
+        self._frames: list[pl.DataFrame] = []
+        self._room = 1 << 20
+
+    def add(self, frame: pl.DataFrame) -> None:
+        """Add counts: `value`, each once, and `count`."""
+        self._frames.append(frame)
+        if sum(one.height for one in self._frames) > self._room:
+            self._frames = [_merge(self._frames)]
+            self._room = max(self._room, 2 * self._frames[0].height)
+
+    def everywhere(self) -> pl.DataFrame:
+        """The counts of all ranks together, on each of them; in no particular order."""
+        mine = _merge(self._frames).write_ipc(None).getvalue() if self._frames else None  # a rank may have no rows
+        return _merge([pl.read_ipc(data) for data in ranks.all_gather(mine) if data is not None])
+
+
+def _merge(counted: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    return pl.concat(counted).group_by("value").agg(pl.col("count").sum())

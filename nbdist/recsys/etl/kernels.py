@@ -1,0 +1,45 @@
+"""Steps as a server does them, as plain data: a call of something in `triton/served/preprocess.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import polars as pl
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Columns of a request that become other columns, or new ones."""
+
+    kind: str
+    """The name of a function or class in `triton/served/preprocess.py`."""
+    takes: Sequence[str]
+    makes: Sequence[str]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Its keyword arguments, as JSON has them;"""
+    arrays: Mapping[str, Sequence[pl.Series]] = field(default_factory=dict)
+    """and those that are lists of columns of any length, such as a vocabulary."""
+
+
+def lookup(
+    on: Sequence[str], keys: pl.DataFrame, columns: pl.DataFrame, defaults: Mapping[str, float] | None = None
+) -> Kernel:
+    """Add columns of a table: each row of a request gets the values of the table's row with the same key.
+
+    Args:
+        on: The columns of a request that are the key.
+        keys: The same of the table, in this order; each key occurs once.
+        columns: The columns to add.
+        defaults: What a key that the table does not have gets. None: nulls.
+    """
+    last = {name: [None if defaults is None else defaults[name]] for name in columns.columns}
+    every = pl.concat([columns, pl.DataFrame(last, schema=columns.schema)]).get_columns()
+    # Floats of a request have no value that stands for null.
+    nulls = [one.is_null().arg_true() if one.dtype.is_float() else pl.Series(dtype=pl.UInt32) for one in every]
+    values = [one.fill_null(math.nan) if one.dtype.is_float() else one for one in every]
+    named = [key.alias(name) for name, key in zip(on, keys.get_columns(), strict=True)]
+    arrays = {"keys": named, "columns": values, "nulls": nulls}
+    return Kernel("Lookup", on, columns.columns, {"names": columns.columns}, arrays)

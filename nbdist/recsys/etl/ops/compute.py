@@ -1,0 +1,73 @@
+"""Columns by polars expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from .. import expressions
+from .step import Saved, State, Step, require
+
+
+class Compute(Step):
+    """Add or replace columns by polars expressions over a row: ``Compute(label=pl.col("rating") > 3)``.
+
+    All of them see the columns as they were before the step.
+
+    Args:
+        **columns: The expressions. They may not depend on other rows (`Workflow.fit` sees to that), nor be random,
+            nor hold Python functions.
+
+    Raises:
+        TypeError, ValueError: naming the column: no such expression.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Compute, Workflow
+        >>> rows = pl.DataFrame({"rating": [5.0, 2.0]})
+        >>> workflow = Workflow(Compute(label=pl.col("rating") > 3)).fit(rows)
+        >>> workflow.lazy(rows).collect().rows()
+        [(5.0, True), (2.0, False)]
+    """
+
+    kind = "compute"
+    not_served = "computed by a polars expression, which a server without polars cannot do"
+
+    def __init__(self, **columns: pl.Expr) -> None:
+        if not columns:
+            raise ValueError("Compute: no columns")
+        for name, expression in columns.items():
+            expressions.check(expression, f"Compute: column {name!r}")
+        self.columns = columns
+        self.adds = list(columns)
+
+    def reads(self, name: str) -> list[str]:
+        return expressions.reads(self.columns[name])
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name, expression in self.columns.items():
+            for column in expressions.reads(expression):
+                require(column, schema, f"{where}: Compute: column {name!r}")
+            expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
+        return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        return [self.columns[name].alias(name) for name in names]
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: {column: {reads, expression}}: the columns it is computed from, and polars' JSON."""
+        columns = {
+            name: {"reads": self.reads(name), "expression": expressions.to_json(one, f"Compute: column {name!r}")}
+            for name, one in self.columns.items()
+        }
+        return {"columns": columns}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Compute:
+        columns = described["columns"].items()
+        return cls(**{n: expressions.from_json(one["expression"], f"column {n!r}", saved.polars) for n, one in columns})
+
+    def __repr__(self) -> str:
+        return f"Compute({', '.join(f'{name}={expression}' for name, expression in self.columns.items())})"

@@ -1,0 +1,219 @@
+"""Steps that change each value of some columns by itself: what training does with polars, a server does with NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import polars as pl
+
+from ..kernels import Kernel
+from .step import State, Step, names_of, require
+
+
+class ColumnStep(Step):
+    """A step that replaces columns, each by what it makes of it, row by row.
+
+    A server does it by the function of `triton/served/preprocess.py` that is called like its `kind`.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = self.adds = names_of(columns)
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        """What becomes of a column of that type."""
+        raise NotImplementedError
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name in self.adds:
+            require(name, schema, f"{where}: {type(self).__name__}")
+            if not self._takes(schema[name]):
+                raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: {self._needed}")
+        try:
+            return pl.DataFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).schema
+        except pl.exceptions.PolarsError as error:
+            raise ValueError(f"{where}: {self}: {error}") from error
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        return [self.expression(pl.col(name), schema[name]).alias(name) for name in names]
+
+    def num_codes(self, name: str, before: int | None, state: State) -> int | None:
+        return before
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        options = {name: getattr(self, name) for name in self.options}
+        return [Kernel(self.kind, [name], [name], options) for name in names]
+
+    _needed = "numbers are needed"
+
+    def _takes(self, dtype: pl.DataType) -> bool:
+        return dtype.is_numeric()
+
+
+class FillMissing(ColumnStep):
+    """Replace nulls, and in floats NaN, by a value.
+
+    A request has NaN where a float is missing.
+
+    Args:
+        *columns: Of numbers.
+        value: What is there instead; it has to be one of the columns' type.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import FillMissing, Workflow
+        >>> rows = pl.DataFrame({"age": [30.0, None, float("nan")]})
+        >>> Workflow(FillMissing("age", value=40)).fit(rows).lazy(rows).collect()["age"].to_list()
+        [30.0, 40.0, 40.0]
+    """
+
+    kind = "fill_missing"
+    options = ("value",)
+
+    def __init__(self, *columns: str, value: float) -> None:
+        super().__init__(*columns)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"FillMissing: value={value!r}: a number is needed")
+        self.value = value
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        if dtype.is_float():
+            column = column.fill_nan(None)
+        elif self.value != int(self.value):
+            raise ValueError(f"FillMissing: value={self.value} is not one of {dtype}")
+        return column.fill_null(pl.lit(self.value).cast(dtype))
+
+
+class Log(ColumnStep):
+    """Replace numbers x by log(1 + x): for counts and prices, a few of which are very large. float64, or float32 of it.
+
+    Args:
+        *columns: Of numbers, at least 0; below -1 the result is NaN.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Log, Workflow
+        >>> rows = pl.DataFrame({"price": [0.0, 99.0]})
+        >>> Workflow(Log("price")).fit(rows).lazy(rows).collect()["price"].round(3).to_list()
+        [0.0, 4.605]
+    """
+
+    kind = "log"
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        return column.cast(pl.Float64).log1p().cast(pl.Float32 if dtype == pl.Float32 else pl.Float64)
+
+
+class Clip(ColumnStep):
+    """Replace numbers that are too small or too large by the least or the most.
+
+    Args:
+        *columns: Of numbers.
+        least: None: however small.
+        most: None: however large.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Clip, Workflow
+        >>> rows = pl.DataFrame({"age": [-1, 30, 230]})
+        >>> Workflow(Clip("age", least=0, most=100)).fit(rows).lazy(rows).collect()["age"].to_list()
+        [0, 30, 100]
+    """
+
+    kind = "clip"
+    options = ("least", "most")
+
+    def __init__(self, *columns: str, least: float | None = None, most: float | None = None) -> None:
+        super().__init__(*columns)
+        if least is None and most is None:
+            raise ValueError("Clip: give least=, most=, or both")
+        if least is not None and most is not None and least > most:
+            raise ValueError(f"Clip: least={least} is more than most={most}")
+        self.least, self.most = least, most
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        for bound in (self.least, self.most):
+            if bound is not None and not dtype.is_float() and bound != int(bound):
+                raise ValueError(f"Clip: {bound} is not one of {dtype}")
+        least, most = (None if bound is None else pl.lit(bound).cast(dtype) for bound in (self.least, self.most))
+        return column.clip(least, most)
+
+
+class Bucketize(ColumnStep):
+    """Replace numbers by codes of ranges: 0 for what is missing (null or NaN), 1 below the first boundary, and so on.
+
+    A boundary belongs to the range above it. A table of the codes has as many rows as there are boundaries, and two.
+
+    Args:
+        *columns: Of numbers.
+        boundaries: Rising.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Bucketize, Workflow
+        >>> rows = pl.DataFrame({"age": [7, 18, 70, None]})
+        >>> Workflow(Bucketize("age", boundaries=[18, 65])).fit(rows).lazy(rows).collect()["age"].to_list()
+        [1, 2, 3, 0]
+    """
+
+    kind = "bucketize"
+    options = ("boundaries",)
+
+    def __init__(self, *columns: str, boundaries: Sequence[float]) -> None:
+        super().__init__(*columns)
+        self.boundaries = list(boundaries)
+        if not self.boundaries or sorted(set(self.boundaries)) != self.boundaries:
+            raise ValueError(f"Bucketize: boundaries={self.boundaries}: rising numbers are needed")
+
+    def num_codes(self, name: str, before: int | None, state: State) -> int:
+        return len(self.boundaries) + 2
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        known = column.cast(pl.Float64).fill_nan(None)
+        above = pl.sum_horizontal((known >= boundary).cast(pl.Int64) for boundary in self.boundaries)
+        return pl.when(known.is_null()).then(0).otherwise(1 + above).cast(pl.Int64)
+
+
+class ListSlice(ColumnStep):
+    """Cut lists to their first or last values.
+
+    Args:
+        *columns: Of lists.
+        first: How many from the front are left;
+        last: or from the back. One of the two.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import ListSlice, Workflow
+        >>> rows = pl.DataFrame({"history": [[1, 2, 3], [4]]})
+        >>> Workflow(ListSlice("history", last=2)).fit(rows).lazy(rows).collect()["history"].to_list()
+        [[2, 3], [4]]
+    """
+
+    kind = "list_slice"
+    options = ("first", "last")
+    _needed = "lists are needed"
+
+    def __init__(self, *columns: str, first: int | None = None, last: int | None = None) -> None:
+        super().__init__(*columns)
+        if (first is None) == (last is None) or min(first or 1, last or 1) < 1 or 0 in (first, last):
+            raise ValueError(f"ListSlice: first={first}, last={last}: one of the two, at least 1")
+        self.first, self.last = first, last
+
+    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        return column.list.tail(self.last) if self.last is not None else column.list.head(self.first or 0)
+
+    def _takes(self, dtype: pl.DataType) -> bool:
+        return isinstance(dtype, pl.List)

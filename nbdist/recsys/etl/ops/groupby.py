@@ -1,0 +1,150 @@
+"""Statistics of the training rows with the same user, movie and so on, as columns of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import polars as pl
+
+from ..kernels import Kernel, lookup
+from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
+from .statistics import StatisticsStep, joined
+from .step import Stage, State, chained, names_of
+
+STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
+
+
+class JoinGroupby(StatisticsStep):
+    """Add what the training rows with the same key have in common: how many there are, the mean of their prices.
+
+    Null is a key of its own. Nulls and NaN do not count, but for "count", which is of rows. A key that is not known has
+    a count and a sum of 0. Any other statistic that a key does not have, because it is not known, has no values, or,
+    for "std" and "var", a single one, is that of all training rows. Unlike with `TargetEncoding`, a training row
+    counts itself: do not take what is to be predicted.
+
+    Args:
+        *by: The keys: integers, strings, booleans or categoricals. Several in a tuple or list are taken together.
+        columns: Of numbers or booleans, what all statistics but "count" are of.
+        stats: Which: "count" (int64), "sum", "mean", "std", "var", "min", "max" (float64).
+
+    The new columns are called ``<by>_count`` and ``<by>_<column>_<stat>``, such as "user_genre_price_mean".
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import JoinGroupby, Workflow
+        >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob"], "price": [3.0, 1.0, 2.0]})
+        >>> workflow = Workflow(JoinGroupby("user", columns="price", stats=["count", "mean"])).fit(rows)
+        >>> workflow.lazy(pl.DataFrame({"user": ["bob", "eve"]}), ["user_count", "user_price_mean"]).collect().rows()
+        [(2, 1.5), (0, 2.0)]
+    """
+
+    kind = "join_groupby"
+    positional, options = "by", ("columns", "stats")
+
+    def __init__(
+        self,
+        *by: str | Sequence[str],
+        columns: str | Sequence[str] = (),
+        stats: str | Sequence[str] = ("count",),
+    ) -> None:
+        self.by = [names_of(group) for group in by]
+        self.stats = names_of(stats)
+        self.numbers = self.columns = names_of(columns) if columns else []
+        if not self.by:
+            raise ValueError("JoinGroupby: no keys are named")
+        for stat in self.stats:
+            if stat not in STATISTICS:
+                raise ValueError(f"JoinGroupby: stats: {stat!r} is none of {', '.join(map(repr, STATISTICS))}")
+        if (self.stats != ["count"]) != bool(self.columns):
+            raise ValueError(
+                f"JoinGroupby: columns={self.columns} with stats={self.stats}: 'count' is of rows, all others are of "
+                "columns"
+            )
+        self._made: dict[str, tuple[list[str], str | None, str]] = {}
+        made: list[tuple[str, str | None, str]]
+        for group in self.by:
+            name = "_".join(group)
+            made = [(f"{name}_count", None, "count")] if "count" in self.stats else []
+            stats_of_columns = [stat for stat in self.stats if stat != "count"]
+            made += [(f"{name}_{one}_{stat}", one, stat) for one in self.columns for stat in stats_of_columns]
+            for new, one, stat in made:
+                if new in self._made:
+                    raise ValueError(f"JoinGroupby: column {new!r} would be made twice")
+                self._made[new] = group, one, stat
+        self.adds = list(self._made)
+        self.learns = list(self.aggregates())
+
+    def aggregates(self) -> dict[str, Aggregate]:
+        squares = bool({"std", "var"}.intersection(self.stats))
+        return {
+            self._name(group, one): Aggregate(tuple(group), one, squares)
+            for group in self.by
+            for one in (self.columns or (None,))
+        }
+
+    def reads(self, name: str) -> list[str]:
+        return self._made[name][0]
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        self.check_numbers(self.columns, schema, where)
+        for group in self.by:
+            self.check_keys(group, schema, where)
+        self.check_new(schema, where)
+        types = {name: pl.Int64() if stat == "count" else pl.Float64() for name, (_, _, stat) in self._made.items()}
+        return pl.Schema({**schema, **types})
+
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        return chained([joined(table, group, defaults) for group, table, defaults in self._tables(names, state)])
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        return [
+            lookup(group, table.select(map(key, group)), table.select(list(defaults)), defaults)
+            for group, table, defaults in self._tables(names, state)
+        ]
+
+    def _tables(
+        self, wanted: Sequence[str], state: State
+    ) -> Iterator[tuple[list[str], pl.DataFrame, dict[str, float]]]:
+        """For some of the new columns: the key of each table, the table, and what a key that is not known has."""
+        for group in self.by:
+            names = [name for name in wanted if self._made[name][0] == group]
+            if names:
+                yield group, *self._table(group, names, state)
+
+    def _table(self, group: Sequence[str], names: Sequence[str], state: State) -> tuple[pl.DataFrame, dict[str, float]]:
+        result: pl.DataFrame | None = None
+        defaults: dict[str, float] = {}
+        for name in names:
+            _, column, stat = self._made[name]
+            table = self.table(state, self._name(group, column or next(iter(self.columns), None)))
+            if result is None:
+                result = table.select(key(one) for one in group)  # all tables of a group have the same keys, in order
+            value, default = self._statistic(table, stat)
+            result, defaults[name] = result.with_columns(value.alias(name)), default
+        assert result is not None
+        return result, defaults
+
+    @staticmethod
+    def _statistic(table: pl.DataFrame, stat: str) -> tuple[pl.Series, float]:
+        if stat == "count":
+            return table[ROWS], 0
+        if stat == "sum":
+            return table[SUM], 0.0
+        count = pl.col(COUNT)
+        var = pl.when(count > 1).then(pl.col(SQUARES) / (count - 1))
+        columns = {
+            "mean": pl.when(count > 0).then(pl.col(SUM) / count),
+            "var": var,
+            "std": var.sqrt(),
+            "min": pl.col(LEAST),
+            "max": pl.col(MOST),
+        }
+        default = overall(table)[stat]
+        return table.select(columns[stat].fill_null(default)).to_series(), default
+
+    @staticmethod
+    def _name(group: Sequence[str], column: str | None) -> str:
+        return "_".join(group) if column is None else f"{'_'.join(group)}_{column}"

@@ -1,0 +1,133 @@
+"""Columns of another table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from ...io import remote
+from ...io.storage import Paths, find
+from ..direct_table import DirectTable
+from ..kernels import Kernel, lookup
+from .step import Saved, Stage, State, Step, names_of, require, type_name
+
+
+class Join(Step):
+    """Add columns of another table: each row gets the values of the table's row with the same key, or nulls.
+
+    Args:
+        table: A polars frame, or Parquet files; held in memory.
+        on: The key, a column or several, in the rows as in the table. In the table each key occurs once; a null
+            matches nothing.
+        columns: Which columns to add. None: all but the key.
+
+    Raises:
+        FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Join, Workflow
+        >>> rows = pl.DataFrame({"movie": [20, 30, 10]})
+        >>> movies = pl.DataFrame({"movie": [10, 20], "genre": ["war", "drama"]})
+        >>> workflow = Workflow(Join(movies, on="movie")).fit(rows)
+        >>> workflow.lazy(rows).collect().rows()
+        [(20, 'drama'), (30, None), (10, 'war')]
+    """
+
+    kind = "join"
+
+    def __init__(
+        self,
+        table: pl.DataFrame | pl.LazyFrame | Paths,
+        on: str | Sequence[str],
+        columns: str | Sequence[str] | None = None,
+    ) -> None:
+        self.on = names_of(on)
+        if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
+            frame, where = table.lazy(), "Join: the table"
+        else:
+            paths = find(table)
+            where = f"Join: {os.fspath(paths[0])}"
+            frame = pl.concat([remote.scan(path) for path in paths])
+        there = _read(frame.head(0), where).columns
+        self.adds = [name for name in there if name not in self.on] if columns is None else names_of(columns)
+        for name in [*self.on, *self.adds]:
+            require(name, there, where)
+        if both := set(self.on) & set(self.adds):
+            raise ValueError(f"{where}: column {min(both)!r} is the key and is there already")
+        self.table = _read(frame.select([*self.on, *self.adds]).drop_nulls(self.on), where)
+        twice = self.table.filter(pl.struct(self.on).is_duplicated()).head(1)
+        if len(twice):
+            raise ValueError(f"{where}: the key {twice.select(self.on).row(0, named=True)} occurs more than once")
+
+    def reads(self, name: str) -> list[str]:
+        return self.on
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for name in self.on:
+            require(name, schema, f"{where}: Join")
+            if schema[name] != self.table.schema[name]:
+                raise ValueError(
+                    f"{where}: Join: column {name!r} is {schema[name]} in the rows and {self.table.schema[name]} in "
+                    "the table: cast one of them"
+                )
+        for name in self.adds:
+            if name in schema:
+                raise ValueError(f"{where}: Join: column {name!r} of the table is in the rows already: say columns=")
+        return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
+
+    def apply(self, names: Sequence[str], state: State, training: bool, coded: Sequence[str] = ()) -> Stage:
+        """The look-up of `names`, and of the codes of some of its columns, `coded`, each in a column `codes_column`."""
+        table = self.table.lazy()
+        for name in coded:
+            table = state.vocabularies[name].encode(table, name, codes_column(name))
+        added = [*names, *map(codes_column, coded)]
+        found = table.select(*self.on, *added).collect()
+        direct = DirectTable.of(found[self.on[0]], found.select(added)) if len(self.on) == 1 else None
+        if direct is not None:
+            columns = {name: direct.get(name, pl.col(self.on[0])) for name in added}
+            return lambda frame: frame.with_columns(**columns)
+        found = found.rechunk()
+        return lambda frame: frame.join(found.lazy(), on=self.on, how="left", maintain_order="left")
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`on`: columns of the key; `columns`: {column: type} that are added; `table`: file with the key and these
+        columns. Keys in it are unique and not null; where no row has the key, the columns are null."""
+        columns = {name: type_name(self.table.schema[name]) for name in self.adds}
+        return {"on": self.on, "columns": columns, "table": f"table-{number}.parquet"}
+
+    def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
+        return {described["table"]: self.table}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Join:
+        return cls(saved.table(described["table"]), described["on"], list(described["columns"]))
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        return [lookup(self.on, self.table.select(self.on), self.table.select(names))]
+
+    def __repr__(self) -> str:
+        return f"Join({self.table.height} rows, on={self.on}, columns={self.adds})"
+
+
+def codes_column(name: str) -> str:
+    """The column for the codes of a column, until it is replaced by them."""
+    return f"{name} (codes, nbdist)"
+
+
+def origin(steps: Sequence[Step], column: str) -> Join | None:
+    """The join that a column comes from, as it is after some steps. None: from the input, or computed."""
+    for step in reversed(steps):
+        if column in step.adds:
+            return step if isinstance(step, Join) else None
+    return None
+
+
+def _read(frame: pl.LazyFrame, where: str) -> pl.DataFrame:
+    try:
+        return frame.collect()
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,111 @@
+"""Numbers brought to a common scale, which is learnt from the training rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from ..kernels import Kernel
+from ..moments import Aggregate, overall
+from .statistics import StatisticsStep
+from .step import State, names_of
+
+
+class _Scale(StatisticsStep):
+    """A step that replaces columns x by ``(x - shift) / scale``; float32."""
+
+    squares: bool
+
+    def __init__(self, *columns: str) -> None:
+        self.numbers = self.columns = self.adds = self.learns = names_of(columns)
+
+    def aggregates(self) -> dict[str, Aggregate]:
+        return {name: Aggregate((), name, self.squares) for name in self.columns}
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        self.check_numbers(self.columns, schema, where)
+        return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
+
+    def shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
+        """What is subtracted from the values of a column, and what the rest is divided by."""
+        shift, scale = self._of(overall(self.table(state, name)))
+        return shift, scale or 1.0
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        made = []
+        for name in names:
+            shift, scale = self.shift_and_scale(state, name)
+            made.append(((pl.col(name).cast(pl.Float64) - shift) / scale).cast(pl.Float32).alias(name))
+        return made
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) / scale."""
+        both = {name: self.shift_and_scale(state, name) for name in self.columns}
+        shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
+        return {**super().describe(number, state), "shift": shift, "scale": scale}
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        both = {name: self.shift_and_scale(state, name) for name in names}
+        options = {name: {"shift": shift, "scale": scale} for name, (shift, scale) in both.items()}
+        return [Kernel("normalize", [name], [name], options[name]) for name in names]
+
+    def _of(self, seen: dict[str, float]) -> tuple[float, float]:
+        raise NotImplementedError
+
+
+class Normalize(_Scale):
+    """Replace numbers by their distance from the mean of the training rows, in standard deviations; float32.
+
+    Nulls and NaN do not count for the mean, and stay, but that a server refuses a null: see `FillMissing`. A column
+    whose values are all the same becomes 0. The standard deviation is that of a sample (n - 1).
+
+    Args:
+        *columns: Of numbers or booleans.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Normalize, Workflow
+        >>> rows = pl.DataFrame({"age": [20, 30, 40]})
+        >>> workflow = Workflow(Normalize("age")).fit(rows)
+        >>> workflow.lazy(pl.DataFrame({"age": [30, 50]})).collect()["age"].to_list()
+        [0.0, 2.0]
+    """
+
+    kind = "normalize"
+    squares = True
+
+    def _of(self, seen: dict[str, float]) -> tuple[float, float]:
+        return seen["mean"], seen["std"]
+
+
+class NormalizeMinMax(_Scale):
+    """Replace numbers by where they are between the least and the greatest of the training rows, 0 to 1; float32.
+
+    Nulls and NaN do not count, and stay, but that a server refuses a null: see `FillMissing`. What is beyond both comes
+    out below 0 or above 1: see `Clip`. A column whose values are all the same becomes 0.
+
+    Args:
+        *columns: Of numbers or booleans.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import NormalizeMinMax, Workflow
+        >>> rows = pl.DataFrame({"age": [20, 30, 40]})
+        >>> workflow = Workflow(NormalizeMinMax("age")).fit(rows)
+        >>> workflow.lazy(pl.DataFrame({"age": [25, 50]})).collect()["age"].to_list()
+        [0.25, 1.5]
+    """
+
+    kind = "normalize_min_max"
+    squares = False
+
+    def _of(self, seen: dict[str, float]) -> tuple[float, float]:
+        return seen["min"], seen["max"] - seen["min"]

@@ -1,0 +1,144 @@
+"""Steps that are about rows and not about their values: which of them count, and which was the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from .. import expressions
+from ..inputs import Input, Reading
+from .step import Saved, State, Step, names_of, require
+
+
+class RowStep(Step):
+    """A step that a row by itself is not enough for: it is done where rows are read, in the order of the input."""
+
+    def over(self, given: Input, reading: Reading) -> Input:
+        """The rows after it, of those before it; all ranks have to call it."""
+        raise NotImplementedError
+
+
+class Filter(RowStep):
+    """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
+
+    It says which rows are learnt from and written: the steps after it do not see the others, those before it do.
+    `Workflow.lazy` and servers, which answer every row that they are asked, leave it out; so what it reads need not be
+    there in a request.
+
+    Args:
+        condition: A row for which it is null is left out. It may not depend on other rows, nor be random, nor hold
+            Python functions.
+
+    Raises:
+        TypeError, ValueError: no such expression.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import Categorify, Filter, Workflow
+        >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob"], "rating": [0, 4, 5]})
+        >>> workflow = Workflow(Filter(pl.col("rating") > 0), Categorify("user")).fit(rows)
+        >>> workflow.rows, workflow.vocabularies["user"].mapping()
+        (2, {'bob': 2})
+        >>> [pl.read_parquet(file).rows() for file in workflow.transform(rows, "train", files=1, shuffle=False)]
+        [[(2, 4), (2, 5)]]
+    """
+
+    kind = "filter"
+    selects = True
+
+    def __init__(self, condition: pl.Expr) -> None:
+        expressions.check(condition, "Filter")
+        if not expressions.reads(condition):
+            raise ValueError(f"Filter: {condition} reads no column")
+        self.condition = condition
+
+    def needs(self, wanted: set[str]) -> set[str]:
+        return wanted.union(expressions.reads(self.condition))
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        for column in expressions.reads(self.condition):
+            require(column, schema, f"{where}: Filter")
+        expressions.check_rows(self.condition, schema, f"{where}: Filter")
+        dtype = pl.LazyFrame(schema=schema).select(it=self.condition).collect_schema()["it"]
+        if dtype != pl.Boolean():
+            raise ValueError(f"{where}: Filter: {self.condition} is {dtype}: true or false is needed")
+        return schema
+
+    def over(self, given: Input, reading: Reading) -> Input:
+        return given.filtered(self.condition, reading)
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: those that it reads; `expression`: polars' JSON."""
+        expression = expressions.to_json(self.condition, "Filter")
+        return {"columns": expressions.reads(self.condition), "expression": expression}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Filter:
+        return cls(expressions.from_json(described["expression"], "Filter", saved.polars))
+
+    def __repr__(self) -> str:
+        return f"Filter({self.condition})"
+
+
+class DifferenceLag(RowStep):
+    """Add the difference between a row's value and that of an earlier row, such as the time since a user's last click.
+
+    Rows are compared as they are in the input: sort it by the key, and then by time. Where the row `shift` places
+    before has another key, or there is none, the difference is null: see `FillMissing`. A request has no row before it,
+    so a server cannot do this step: let requests carry its columns.
+
+    Args:
+        *columns: Of numbers.
+        by: The key, a column or several: "user". Null is a key of its own.
+        shift: How many rows before, or, below 0, after; or several of these.
+
+    The new columns are called ``<column>_difference_lag_<shift>``; int64, or as the column where that is of floats.
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import DifferenceLag, Workflow
+        >>> rows = pl.DataFrame({"user": [1, 1, 2], "timestamp": [100, 160, 900]})
+        >>> workflow = Workflow(DifferenceLag("timestamp", by="user")).fit(rows)
+        >>> workflow.lazy(rows).collect()["timestamp_difference_lag_1"].to_list()
+        [None, 60, None]
+    """
+
+    kind = "difference_lag"
+    options = ("by", "shift")
+    not_served = "the difference from another row, and a request has no other rows"
+
+    def __init__(self, *columns: str, by: str | Sequence[str], shift: int | Sequence[int] = 1) -> None:
+        self.columns, self.by = names_of(columns), names_of(by)
+        self.shift = [shift] if isinstance(shift, int) else list(shift)
+        if not self.shift or 0 in self.shift or len(set(self.shift)) < len(self.shift):
+            raise ValueError(f"DifferenceLag: shift={shift}: a number of rows is needed, or several, and not 0")
+        self._made = {f"{name}_difference_lag_{one}": (name, one) for name in self.columns for one in self.shift}
+        self.adds = list(self._made)
+
+    def reads(self, name: str) -> list[str]:
+        return [self._made[name][0], *self.by]
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        self.check_numbers(self.columns, schema, where, booleans=False)
+        for name in self.by:
+            require(name, schema, f"{where}: DifferenceLag")
+        self.check_new(schema, where)
+        return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).collect_schema()
+
+    def over(self, given: Input, reading: Reading) -> Input:
+        made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
+        return given.beside(self.expressions(given.schema, made, State()), self.shift)
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        made = []
+        for name in names:
+            column, shift = self._made[name]
+            values = pl.col(column) if schema[column].is_float() else pl.col(column).cast(pl.Int64)
+            same = pl.all_horizontal(pl.col(one).eq_missing(pl.col(one).shift(shift)) for one in self.by)
+            made.append(pl.when(same).then(values - values.shift(shift)).alias(name))
+        return made

@@ -1,0 +1,246 @@
+"""The contract of a step: what it needs and makes of columns, what it learns, how it is saved, what a server does.
+
+A new step is one file here with one class, its test, and the line that exports it; where a server can do it, also a
+function in `triton/served/preprocess.py`. Workflows, saved files and exports find the class by its `kind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import polars as pl
+
+from ..kernels import Kernel
+from ..vocabulary import Vocabulary, value_type
+
+Stage: TypeAlias = Callable[[pl.LazyFrame], pl.LazyFrame]
+"""A part of a lazy query."""
+ROW = "row (nbdist)"
+"""The number of a row in the input; no column of the user's."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All that a workflow has learned: vocabularies by column, tables of `moments` by the kind of a step and a name."""
+
+    vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
+    tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The folder of a saved workflow, as steps are restored from it."""
+
+    folder: Path
+    polars: str
+    """The version that has written the expressions."""
+    state: State
+    """Filled by the steps, one after the other."""
+
+    def table(self, name: str) -> pl.DataFrame:
+        """Read one of the Parquet files."""
+        return pl.read_parquet(self.folder / name, glob=False, hive_partitioning=False)
+
+
+class Query(NamedTuple):
+    """A question to all training rows."""
+
+    columns: Sequence[str]
+    then: Stage
+    """What is made of these columns."""
+    before: Step | None = None
+    """The columns are taken as they are before this step. None: before the one that learns."""
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows that a step learns from; `etl/learning.py` reads them."""
+
+    steps: Sequence[Step]
+    """The steps before it that are applied whenever rows are read."""
+    schema: pl.Schema
+    """The columns before it."""
+    where: str
+    """For messages."""
+
+    def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:
+        """The answers to queries, for one part of this rank's rows after the other; `what` is shown at the bar."""
+        raise NotImplementedError
+
+
+class Step:
+    """An operation. It is the same object before and after `fit`: what it learns is in the workflow's `State`."""
+
+    kind: str
+    """What saved workflows call it."""
+    kinds: ClassVar[dict[str, type[Step]]] = {}
+    """Each class by its `kind`."""
+    positional: ClassVar[str] = "columns"
+    """The attribute with its positional arguments, of which a saved workflow makes it again;"""
+    options: ClassVar[tuple[str, ...]] = ()
+    """and those with its keyword arguments, which are called alike."""
+    adds: Sequence[str] = ()
+    """The columns that it adds or replaces."""
+    learns: Collection[str] = ()
+    """The names of what it learns, each of which one step of a kind can learn."""
+    selects: bool = False
+    """Whether it only says which rows count: a frame or a request, all of whose rows are answered, passes it by."""
+    numbers_rows: bool = False
+    """Whether what it makes of the rows that it was fitted to depends on their numbers, the column `ROW`."""
+    not_served: str = "made by a step that only polars can do"
+    """Why a server cannot do it, if it cannot; said of a column that it makes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "kind" in cls.__dict__:
+            Step.kinds[cls.kind] = cls
+
+    def reads(self, name: str) -> Collection[str]:
+        """The columns that it makes the column `name` of."""
+        return [name]
+
+    def needs(self, wanted: set[str]) -> set[str]:
+        """The columns that must be there before it, for `wanted` to be there after it."""
+        made = wanted.intersection(self.adds)
+        return (wanted - made).union(*map(self.reads, made))
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        """The columns after it, where those before it are `schema`.
+
+        Raises:
+            ValueError: beginning with `where` and naming the column: it cannot be done.
+        """
+        raise NotImplementedError
+
+    def check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
+        """Raise `ValueError` where columns are not there, or not of numbers (or booleans)."""
+        for name in names:
+            require(name, schema, f"{where}: {type(self).__name__}")
+            if not schema[name].is_numeric() and not (booleans and schema[name] == pl.Boolean()):
+                raise ValueError(
+                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: numbers are needed"
+                )
+
+    def check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
+        """Raise `ValueError` where columns are not there, or not of integers, strings, booleans or categoricals."""
+        for name in names:
+            require(name, schema, f"{where}: {type(self).__name__}")
+            if isinstance(schema[name], pl.List):
+                raise ValueError(
+                    f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: single values are needed"
+                )
+            value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
+
+    def check_new(self, schema: pl.Schema, where: str) -> None:
+        """Raise `ValueError` where a column that it adds is there already."""
+        for name in self.adds:
+            if name in schema:
+                raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
+
+    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        """Some of the columns that it makes of columns of that schema, where expressions are all that it needs."""
+        raise NotImplementedError
+
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        """The step as a part of a query that keeps the rows and their order.
+
+        Args:
+            names: The columns to make, some or all of `adds`.
+            training: Whether the rows are those that the steps were fitted to.
+        """
+        return lambda frame: frame.with_columns(self.expressions(frame.collect_schema(), names, state))
+
+    def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
+        """Put into `state` what the rows of all ranks say; all ranks have to call it.
+
+        Args:
+            previous: The state of the workflow that the fit goes on from; empty where there is none.
+        """
+
+    def check_growth(self, schema: pl.Schema, previous: State) -> None:
+        """Raise `ValueError` where it cannot go on from what a previous workflow has learned."""
+
+    def check_training(self, state: State, rows: int, where: str) -> None:
+        """Raise `ValueError` where there are not as many rows as it was fitted to, and it has to know each again."""
+
+    def num_codes(self, name: str, before: int | None, state: State) -> int | None:
+        """The number of codes that a column which it makes has, where it is one of codes.
+
+        Args:
+            before: How many the column of that name has before it.
+        """
+        return None
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """The step as ``workflow.json`` holds it, without its kind; `number` is its place among the steps."""
+        return {name: getattr(self, name) for name in (self.positional, *self.options)}
+
+    def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
+        """The tables that are saved with what `describe` has given, by the names of their files."""
+        return {}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
+        """The step that was described so; what it has learned is put into ``saved.state``."""
+        make: Any = cls
+        return make(*described[cls.positional], **{name: described[name] for name in cls.options})  # type: ignore[no-any-return]
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        """Kernels for some of the columns that it makes.
+
+        Raises:
+            ValueError: No server can do it.
+        """
+        served = [step.__name__ for step in Step.kinds.values() if step.serve is not Step.serve]
+        raise ValueError(
+            f"column {names[0]!r} is {self.not_served}: compute it before the workflow, so that requests carry it, or "
+            f"leave it out of columns=; or use a step that is served: {', '.join(served)}"
+        )
+
+    def __repr__(self) -> str:
+        columns = getattr(self, self.positional)
+        groups = [each if isinstance(each, str) else each[0] if len(each) == 1 else tuple(each) for each in columns]
+        options = [f"{name}={getattr(self, name)!r}" for name in self.options]
+        return f"{type(self).__name__}({', '.join([*map(repr, groups), *options])})"
+
+
+def chained(stages: Sequence[Stage]) -> Stage:
+    """Some parts of a query, one after the other, as one."""
+
+    def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+        for stage in stages:
+            frame = stage(frame)
+        return frame
+
+    return run
+
+
+def type_name(dtype: pl.DataType) -> str:
+    """A type as the saved workflow has it: ``int64``, ``float32``, ``bool``, ``string``, ``list[string]``."""
+    if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
+        return f"list[{type_name(dtype.inner)}]"
+    if dtype.is_numeric() or dtype == pl.String:
+        return str(dtype).lower()
+    return "bool" if dtype == pl.Boolean else str(dtype)
+
+
+def names_of(columns: str | Sequence[str]) -> list[str]:
+    """Names of columns; raises for what is no name, a name given twice, or none at all."""
+    names = [columns] if isinstance(columns, str) else list(columns)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"columns are named by strings, and not by {name!r}")
+        if names.count(name) > 1:
+            raise ValueError(f"column {name!r} is named twice")
+    if not names:
+        raise ValueError("no columns are named")
+    return names
+
+
+def require(name: str, columns: Any, where: str) -> None:
+    """Raise `ValueError` where there is no such column."""
+    if name not in columns:
+        raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")

@@ -1,0 +1,188 @@
+"""Categories as the mean of what is to be predicted: of other rows than the one that is trained from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import polars as pl
+
+from ..hashing import combined
+from ..kernels import Kernel, lookup
+from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
+from .statistics import StatisticsStep, joined
+from .step import ROW, Saved, Stage, State, Step, TrainingRows, chained, names_of
+
+FOLD = "fold (nbdist)"
+"""The part of the training rows that a row is in."""
+_LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)"
+
+
+class TargetEncoding(StatisticsStep):
+    """Add, for each category, the mean of a target over the training rows with that category; float32.
+
+    The mean is drawn towards that of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of all) /
+    (rows + smoothing)``. A category that is not known has the mean of all. Null is a category of its own. Rows whose
+    target is null or NaN do not count.
+
+    A training row must not see its own target. So training rows are divided at random into `folds`, and
+    ``Workflow.transform(..., training=True)`` gives each the mean of the rows in the other folds;
+    ``training=False``, `Workflow.lazy` and servers give what was learnt from all. A row's fold follows from its number
+    in the input, so that `transform` has to be given the rows, in the order, that `fit` was.
+
+    Args:
+        *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
+            together, each combination as a category.
+        target: What the mean is of: numbers or booleans. It need not be there in requests.
+        folds: Into how many parts training rows are divided, at least 2.
+        smoothing: In rows, at least 0.
+        seed: What the folds follow from.
+
+    The new columns are called ``TE_<columns>_<target>``, such as "TE_user_genre_label".
+
+    Raises:
+        TypeError, ValueError: for arguments that make no sense.
+
+    Examples:
+        >>> import polars as pl
+        >>> from nbdist.recsys.etl import TargetEncoding, Workflow
+        >>> rows = pl.DataFrame({"movie": [1, 1, 1, 2], "label": [True, True, False, False]})
+        >>> workflow = Workflow(TargetEncoding("movie", target="label", smoothing=1)).fit(rows)
+        >>> workflow.lazy(pl.DataFrame({"movie": [1, 2, 3]}), ["TE_movie_label"]).collect().to_series().to_list()
+        [0.625, 0.25, 0.5]
+    """
+
+    kind = "target_encoding"
+    options = ("target", "folds", "smoothing", "seed")
+    numbers_rows = True
+    _folds = f"{kind}_folds"
+
+    def __init__(
+        self, *columns: str | Sequence[str], target: str, folds: int = 5, smoothing: float = 20, seed: int = 0
+    ) -> None:
+        groups = [names_of(group) for group in columns]
+        if not groups:
+            raise ValueError("TargetEncoding: no columns are named")
+        if folds < 2:
+            raise ValueError(f"TargetEncoding: folds={folds}: at least 2")
+        if not 0 <= smoothing < math.inf:
+            raise ValueError(f"TargetEncoding: smoothing={smoothing}: a number of rows is needed, at least 0")
+        (self.target,) = names_of(target)
+        if any(self.target in group for group in groups):
+            raise ValueError(f"TargetEncoding: column {self.target!r} is the target, and cannot be a category too")
+        self.folds, self.smoothing, self.seed = folds, smoothing, seed
+        self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
+        """New column → the columns that it is of."""
+        self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
+        self.numbers = [self.target]
+        self.columns = groups
+
+    def aggregates(self) -> dict[str, Aggregate]:
+        return {name: Aggregate(tuple(group), self.target) for name, group in self.groups.items()}
+
+    def reads(self, name: str) -> list[str]:
+        return self.groups[name]
+
+    def check(self, schema: pl.Schema, where: str) -> pl.Schema:
+        self.check_numbers([self.target], schema, where)
+        for group in self.groups.values():
+            self.check_keys(group, schema, where)
+        self.check_new(schema, where)
+        return pl.Schema({**schema, **dict.fromkeys(self.adds, pl.Float32())})
+
+    def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
+        by_fold = {name: replace(one, keys=(*one.keys, FOLD)) for name, one in self.aggregates().items()}
+        found = self.added_up(rows, by_fold, self._fold().alias(key(FOLD)))
+        for name, table in found.items():
+            state.tables[self._folds, name] = table
+            every = merged([table.drop(key(FOLD))], self.groups[name])
+            self.keep(name, every, state, previous, rows.where)
+
+    def check_training(self, state: State, rows: int, where: str) -> None:
+        for name in self.groups:
+            fitted = int(state.tables[self._folds, name][ROWS].sum())
+            if fitted != rows:
+                raise ValueError(
+                    f"{where}: {rows} rows with training=True, but {name!r} was fitted to {fitted}: give the "
+                    "same rows, or say training=False"
+                )
+
+    def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
+        return chained([self._encoding(name, state, training) for name in names])
+
+    def _encoding(self, name: str, state: State, training: bool) -> Stage:
+        group, defaults = self.groups[name], {name: self.default(state, name)}
+        if not training:
+            return joined(self.encoded(state, name), group, defaults)
+        by_fold = joined(self.encoded_by_fold(state, name), [*group, FOLD], defaults)
+        return lambda frame: by_fold(frame.with_columns(self._fold())).drop(FOLD)
+
+    def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
+        kernels = []
+        for name in names:
+            table, group = self.encoded(state, name), self.groups[name]
+            defaults = {name: self.default(state, name)}
+            kernels.append(lookup(group, table.select(map(key, group)), table.select(name), defaults))
+        return kernels
+
+    def describe(self, number: int, state: State) -> dict[str, Any]:
+        """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`; and
+        `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold."""
+        by_fold = {name: f"learnt-{number}-{i}-folds.parquet" for i, name in enumerate(self.groups)}
+        return {**super().describe(number, state), "columns": self.groups, "learnt_by_fold": by_fold}
+
+    def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
+        by_fold = {file: state.tables[self._folds, name] for name, file in described["learnt_by_fold"].items()}
+        return {**super().files(described, state), **by_fold}
+
+    @classmethod
+    def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
+        for name, file in described["learnt_by_fold"].items():
+            saved.state.tables[cls._folds, name] = saved.table(file)
+        return super().restore({**described, "columns": described["columns"].values()}, saved)
+
+    def _fold(self) -> pl.Expr:
+        """The fold of each row, by its number `ROW`; int64."""
+        number = pl.col(ROW).cast(pl.UInt64)
+        return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(FOLD)
+
+    def default(self, state: State, name: str) -> float:
+        """What a category that is not known has."""
+        return overall(self.table(state, name))["mean"]
+
+    def encoded(self, state: State, name: str) -> pl.DataFrame:
+        """What each category has: the keys, and `name`; as new rows have it."""
+        table = self.table(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
+        return self._smoothed(table.with_columns(pl.lit(self.default(state, name)).alias(_PRIOR)), name, [])
+
+    def encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
+        """What each category has in each fold: the keys, the fold, and `name`; as training rows have it."""
+        keys = [key(one) for one in self.groups[name]]
+        every, folds = self.table(state, name), state.tables[self._folds, name]
+        fold = key(FOLD)
+        count, total = int(every[COUNT].sum()), math.fsum(every[SUM].to_list())
+        priors = []
+        for number in range(self.folds):
+            inside = folds.filter(pl.col(fold) == number)
+            rows = count - int(inside[COUNT].sum())
+            mean = (total - math.fsum(inside[SUM].to_list())) / rows if rows else self.default(state, name)
+            priors.append((number, mean))
+        by_fold = pl.DataFrame(priors, schema={fold: pl.Int64, _PRIOR: pl.Float64}, orient="row")
+        table = (
+            every.select(*keys, COUNT, SUM)
+            .join(by_fold, how="cross")
+            .join(folds.select(*keys, fold, COUNT, SUM), on=[*keys, fold], how="left", nulls_equal=True)
+            .with_columns(
+                (pl.col(COUNT) - pl.col(f"{COUNT}_right").fill_null(0)).alias(_LEFT),
+                (pl.col(SUM) - pl.col(f"{SUM}_right").fill_null(0.0)).alias(_SUM_LEFT),
+            )
+        )
+        return self._smoothed(table, name, [fold])
+
+    def _smoothed(self, table: pl.DataFrame, name: str, more: Sequence[str]) -> pl.DataFrame:
+        rows = pl.col(_LEFT) + self.smoothing
+        total = pl.when(pl.col(_LEFT) > 0).then(pl.col(_SUM_LEFT)).otherwise(0.0)  # rounding may have left something
+        mean = pl.when(rows > 0).then((total + self.smoothing * pl.col(_PRIOR)) / rows).otherwise(pl.col(_PRIOR))
+        return table.select(*[key(one) for one in self.groups[name]], *more, mean.cast(pl.Float32).alias(name))

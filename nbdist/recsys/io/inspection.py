@@ -1,0 +1,80 @@
+"""Parquet files looked at before they are read: their number, their one schema, their row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import storage
+from .row_groups import RowGroup
+
+Opened = TypeVar("Opened")
+
+
+@dataclass(frozen=True)
+class Inspected(Generic[Opened]):
+    """Files with one schema and at least one row, in order."""
+
+    paths: list[storage.Location]
+    types: Mapping[str, Any]
+    """The columns, as in the first file; others may have them in another order."""
+    opened: list[Opened]
+    """What `look` has given of each file."""
+    groups: list[RowGroup]
+    """The row groups that have rows."""
+
+
+def inspect(
+    files: storage.Paths,
+    look: Callable[[storage.Location], tuple[Opened, Mapping[str, Any], pq.FileMetaData]],
+    size: Callable[[pq.RowGroupMetaData, Mapping[str, Any]], int] = lambda group, types: 0,
+    hint: str = "",
+) -> Inspected[Opened]:
+    """Read the footers of Parquet files.
+
+    Args:
+        files: As for `storage.find`.
+        look: Gives what to keep of a file, the types of its columns, and its footer.
+        size: The `RowGroup.size` of a row group.
+        hint: Said of a column that is not in the first file.
+
+    Raises:
+        FileNotFoundError: for what does not exist.
+        ValueError: naming file and column: not a Parquet file, another schema than the first file's, or no rows.
+    """
+    paths = storage.find(files)
+    if not paths:
+        raise ValueError("the list of files names no file")
+    result: Inspected[Opened] = Inspected(paths, {}, [], [])
+    for number, path in enumerate(paths):
+        try:
+            opened, types, footer = look(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
+        if number == 0:
+            result = Inspected(paths, types, [], [])
+        _compare(result.types, types, path, f"in {paths[0]}", hint)
+        result.opened.append(opened)
+        for index in range(footer.num_row_groups):
+            group = footer.row_group(index)
+            if group.num_rows:
+                result.groups.append(RowGroup(number, index, group.num_rows, size(group, types)))
+    if not result.groups:
+        raise ValueError(f"{paths[0]}: no rows in {len(paths)} file(s)")
+    return result
+
+
+def _compare(
+    expected: Mapping[str, Any], found: Mapping[str, Any], where: storage.Location, what: str, hint: str
+) -> None:
+    for name, kind in expected.items():
+        if name not in found:
+            raise ValueError(f"{where}: no column {name!r}, which is {what}")
+        if found[name] != kind:
+            raise ValueError(f"{where}: column {name!r} is {found[name]}, but {kind} {what}")
+    if more := [name for name in found if name not in expected]:
+        raise ValueError(f"{where}: column {more[0]!r} is not {what}{hint}")

@@ -1,0 +1,213 @@
+"""Every step after every other: a server answers as polars does, or refuses, for rows with all that is unusual."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbdist.recsys.etl import (
+    Bucketize,
+    Categorify,
+    Clip,
+    Compute,
+    DifferenceLag,
+    Drop,
+    FillMissing,
+    Filter,
+    HashedCross,
+    Join,
+    JoinGroupby,
+    ListSlice,
+    Log,
+    Normalize,
+    NormalizeMinMax,
+    Round,
+    TargetEncoding,
+    Workflow,
+)
+from nbdist.recsys.etl.ops.step import Step
+from nbdist.recsys.etl.pipeline import pipeline
+from nbdist.recsys.triton.export import Ensemble
+from nbdist.recsys.triton.request import served_steps
+from nbdist.recsys.triton.served.preprocess import Preprocessing
+
+SCHEMA = {
+    "i": pl.Int64,
+    "s": pl.String,
+    "n": pl.Int16,
+    "b": pl.Boolean,
+    "f": pl.Float64,
+    "g": pl.Float32,
+    "l": pl.List(pl.Int64),
+    "t": pl.List(pl.String),
+    "y": pl.Int64,
+}
+HUGE = [-(2**63) + 2, -(2**62), 2**53 + 1, 2**63 - 1]
+integers = st.none() | st.integers(-3, 12) | st.sampled_from(HUGE)
+strings = st.none() | st.sampled_from(["", "a", "b", "é", "a\0"])
+floats = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 0.25, 1.25, -3.5, 7.0, 1e30, 1e300, 5e-324])
+rows = st.lists(
+    st.tuples(
+        integers,
+        strings,
+        st.none() | st.integers(-3, 12) | st.sampled_from([-(2**15), 2**15 - 1]),
+        st.none() | st.booleans(),
+        floats,
+        floats.filter(lambda x: not 1e38 < abs(x) < math.inf),
+        st.none() | st.lists(integers, max_size=4),
+        st.none() | st.lists(strings, max_size=4),
+        st.integers(0, 1),
+    ),
+    min_size=1,
+    max_size=6,
+)
+TABLES = {
+    "i": pl.DataFrame(
+        {
+            "i": [-3, 0, 1, 2, 3, 5, 2**63 - 1],
+            "j": [7, None, 7, 2**53 + 1, None, -1, 0],
+            "js": ["a", None, "", "a", "z", "b", "b"],
+            "jf": [0.5, None, math.nan, 7.0, math.inf, 0.0, -0.5],
+            "jl": [[1, 2, 3], None, [], [None], [2], [3, 3], [4]],
+        }
+    ),
+    "s": pl.DataFrame({"s": ["", "a", "é"], "k": [True, None, False], "kt": [["a", "b"], [None], None]}),
+}
+
+
+class Columns:
+    """The columns of each kind, as they are before a step."""
+
+    def __init__(self, schema: pl.Schema) -> None:
+        self.schema = pl.Schema({name: dtype for name, dtype in schema.items() if name != "y"})
+        self.numbers = [name for name, dtype in self.schema.items() if dtype.is_numeric()]
+        self.lists = [name for name, dtype in self.schema.items() if isinstance(dtype, pl.List)]
+        keys = [n for n, dtype in self.schema.items() if dtype.is_integer() or dtype in (pl.String, pl.Boolean)]
+        self.keys = list(dict.fromkeys([*keys[:2], *keys[-2:]]))
+        """The first and the last of these, the steps before having added the last."""
+        self.values = [*keys, *(n for n in self.lists if self.schema[n].inner in (pl.Int64, pl.String))]
+
+
+def join(columns: Columns, on: str) -> Step | None:
+    return Join(TABLES[on], on) if columns.schema.get(on) == SCHEMA[on] else None
+
+
+MAKERS: dict[str, Callable[[Columns], Step | None]] = {
+    "fill_missing": lambda c: FillMissing(*c.numbers, value=3),
+    "log": lambda c: Log(*c.numbers),
+    "clip": lambda c: Clip(*c.numbers, least=1, most=100),
+    "round": lambda c: Round(*c.numbers, decimals=1),
+    "bucketize": lambda c: Bucketize(*c.numbers, boundaries=[-1, 0.5, 7]),
+    "list_slice": lambda c: ListSlice(*c.lists, last=2),
+    "categorify": lambda c: Categorify(*c.values, min_count={c.values[0]: 2}, num_buckets={c.values[-1]: 3}),
+    "hashed_cross": lambda c: HashedCross(*c.keys, name="cross", num_buckets=7),
+    "normalize": lambda c: Normalize(*c.numbers),
+    "normalize_min_max": lambda c: NormalizeMinMax(*c.numbers),
+    "join_groupby": lambda c: JoinGroupby(
+        c.keys[-1], c.keys[:2], columns=c.numbers[-2:], stats=["count", "sum", "mean", "std", "var", "min", "max"]
+    ),
+    "target_encoding": lambda c: TargetEncoding(c.keys[-1], c.keys[:2], target="y", smoothing=1),
+    "join": lambda c: join(c, "i"),
+    "join of strings": lambda c: join(c, "s"),
+    "compute": lambda c: Compute(made=pl.col(c.numbers[-1]) * 2),
+    "drop": lambda c: Drop(c.numbers[-1]),
+    "filter": lambda c: Filter(pl.col("y") >= 0),
+    "difference_lag": lambda c: DifferenceLag(c.numbers[-1], by=c.keys[0]),
+}
+REFUSED = ("has no value to learn from", "is learned by two", "is in the rows already", "at least")
+
+
+def fitted(first: str, second: str, train: pl.DataFrame) -> Workflow | None:
+    """The two steps fitted; None where the second cannot be done after the first."""
+    steps: list[Step] = []
+    schema = train.schema
+    try:
+        for name in (first, second):
+            step = MAKERS[name](Columns(schema))
+            if step is None:
+                return None
+            steps.append(step)
+            schema = step.check(schema, "here")
+        return Workflow(*steps).fit(train, progress=False)
+    except ValueError as error:
+        assert any(text in str(error) for text in REFUSED), error
+        return None
+
+
+def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
+    """A server's answer is polars'; it may refuse what is null, or was before the last step."""
+    expected = workflow.lazy(asked).collect()
+    served = []
+    for name in workflow.outputs:
+        try:
+            served_steps(workflow, [name])
+            served.append(name)
+        except ValueError as error:
+            assert any(text in str(error) for text in ("no model can take", "polars expression", "no other rows")), (
+                error
+            )
+    try:
+        found = answer(workflow, served, asked, folder)
+    except ValueError:
+        found = {}
+        for name in served:
+            try:
+                found |= answer(workflow, [name], asked, folder)
+            except ValueError as error:
+                assert "null" in str(error), error
+                before = pipeline(workflow.steps[:1], workflow.state, [name])(asked.lazy()).collect()
+                assert expected[name].null_count() or before[name].null_count(), (workflow, name, error)
+    for name, values in found.items():
+        column = expected[name]
+        if isinstance(column.dtype, pl.List):
+            assert [[value for value in row if value != -1] for row in values.tolist()] == column.to_list(), name
+            continue
+        assert not column.null_count() and values.dtype == column.to_numpy().dtype, name
+        if values.dtype.kind == "f":
+            np.testing.assert_allclose(values[:, 0], column.to_numpy(), rtol=1e-6, atol=1e-9, err_msg=name)
+        else:
+            assert values[:, 0].tolist() == column.to_numpy().tolist(), name
+
+
+def answer(workflow: Workflow, columns: list[str], asked: pl.DataFrame, folder: Path) -> dict[str, Any]:
+    result = served_steps(workflow, columns)
+    result.write(folder)
+    return Preprocessing(folder)(Ensemble(folder, "", result.inputs, "").request(asked))
+
+
+def check(first: str, second: str, seen: list[Any], asked: list[Any], folder: Path) -> None:
+    train, rows = (pl.DataFrame(each, schema=SCHEMA, orient="row") for each in (seen, asked))
+    workflow = fitted(first, second, train)
+    if workflow is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            compare(workflow, rows, folder)
+
+
+@given(first=st.sampled_from(list(MAKERS)), second=st.sampled_from(list(MAKERS)), seen=rows, asked=rows)
+@settings(max_examples=40, derandomize=True)
+def test_some_steps_after_some_others(
+    tmp_path_factory: pytest.TempPathFactory, first: str, second: str, seen: list[Any], asked: list[Any]
+) -> None:
+    check(first, second, seen, asked, tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.long("every step after every other")
+@pytest.mark.parametrize("second", MAKERS)
+@pytest.mark.parametrize("first", MAKERS)
+def test_each_step_after_each_other(tmp_path: Path, first: str, second: str) -> None:
+    @given(seen=rows, asked=rows)
+    @settings(max_examples=4, derandomize=True)
+    def compared(seen: list[Any], asked: list[Any]) -> None:
+        check(first, second, seen, asked, tmp_path)
+
+    compared()
