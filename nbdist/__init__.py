@@ -13,9 +13,9 @@ if _typing.TYPE_CHECKING:
     from .engines.ray.options import RayOptions
     from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
     from .kernel.clusters import cluster
-    from .kernel.contexts import context
     from .kernel.launch import in_ddp, post_mortem, warm
-    from .kernel.parallel import parallel_map
+    from .kernel.pools.context import context
+    from .kernel.pools.parallel_map import parallel_map
     from .kernel.session import Session
     from .rank.preemption import preempted
 
@@ -50,10 +50,10 @@ _HOMES = {
     "Session": "kernel.session",
     "WorkerDied": "errors",
     "cluster": "kernel.clusters",
-    "context": "kernel.contexts",
+    "context": "kernel.pools.context",
     "explain": "capture.explain",
     "in_ddp": "kernel.launch",
-    "parallel_map": "kernel.parallel",
+    "parallel_map": "kernel.pools.parallel_map",
     "per_rank": "capture.per_rank",
     "post_mortem": "kernel.launch",
     "preempted": "rank.preemption",
@@ -85,13 +85,13 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: _typing.Any) -> None:
     """`%load_ext nbdist`: start the fork server in the background, and add `%ddp` and `%%ddp`."""
-    from .kernel import magics
+    from .kernel.magics import magics
 
     magics.load(shell)
 
 
 def unload_ipython_extension(shell: _typing.Any) -> None:
     """`%unload_ext nbdist`."""
-    from .kernel import magics
+    from .kernel.magics import magics
 
     magics.unload(shell)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .deaths import describe_status
-from .notebook import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
+from .notebook.shell import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbdist.kernel import waiting
+from nbdist.kernel.calls import waiting
 
 
 class CallClock:

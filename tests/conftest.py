@@ -233,7 +233,7 @@ def nothing_survives(sessions: Sessions) -> Iterator[None]:
 
 def start_cluster(folder: str, second: dict[str, Any] | None = None, **head: Any) -> Any:
     """Start Ray on two nodes of four CPUs each, all on this machine."""
-    from nbdist.engines.ray.local_cluster import LocalCluster
+    from nbdist.engines.ray.launch.local_cluster import LocalCluster
 
     os.makedirs("/tmp/ray", exist_ok=True)  # where Ray notes the address for `auto`
     cluster = LocalCluster(1, head, num_cpus=4, temp_dir=folder)
@@ -359,7 +359,7 @@ class Kernel:
 
 @contextlib.contextmanager
 def endless(kernel: Kernel, *names: str) -> Iterator[None]:
-    """Meanwhile these times of `nbdist.kernel.waiting` have no end in a kernel: what ends there did not wait for them.
+    """Give these times of `nbdist.kernel.calls.waiting` no end in a kernel meanwhile: no wait there ends by its time.
 
     They stay so where the test fails.
     """

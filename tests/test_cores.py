@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist import Session
-from nbdist.cores import parse_cores, shares, usable_cores
+from nbdist.system.cores import parse_cores, shares, usable_cores
 
 
 def test_parse_cores() -> None:

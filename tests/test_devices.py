@@ -13,8 +13,8 @@ import torch.distributed as dist
 from nbdist import Session, devices, in_ddp
 from nbdist.capture.data import Storage
 from nbdist.devices import NCCL, Place, choose_backend, choose_devices, place_ranks
-from nbdist.kernel.cell import Cell
-from nbdist.kernel.group import Group
+from nbdist.kernel.calls.group import Group
+from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 from nbdist.rank.world import environ, join
 from nbdist.wire.messages import World

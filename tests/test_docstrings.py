@@ -13,7 +13,7 @@ from conftest import Kernel
 import nbdist
 import nbdist.fastai
 from nbdist import in_ddp
-from nbdist.kernel.magics import DdpMagics
+from nbdist.kernel.magics.magics import DdpMagics
 
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -226,7 +226,7 @@ def test_the_chain_is_in_the_text() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have the time that they need to tell their own errors."""
-    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_the_first_failure_and_the_others(patient: None) -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import Session, in_ddp, rank_device
 from nbdist import devices as nbdist_devices
-from nbdist.gpus import look
+from nbdist.system.gpus import look
 
 DRY = os.environ.get("NBDIST_GPU_DRY_RUN") == "1"
 GPUS = 0 if DRY else torch.cuda.device_count()
@@ -253,7 +253,9 @@ def fail_while_others_wait() -> None:
 
 
 def test_a_failure_in_a_collective_keeps_the_session(pair: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", LIMIT)  # after which the other rank is killed
+    monkeypatch.setattr(
+        "nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", LIMIT
+    )  # after which the other rank is killed
     pids = pair.run_all(os.getpid)
     with pytest.raises(ValueError, match="boom"):
         pair.run(fail_while_others_wait)

@@ -13,10 +13,10 @@ import pytest
 from calls import press
 
 from nbdist import Session
-from nbdist.postponing import postponed_interrupts
 from nbdist.rank.kernel_channel import KernelChannel
 from nbdist.rank.keyboard import Keyboard
 from nbdist.rank.world import Membership
+from nbdist.system.interrupts import postponed_interrupts
 from nbdist.wire.channel import Channel
 from nbdist.wire.protocol import Line
 

@@ -21,11 +21,11 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "deaths", "notebook", "cores", "devices", "gpus", "interpreter"}
-COMMON |= {"annotations", "postponing", "ending"}
+COMMON = {"", "errors", "deaths", "notebook", "system", "devices"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),
+    "shm": set(),
     "capture": {"wire"},
     "rank": {"wire", "capture", "fastai"},
     "server": {"wire", "rank"},
@@ -38,10 +38,10 @@ MAY: dict[str, set[str]] = {
     "recsys.metrics": {"recsys.loader", "recsys.ranks"},
     "recsys.models": {"recsys.loader"},
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
-    "recsys.parallel": {"wire"},
-    "recsys.sharding": {"wire", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
+    "recsys.parallel": {"shm"},
+    "recsys.sharding": {"shm", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
-    "fastai": {"wire", "recsys.loader", "recsys.parallel"},
+    "fastai": {"shm", "recsys.loader", "recsys.parallel"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

@@ -29,8 +29,8 @@ from benchmarks import ROOT
 from benchmarks.engines.ranks import HEADING
 from benchmarks.machine import conditions, save
 from nbdist import RayOptions, Session
-from nbdist.engines.ray import process
-from nbdist.kernel.cell import Cell
+from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 
 #: Ranks and nodes of each measurement.

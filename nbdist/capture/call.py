@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..notebook import cell_numbers, is_hidden
+from ..notebook.shell import cell_numbers, is_hidden
 from ..wire.cache import SentCache
 from ..wire.messages import Header
 from ..wire.parcel import Parcel, pack

@@ -9,8 +9,8 @@ import types
 import zlib
 from typing import Any
 
-from ..interpreter import INSTALLED
-from ..notebook import autoreloaded
+from ..notebook.shell import autoreloaded
+from ..system.interpreter import INSTALLED
 
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()

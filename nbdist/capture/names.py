@@ -13,7 +13,7 @@ from typing import Any
 
 import cloudpickle
 
-from ..notebook import shown
+from ..notebook.shell import shown
 from .need import main_namespace
 
 Namespace = dict[str, Any]

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..notebook import shell
+from ..notebook.shell import shell
 from .names import importable
 from .need import main_namespace
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..notebook import kernel_shell, shell
+from ..notebook.shell import kernel_shell, shell
 
 Reduction = tuple[Any, ...]
 

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable, Iterator
 
 from ..errors import text_of
-from ..notebook import shell
+from ..notebook.shell import shell
 from .need import main_namespace
 from .patches import classes
 

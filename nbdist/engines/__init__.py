@@ -13,7 +13,7 @@ GROUP = "nbdist.engines"
 
 _BUILT_IN = {
     "local": EntryPoint("local", "nbdist.engines.local:make", GROUP),
-    "ray": EntryPoint("ray", "nbdist.engines.ray.ranks:make", GROUP),
+    "ray": EntryPoint("ray", "nbdist.engines.ray.kernel.ranks:make", GROUP),
 }
 _default: str | EngineOptions = "local"
 

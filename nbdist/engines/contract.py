@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from ..wire.connections import Address, Connection
+from ..system.connections import Address, Connection
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank, ToRank

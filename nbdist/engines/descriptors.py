@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from ..errors import NbdistError
+from ..system.limits import allow_open_files
 from ..wire.channel import Channel
-from ..wire.limits import allow_open_files
 from .contract import Exit
 
 

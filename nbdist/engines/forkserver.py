@@ -17,11 +17,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .. import ending, interpreter
-from ..notebook import kernel_shell
-from ..server.driver import WITHOUT_DRIVER
+from ..notebook.shell import kernel_shell
+from ..server.cuda_driver import WITHOUT_DRIVER
+from ..system import ending, interpreter
+from ..system.processes import blind, forget_in_children, own_pidfd
 from ..wire.channel import Channel
-from ..wire.processes import blind, forget_in_children, own_pidfd
 
 T = TypeVar("T")
 

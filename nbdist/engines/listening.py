@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..deaths import NEVER_STARTED, SILENT
-from ..postponing import postponed_interrupts
+from ..system.interrupts import postponed_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank

@@ -17,16 +17,16 @@ from typing import Any
 
 import psutil
 
-from .. import interpreter
-from ..cores import numa_nodes, shares, usable_cores
 from ..devices import choose_devices
+from ..system import interpreter
+from ..system.connections import Address, Connection, connections
+from ..system.cores import numa_nodes, shares, usable_cores
+from ..system.processes import blind, forget_in_children
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
-from ..wire.connections import Address, Connection, connections
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
-from ..wire.processes import blind, forget_in_children
 from ..wire.protocol import Close, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
 from .contract import Exit, OnOutput

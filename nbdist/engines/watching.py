@@ -9,9 +9,9 @@ import signal
 import time
 
 from ..deaths import NEVER_STARTED, NOT_OURS, not_started
+from ..system.processes import blind, exit_status, forget_in_children, open_pidfd
 from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
-from ..wire.processes import blind, exit_status, forget_in_children, open_pidfd
 from .contract import Exit
 
 #: Seconds that the fork server may take to report the end of a rank: it does so at once, unless it imports or hangs.

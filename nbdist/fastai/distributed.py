@@ -16,7 +16,7 @@ def patch_distributed(module: types.ModuleType) -> Originals:
     import torch.distributed as dist
 
     from ..devices import collective_device, rank_device
-    from ..wire.shared_group import SharedGroup, shared_group
+    from ..shm.process_group import SharedGroup, shared_group
 
     core = sys.modules["fastai.torch_core"]
     loader, trainer, learner = module.DistributedDL, module.DistributedTrainer, module.Learner

@@ -12,10 +12,10 @@ from typing import Any
 
 from .. import engines
 from ..engines.contract import EngineOptions
-from ..engines.ray import launching
+from ..engines.ray.launch import launching
 from ..errors import NbdistError, entry
-from .arguments import check_count, check_platform
-from .cell import Cell
+from .calls.arguments import check_count, check_platform
+from .cell.cell import Cell
 
 
 class Cluster:

@@ -19,10 +19,10 @@ from ..fastai.patches import patched
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
-from .arguments import check_call, check_count, check_platform
+from .calls.arguments import check_call, check_count, check_platform
+from .calls.stopping import nothing_sent
 from .options import SessionOptions
 from .session import Session, call_once, executor_of
-from .stopping import nothing_sent
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from types import NoneType
 from typing import Any
 
 from ..engines.contract import EngineOptions
-from .arguments import check_count, check_min_ranks, check_output, check_start
-from .flood import LINES
+from .calls.arguments import check_count, check_min_ranks, check_output, check_start
+from .cell.excerpt import LINES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

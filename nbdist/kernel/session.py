@@ -20,18 +20,18 @@ from ..capture.per_rank import for_each_rank
 from ..devices import VISIBLE, choose_backend
 from ..engines.contract import EngineOptions
 from ..errors import NbdistError, RemoteTraceback, entry, summary
-from ..notebook import debug_instead
+from ..notebook.shell import debug_instead
 from ..wire.cache import SentCache
-from . import futures, stacks
-from .arguments import check_call, check_count, check_output, check_platform
-from .cell import Cell
-from .executor import Executor, Request
-from .flood import LINES
-from .group import GRACE_TO_LEAVE, Layout
+from .calls import futures, stacks
+from .calls.arguments import check_call, check_count, check_output, check_platform
+from .calls.executor import Executor, Request
+from .calls.group import GRACE_TO_LEAVE, Layout
+from .calls.stopping import nothing_sent
+from .cell.cell import Cell
+from .cell.excerpt import LINES
 from .options import SessionOptions
-from .profile import Profile, profiled
+from .profile.profile import Profile, profiled
 from .status import Snapshot, Status, look
-from .stopping import nothing_sent
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..capture.explain import html_table, size
-from ..gpus import GpuUse, gib
-from ..gpus import look as look_at_gpu
-from .cell import Cell
-from .group import Group, Layout
+from ..system.gpus import GpuUse, gib
+from ..system.gpus import look as look_at_gpu
+from .calls.group import Group, Layout
+from .cell.cell import Cell
 
 _HEAD = ("rank", "pid", "device", "state", "runs", "memory", "since", "last line of output")
 #: Seconds from one look at the ranks to the next, while the table is shown.

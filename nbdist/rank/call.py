@@ -6,11 +6,11 @@ import os
 import sys
 from typing import Any
 
-from .. import notebook
 from ..capture import imports
 from ..capture.diagnosis import explain_unreadable
 from ..capture.per_rank import own
 from ..capture.reading import Unreadable, read
+from ..notebook.shell import label_cells
 from ..wire.messages import Header
 from ..wire.parcel import Parcel
 from ..wire.protocol import Call
@@ -59,7 +59,7 @@ class Caller:
         self._finder.places.update(header.places)
         for name, source in header.sources.items():
             imports.keep_source(name, source)
-        notebook.label_cells(header.cells)
+        label_cells(header.cells)
         self._reloader.refresh(header.own_sources)
         given: set[str] = set()
 

@@ -10,9 +10,9 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from .. import notebook
 from ..capture.imports import keep_source
 from ..errors import text_of
+from ..notebook.shell import is_hidden, label_cells
 from . import shell
 from .debugger import Debugger
 
@@ -50,7 +50,7 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
 def who() -> dict[str, str]:
     """The variables that cells and calls have left in the rank, with their types."""
     found = {name: value for name, value in vars(shell.main).items() if not name.startswith("_")}
-    return {name: type(value).__name__ for name, value in found.items() if not notebook.is_hidden(name, value)}
+    return {name: type(value).__name__ for name, value in found.items() if not is_hidden(name, value)}
 
 
 def complete(line: str, cursor: int) -> list[str]:
@@ -87,7 +87,7 @@ def _run(cell: str, number: int, whole: bool) -> None:
     file = file_of(number)
     text = as_counted(shell.transform(cell), whole)
     keep_source(file, text)
-    notebook.label_cells({file: number})
+    label_cells({file: number})
     body = ast.parse(text, file).body
     last = body[-1] if body else None
     if isinstance(last, ast.Expr):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-from ..interpreter import command
+from ..system.interpreter import command
 from ..wire.forking import RankDescriptors
 from . import main as of_forks
 from . import shell

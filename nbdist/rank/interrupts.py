@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..postponing import postpone
+from ..system.interrupts import postpone
 
 #: Seconds from one interrupt to the next, until one is heard.
 _PAUSE = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from ..postponing import postponed_interrupts
+from ..system.interrupts import postponed_interrupts
 from ..wire import protocol
 from ..wire.channel import Channel, readable
 from ..wire.parcel import Parcel

@@ -9,14 +9,14 @@ import sys
 import types
 from collections.abc import Sequence
 
-from .. import notebook
 from ..deaths import NO_GPU, NO_GROUP
 from ..fastai.patches import patched
+from ..notebook.rank_widgets import hear_comm
+from ..system.connections import Address
+from ..system.processes import blind, forget_in_children
 from ..wire import protocol
 from ..wire.channel import Channel
-from ..wire.connections import Address
 from ..wire.parcel import Parcel
-from ..wire.processes import blind, forget_in_children
 from . import cells, gpu_state, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
@@ -138,7 +138,7 @@ class Rank:
             case protocol.EmptyCache():
                 gpu_state.empty_cache()
             case protocol.Widget(content, buffers):  # between calls
-                notebook.hear_comm(content, buffers)
+                hear_comm(content, buffers)
                 shell.after_call()
             case protocol.Begin():
                 assert parcel is not None
@@ -182,5 +182,5 @@ class Rank:
 
 def _waited() -> float:
     """Seconds that this process has waited for other ranks, as far as that is counted: in nbdist's own collectives."""
-    collectives = sys.modules.get("nbdist.wire.shared_collectives")
+    collectives = sys.modules.get("nbdist.shm.collectives")
     return 0.0 if collectives is None else float(collectives.waited)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from ..capture.modules import checksum, own_file
 from ..errors import NbdistError
-from ..notebook import reloader
+from ..notebook.shell import reloader
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):

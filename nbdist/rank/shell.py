@@ -13,7 +13,7 @@ import traceback
 import types
 from typing import Any
 
-from .. import notebook
+from ..notebook.rank_widgets import connect_widgets
 from ..wire.frames import CELL
 from . import streams
 from .streams import writer
@@ -58,7 +58,7 @@ def make() -> None:
 
     builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
     builtins.display = display  # type: ignore[attr-defined]
-    notebook.connect_widgets(_shell, writer.message, _PARENT)
+    connect_widgets(_shell, writer.message, _PARENT)
     _shell.set_hook("show_in_pager", _page, 0)
 
 

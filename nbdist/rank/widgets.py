@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from .. import notebook
+from ..notebook.rank_widgets import hear_comm
 
 _heard: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]]] = queue.SimpleQueue()
 _listens = False
@@ -46,7 +46,7 @@ def _listen() -> None:
 def _tell(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
     """Whether there is nothing to be told again later."""
     try:
-        return notebook.hear_comm(content, buffers)
+        return hear_comm(content, buffers)
     except Exception:  # of a handler: the next one may be another's
         traceback.print_exc()
         return True

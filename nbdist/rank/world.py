@@ -16,8 +16,8 @@ from typing import Any
 
 from ..devices import VISIBLE
 from ..errors import NbdistError
-from ..wire.connections import Address, cut_off
-from ..wire.limits import allow_open_files
+from ..system.connections import Address, cut_off
+from ..system.limits import allow_open_files
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import threads

@@ -8,7 +8,7 @@ import traceback
 
 import psutil
 
-from . import driver
+from . import cuda_driver as driver
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
 #: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's

@@ -23,14 +23,14 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ..interpreter import command
 from ..rank import fresh
 from ..rank.main import main as rank_main
 from ..rank.settings import note_inherited
 from ..rank.threads import find_pools
+from ..system.huge_pages import gather
+from ..system.interpreter import command
 from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
-from ..wire.huge_pages import gather
 from .memory import HUGE, huge_pages
 from .orphans import end_leftovers
 from .preload import Preloaded

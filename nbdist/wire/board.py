@@ -5,7 +5,7 @@ A worker that is killed cannot say any more what it was doing, and one that is b
 
 from __future__ import annotations
 
-from .segments import Segment
+from ..system.segments import Segment
 
 _SIZE = 8  # bytes of a number
 _NONE = -1

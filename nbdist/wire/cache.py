@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .segments import Segment, Span
+from ..system.segments import Segment, Span
 
 #: Buffers of at least this many bytes are not sent again in a session while their content is the same.
 KEPT = 1 << 20

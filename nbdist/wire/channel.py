@@ -10,10 +10,10 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from ..postponing import postponed_interrupts
+from ..system.interrupts import postponed_interrupts
+from ..system.segments import Segment, Span
 from .parcel import MOST_SEGMENTS, Parcel
 from .protocol import KINDS
-from .segments import Segment, Span
 
 _MESSAGE = struct.Struct("<QI")
 _MOST_FDS = MOST_SEGMENTS + 8

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 
+from ..system.copying import layout
+from ..system.segments import Segment, Span
 from .cache import KEPT, SentCache
-from .copying import layout
-from .segments import Segment, Span
 
 #: Pickles up to this many bytes go through the socket itself.
 INLINE = 64 * 1024

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
-from .connections import Address
+from ..system.connections import Address
 from .messages import Header, ProcessStart, Setting, World
 from .rank_memory import RankBuffer
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .copying import by_threads, layout, pieces
+from ..system.copying import by_threads, layout, pieces
 
 #: Whether a process can read another's memory here at all.
 POSSIBLE = sys.platform == "linux"

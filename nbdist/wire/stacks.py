@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from ..postponing import postponed_interrupts
+from ..system.interrupts import postponed_interrupts
 from .channel import readable
 from .forking import STACK_SIGNAL
 

@@ -463,7 +463,7 @@ with Session(2) as session:
         print("interrupted", session.run_all(os.getpid) == pids)
 
 # %% a second interrupt does not wait
-from nbdist.kernel import waiting
+from nbdist.kernel.calls import waiting
 
 
 def stubborn():

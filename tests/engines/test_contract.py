@@ -471,10 +471,10 @@ def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
     def waits() -> list[Any]:
-        from nbdist import notebook
+        from nbdist.rank import widgets
 
         heard: list[Any] = []
-        notebook.hear_comm = lambda content, buffers: not heard.append((content, list(buffers)))
+        widgets.hear_comm = lambda content, buffers: not heard.append((content, list(buffers)))
         while not heard:
             sum(range(1000))
         return heard[0]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from nbdist.engines.contract import Exit
-from nbdist.engines.ray.hearing import News, NewsListener
-from nbdist.engines.ray.node import packed
+from nbdist.engines.ray.kernel.inbox import News, NewsListener
+from nbdist.engines.ray.node.agent import packed
+from nbdist.system.segments import Segment
 from nbdist.wire.parcel import Parcel
 from nbdist.wire.protocol import Begun, Done, Raised
-from nbdist.wire.segments import Segment
 
 
 class FakeDriver:

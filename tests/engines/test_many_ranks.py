@@ -22,8 +22,8 @@ from conftest import poll
 
 from nbdist import Session
 from nbdist.rank.world import environ
+from nbdist.system.connections import sockets
 from nbdist.wire import stacks
-from nbdist.wire.connections import sockets
 from nbdist.wire.messages import Slot, World
 from nbdist.wire.rendezvous import RendezvousAddress
 

@@ -25,8 +25,9 @@ from test_contract import sums, train
 
 import nbdist
 from nbdist import NbdistError, RankDied, RayOptions, Session
-from nbdist.engines.ray import connecting, process
-from nbdist.engines.ray.ranks import RayEngine, RayRanks
+from nbdist.engines.ray.driver import connecting
+from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.engines.ray.kernel.ranks import RayEngine, RayRanks
 from nbdist.kernel.session import executor_of
 from nbdist.wire.channel import Channel
 

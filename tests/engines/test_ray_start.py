@@ -11,8 +11,8 @@ import pytest
 from conftest import poll
 
 from nbdist import NbdistError, RayOptions, in_ddp
-from nbdist.engines.ray import process
-from nbdist.engines.ray.starting import LIGHT, agent_ports, announced, as_options, environment, why
+from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.engines.ray.launch.starting import LIGHT, agent_ports, announced, as_options, environment, why
 
 pytest.importorskip("ray", reason="needs Ray")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from nbdist.engines.ray import forwarding
-from nbdist.engines.ray.forwarding import CHUNK, Forwarding
-from nbdist.engines.ray.storing import Branch
+from nbdist.engines.ray.driver import forwarding
+from nbdist.engines.ray.driver.forwarding import CHUNK, Forwarding
+from nbdist.engines.ray.node.storing import Branch
 
 
 class FakeSegment:

@@ -21,7 +21,7 @@ from IPython.core.error import UsageError
 
 import nbdist
 from nbdist import CaptureError, RankTimeout, Session, explain, in_ddp, per_rank
-from nbdist.kernel.command_line import line_parser, start_options
+from nbdist.kernel.magics.command_line import line_parser, start_options
 from nbdist.kernel.options import SessionOptions
 
 RANKS = 3

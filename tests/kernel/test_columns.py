@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist import in_ddp
-from nbdist.kernel.columns import _Text
-from nbdist.kernel.widgets import Widgets
+from nbdist.kernel.cell.tabs import _Text
+from nbdist.kernel.cell.widgets import Widgets
 
 CELLS = cells("kernel/cells/columns.py")
 FIRST_CELL = "import time, torch.distributed as dist\nfrom nbdist import in_ddp"

@@ -27,7 +27,7 @@ from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
-from nbdist.kernel.processes import hearing
+from nbdist.kernel.pools.processes import hearing
 
 CELLS = cells("kernel/cells/contexts.py")
 PACKAGES = ["multiprocess", "multiprocessing"]
@@ -551,7 +551,7 @@ def test_the_stop_button(notebook: Kernel, what: str) -> None:
     notebook.interrupt()
     result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt", result
-    done = "import nbdist.kernel.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
+    done = "import nbdist.kernel.pools.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
     assert poll(lambda: notebook.run(done).error is None)
     assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
 

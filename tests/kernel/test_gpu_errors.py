@@ -16,9 +16,9 @@ import torch.distributed as dist
 from calls import on, remember, sums
 
 from nbdist import Session
-from nbdist.gpus import GpuUse, in_words, look
-from nbdist.kernel import waiting
+from nbdist.kernel.calls import waiting
 from nbdist.kernel.session import executor_of
+from nbdist.system.gpus import GpuUse, in_words, look
 
 GIB = 1 << 30
 

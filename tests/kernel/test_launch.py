@@ -21,9 +21,9 @@ import torch.distributed as dist
 from conftest import LINUX, open_fds, poll, shared_memory_names
 
 from nbdist import CaptureError, RankDied, Session, devices, in_ddp, warm
-from nbdist.cores import usable_cores
 from nbdist.engines import forkserver
-from nbdist.wire.connections import sockets
+from nbdist.system.connections import sockets
+from nbdist.system.cores import usable_cores
 
 
 def world(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -329,7 +329,7 @@ def raise_bad() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
-    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_a_failure_beside_a_waiting_rank_is_raised_soon_and_the_next_call_works(patient: None) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from IPython.core import completer
 
 import nbdist
-from nbdist.kernel.command_line import numbers
+from nbdist.kernel.magics.command_line import numbers
 
 CELLS = cells("kernel/cells/magics.py")
 

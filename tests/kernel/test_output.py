@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
-from nbdist.kernel import output
-from nbdist.kernel.output import KEPT, Log
+from nbdist.kernel.cell import relay as output
+from nbdist.kernel.cell.relay import KEPT, Log
 from nbdist.wire import frames
 from nbdist.wire.frames import MAGIC, MESSAGE, STDERR, STDOUT, FrameReader, FrameWriter
 

@@ -20,8 +20,8 @@ from conftest import Cell, Deadly, Kernel, die, open_fds, poll, ranks_of
 
 import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
-from nbdist.engines.ray import process
-from nbdist.kernel import parallel
+from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.kernel.pools import parallel_map as parallel
 
 CELLS = cells("kernel/cells/parallel.py")
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from conftest import Kernel
 
 from nbdist import Session
-from nbdist.kernel.profile import Profile
-from nbdist.kernel.timeline import Span, Trace, inside, merged, steps, without
+from nbdist.kernel.profile.profile import Profile
+from nbdist.kernel.profile.timeline import Span, Trace, inside, merged, steps, without
 
 MAIN, OTHER = 1, 2
 

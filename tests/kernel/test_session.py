@@ -23,7 +23,7 @@ from calls import boom, on, remember, sums
 from conftest import open_fds, poll
 
 from nbdist import CaptureError, NbdistError, Session, in_ddp, post_mortem
-from nbdist.kernel.executor import Executor
+from nbdist.kernel.calls.executor import Executor
 from nbdist.wire.parcel import Parcel
 
 
@@ -193,7 +193,7 @@ def test_status_before_the_ranks_have_started(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_TO_BEGIN", 10_000.0)  # as long as it takes here
+    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_TO_BEGIN", 10_000.0)  # as long as it takes here
 
     def slow_to_join() -> None:
         real = dist.init_process_group

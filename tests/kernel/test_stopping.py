@@ -25,8 +25,8 @@ from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
-from nbdist.kernel.group import Group
-from nbdist.kernel.stopping import ranks_named
+from nbdist.kernel.calls.group import Group
+from nbdist.kernel.calls.stopping import ranks_named
 from nbdist.wire.protocol import Call, ToRank
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -90,7 +90,7 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbdist.kernel.waiting.Waiting._ask_to_leave", pressed)
+    monkeypatch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
     with Session(2) as session:
         session.run(int)
         with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
@@ -105,8 +105,8 @@ def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.Monkey
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.waiting.Waiting._ask_to_leave", pressed)
-            patch.setattr("nbdist.kernel.comms.Comms.close", pressed)
+            patch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
+            patch.setattr("nbdist.kernel.cell.comms.Comms.close", pressed)
             with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
                 session.run(pressing, os.getpid())
         assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -120,8 +120,8 @@ def test_a_press_while_a_call_that_was_not_sent_is_given_up_says_the_same(monkey
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.group.Group.send", pressed)
-            patch.setattr("nbdist.kernel.comms.Comms.close", pressed)
+            patch.setattr("nbdist.kernel.calls.group.Group.send", pressed)
+            patch.setattr("nbdist.kernel.cell.comms.Comms.close", pressed)
             with pytest.raises(KeyboardInterrupt, match="stopped while the ranks were started or given the call"):
                 session.run(int)
         assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -154,7 +154,7 @@ def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.M
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.executor.postponed_interrupts", pressed)
+            patch.setattr("nbdist.kernel.calls.executor.postponed_interrupts", pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.run(int)
         assert session.run_all(os.getpid) == pids

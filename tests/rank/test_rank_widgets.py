@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from conftest import poll
 
-from nbdist import notebook
 from nbdist.rank import widgets
 
 
@@ -19,7 +18,7 @@ def test_what_comes_before_the_widget_is_kept_for_it(monkeypatch: pytest.MonkeyP
         asked.append(content["comm_id"])
         return content["comm_id"] in here
 
-    monkeypatch.setattr(notebook, "hear_comm", hear_comm)
+    monkeypatch.setattr(widgets, "hear_comm", hear_comm)
     monkeypatch.setattr(widgets, "PATIENCE", 10_000.0)
     widgets.hear({"comm_id": "later"}, [])
     widgets.hear({"comm_id": "first"}, [])

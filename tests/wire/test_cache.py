@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist import Session
+from nbdist.system.segments import same_bytes
 from nbdist.wire.cache import KEPT, SentCache
 from nbdist.wire.parcel import pack
-from nbdist.wire.segments import same_bytes
 
 
 def segments_of(arrays: list[np.ndarray], cache: SentCache) -> tuple[list[int], list[np.ndarray]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nbdist.wire.connections import Connection, between, connections, cut_off
+from nbdist.system.connections import Connection, between, connections, cut_off
 
 Pair = tuple[socket.socket, socket.socket]
 

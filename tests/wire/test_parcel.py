@@ -32,10 +32,10 @@ from torch import nn
 from nbdist.capture.data import OUT_OF_BAND
 from nbdist.capture.pickler import Pickler
 from nbdist.capture.reading import read
+from nbdist.system.segments import Segment
 from nbdist.wire.cache import KEPT, SentCache
 from nbdist.wire.channel import Channel
 from nbdist.wire.parcel import INLINE, Parcel, pack
-from nbdist.wire.segments import Segment
 
 BIG = 2 * INLINE  # bytes that go beside the pickle, into a segment
 

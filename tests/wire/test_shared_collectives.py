@@ -15,9 +15,9 @@ import torch.distributed as dist
 from conftest import LINUX, poll
 
 from nbdist import RankDied, Session
-from nbdist.kernel import waiting
-from nbdist.wire import shared_collectives
-from nbdist.wire.shared_collectives import SharedCollectives, open_shared_collectives
+from nbdist.kernel.calls import waiting
+from nbdist.shm import collectives as shared_collectives
+from nbdist.shm.collectives import SharedCollectives, open_shared_collectives
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist import Session
-from nbdist.wire.shared_collectives import open_shared_collectives
-from nbdist.wire.shared_gather import SharedGather
+from nbdist.shm.collectives import open_shared_collectives
+from nbdist.shm.gather import SharedGather
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import RankDied, Session
-from nbdist.wire import shared_collectives
-from nbdist.wire.shared_group import SharedGroup, shared_group
+from nbdist.shm import collectives as shared_collectives
+from nbdist.shm.process_group import SharedGroup, shared_group
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="only on Linux a rank opens the memory of another")
 
@@ -176,7 +176,7 @@ def raise_it() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
-    monkeypatch.setattr("nbdist.kernel.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_a_failure_elsewhere_ends_the_wait(session: Session, patient: None) -> None:

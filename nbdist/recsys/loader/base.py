@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...annotations import annotated
+from ...system.annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
 from ..io.rest import Rest

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...wire.shared_group import SharedGroup
+from ...shm.process_group import SharedGroup
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from .optimizers import misfit
+from .optimizer_state import misfit
 
 
 def save(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:

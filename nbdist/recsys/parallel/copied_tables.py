@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .tables import dense_gradient, run_closure
+from .common_tables import dense_gradient, run_closure
 
 
 class CopiedTables:

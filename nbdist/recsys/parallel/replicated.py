@@ -15,11 +15,12 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.nn.parallel import DistributedDataParallel
 
 from ...devices import collective_device
-from ...wire.shared_group import shared_group
-from . import buffers, checkpoint, growth, optimizers
+from ...shm.process_group import shared_group
+from . import buffers, checkpoint, growth
+from . import optimizer_state as optimizers
+from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
 from .growth import Growth
-from .tables import CommonTables, sparse_tables
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 import contextlib
 
-from ..parallel.plan import Plan
-from ..parallel.sharded import Sharded
 from ..versions import check_torchrec
 from .call import shard
 from .equal_length import equal_steps
+from .plan import Plan
+from .sharded import Sharded
 from .strategies import OPTIMIZERS, STRATEGIES
 
 with contextlib.suppress(ImportError):  # `shard` raises it again

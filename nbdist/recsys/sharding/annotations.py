@@ -7,7 +7,7 @@ import sys
 
 from torch.autograd.profiler import record_function
 
-from ...annotations import annotated
+from ...system.annotations import annotated
 
 
 def annotate_for_profilers_alone() -> None:

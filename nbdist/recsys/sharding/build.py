@@ -28,14 +28,12 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from ...devices import collective_device
-from ...wire.huge_pages import gather
-from ...wire.shared_group import shared_group
-from ..parallel.ahead import InputsAhead
-from ..parallel.deferred import DeferredTables, TablesOptimizer, deferring
-from ..parallel.plan import Plan
-from ..parallel.sharded import Sharded, kernels, share_buffers
+from ...shm.process_group import shared_group
+from ...system.huge_pages import gather
 from .annotations import annotate_for_profilers_alone
+from .batches_ahead import InputsAhead
 from .collections import columns_of, find_tables, plain_collections, replace, to_torchrec
+from .deferred import DeferredTables, TablesOptimizer, deferring
 from .exchange import exchange_at_once
 from .hooks import (
     check_ids,
@@ -48,7 +46,9 @@ from .hooks import (
     take_columns,
 )
 from .initial import common_seed, fill, let_go, materialise, without_memory
+from .plan import Plan
 from .planning import Planner, make_sharders
+from .sharded import Sharded, kernels, share_buffers
 from .strategies import (
     EVERYWHERE,
     OPTIMIZERS,

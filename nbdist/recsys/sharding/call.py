@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..parallel.sharded import Sharded
 from ..versions import check_torchrec
+from .sharded import Sharded
 
 
 def shard(

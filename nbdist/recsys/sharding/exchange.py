@@ -23,10 +23,10 @@ from torchrec.distributed.dist_data import (
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import NoWait, ShardedModule
 
-from ...annotations import annotated
-from ...wire.shared_collectives import as_bytes
-from ...wire.shared_gather import SharedGather, rows_as_bytes
-from ...wire.shared_group import SharedGroup
+from ...shm.collectives import as_bytes
+from ...shm.gather import SharedGather, rows_as_bytes
+from ...shm.process_group import SharedGroup
+from ...system.annotations import annotated
 
 
 def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:

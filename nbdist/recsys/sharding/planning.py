@@ -25,8 +25,8 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from ..parallel.plan import Plan, Shard
 from .bandwidth import Bandwidth, measure
+from .plan import Plan, Shard
 from .strategies import STRATEGIES, Table, column_parts, refusal, too_large_to_copy
 
 #: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ... import notebook
+from ...notebook.shell import shell
 from .history import History, cells, failures, head, text_row
 
 _PART = 0.05
@@ -96,4 +96,4 @@ class RunDisplay:
 
 def _in_notebook() -> bool:
     """Whether displays can be updated: in a notebook's kernel, and in the ranks of one."""
-    return type(notebook.shell()).__name__ == "ZMQInteractiveShell"
+    return type(shell()).__name__ == "ZMQInteractiveShell"

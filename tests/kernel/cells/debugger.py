@@ -78,7 +78,7 @@ print("returned", session.run(f, 6, ranks=[1]))
 import os
 from types import SimpleNamespace
 
-from nbdist.kernel import waiting
+from nbdist.kernel.calls import waiting
 
 short = Session(1, timeout=1000)
 short.run(int)

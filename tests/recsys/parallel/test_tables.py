@@ -13,10 +13,10 @@ import torch.distributed as dist
 from conftest import Sessions
 from torch import nn
 
+from nbdist.recsys.parallel.common_tables import CommonTables
 from nbdist.recsys.parallel.copied_tables import CopiedTables
 from nbdist.recsys.parallel.replicated import Replicated
 from nbdist.recsys.parallel.row_steps import step_rows
-from nbdist.recsys.parallel.tables import CommonTables
 from nbdist.recsys.training import replicate
 
 ROWS = 3_000

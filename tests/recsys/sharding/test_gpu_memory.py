@@ -14,8 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session
-from nbdist.recsys.parallel import sharded as sharded_module
 from nbdist.recsys.sharding import shard
+from nbdist.recsys.sharding import sharded as sharded_module
 from nbdist.recsys.sharding.hooks import move_inputs
 
 pytestmark = pytest.mark.slow

@@ -29,13 +29,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session
-from nbdist.recsys.parallel.plan import Shard as PlanShard
-from nbdist.recsys.parallel.sharded import kernels
 from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, bandwidth, equal_steps, planning, shard
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
+from nbdist.recsys.sharding.plan import Shard as PlanShard
+from nbdist.recsys.sharding.sharded import kernels
 from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
-from nbdist.wire.huge_pages import gather
-from nbdist.wire.shared_group import shared_group
+from nbdist.shm.process_group import shared_group
+from nbdist.system.huge_pages import gather
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
-from nbdist.recsys.parallel.sharded import kernels
+from nbdist.recsys.sharding.sharded import kernels
 from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
 from nbdist.recsys.training.history import History, Record
 
@@ -268,7 +268,7 @@ def test_gradients_are_clipped_by_the_norm_of_all(sessions: Sessions, how: str) 
 
 def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
     """In a rank: how often ids that were sent ahead were taken, and what `function` gives."""
-    from nbdist.recsys.parallel.ahead import InputsAhead
+    from nbdist.recsys.sharding.batches_ahead import InputsAhead
 
     taken = 0
     take = InputsAhead.take

@@ -59,7 +59,7 @@ from nbdist.recsys.triton import NULL, NULL_STRING, PADDING, Ensemble, export_en
 from nbdist.recsys.triton.onnx import write_onnx
 from nbdist.recsys.triton.request import Feature, served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
-from nbdist.wire.connections import sockets
+from nbdist.system.connections import sockets
 
 server_needed = pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
 

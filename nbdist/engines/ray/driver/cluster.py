@@ -1,0 +1,338 @@
+"""Getting connected to a Ray cluster: room for the ranks, a process on each node that has it, and the same versions."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import itertools
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .... import __version__
+from ....system.segments import Segment
+from ..options import STRATEGIES, RayOptions, placed_together, resources_of
+from .connecting import Refused, connect
+
+#: Packages that have to be the same in the notebook and on the nodes, since what travels depends on them.
+PACKAGES = ("torch", "cloudpickle", "ray")
+#: Seconds that a node, or the head of the cluster, may not answer.
+PATIENCE = 15.0
+#: Seconds that Ray may take to reserve what is free: for all ranks, when it has just taken notice that a node is lost
+#: and that its ranks have given back the rest; and then for fewer of them.
+SETTLE, RESERVE = 5.0, 2.0
+
+
+class Link:
+    """One node: its agent, its ranks, what is to be sent to it and what it has."""
+
+    def __init__(self, number: int, host: Any, first: int, count: int) -> None:
+        self.number, self.host, self.first, self.count = number, host, first, count
+        self.outbox: list[tuple[bytes, Any]] = []
+        self.filled = asyncio.Event()
+        self.has: set[str] = set()
+        self.coming: dict[str, asyncio.Task[None]] = {}
+        self.incoming: dict[str, Segment] = {}
+        self.lost = ""
+        self.gpus: list[str] = []
+        self.name = f"node {number}"
+        self.node_id = ""
+        """Ray's, to know it by where Ray speaks of its nodes."""
+
+    def forget(self) -> None:
+        """Begin anew, for other ranks."""
+        self.outbox = []
+        self.filled.clear()
+        self.has.clear()
+        self.coming.clear()
+        for segment in self.incoming.values():
+            segment.close()
+        self.incoming.clear()
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.count)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call the agent. A call whose connection failed is repeated: the agent lives, or Ray says that it died."""
+        import ray
+
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                # A client's references, for ray:// addresses, cannot be awaited themselves.
+                return await asyncio.wrap_future(getattr(self.host, method).remote(*arguments).future())
+            except ray.exceptions.ActorUnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+
+def versions(same: Sequence[str]) -> dict[str, str]:
+    """What has to be the same on the nodes, as it is here. Raises `Refused`."""
+    here = {"Python": platform.python_version(), "nbdist": __version__}
+    try:
+        return here | {name: importlib.metadata.version(name) for name in (*PACKAGES, *same)}
+    except importlib.metadata.PackageNotFoundError as exc:
+        raise Refused(f"RayOptions(same=...) names {exc.name!r}, which is not installed here") from exc
+
+
+def version_check() -> Callable[[Mapping[str, str]], str]:
+    """Gives a function that says how the versions on a node differ. Ray sends it by value: nbdist may not be there."""
+
+    def differences(here: Mapping[str, str]) -> str:
+        import importlib.metadata
+        import platform
+
+        def base(version: str | None) -> str | None:
+            """Without the build's name: torch's `+cpu` and `+cu130` are the same to what travels."""
+            return None if version is None else version.partition("+")[0]
+
+        def there(name: str) -> str | None:
+            try:
+                if name == "nbdist":
+                    import nbdist
+
+                    return nbdist.__version__
+                return platform.python_version() if name == "Python" else importlib.metadata.version(name)
+            except ImportError:  # and PackageNotFoundError
+                return None
+
+        found = {name: base(there(name)) for name in here}
+        return "; ".join(
+            f"{name} is {found[name] or 'not installed'}, here {base(version)}"
+            for name, version in here.items()
+            if found[name] != base(version)
+        )
+
+    return differences
+
+
+def refusal(differences: str) -> str:
+    """What to say of versions that differ."""
+    return (
+        f"the notebook and the cluster's nodes differ: {differences}. Install the same there (an "
+        f"image, or RayOptions(runtime_env={{'pip': [...]}})), or here"
+    )
+
+
+def shortage(options: RayOptions, count: int) -> str:
+    """What is wanted for so many ranks and what there is, the scarcest first."""
+    import ray
+
+    wanted = {name: amount * count for name, amount in resources_of(options).items()}
+    total, free = ray.cluster_resources(), ray.available_resources()
+    rows = []
+    for name in sorted(wanted, key=lambda name: free.get(name, 0.0) / wanted[name]):
+        rows.append(f"{name}: {wanted[name]:g} wanted, {free.get(name, 0.0):g} free of {total.get(name, 0.0):g}")
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    text = f"{'; '.join(rows)}; {nodes} node{'s' if nodes != 1 else ''}, placement {options.placement!r}"
+    return f"{text}, labels {dict(options.labels)!r}" if options.labels else text
+
+
+def most_by_sums(options: RayOptions) -> int:
+    """How many ranks the free resources of all nodes together would do for."""
+    import ray
+
+    free = ray.available_resources()
+    most = min(int(free.get(name, 0.0) / amount + 1e-6) for name, amount in resources_of(options).items())
+    if options.placement == "strict_spread":
+        most = min(most, options.ranks_per_node * sum(node["Alive"] for node in ray.nodes()))
+    return most
+
+
+def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
+    """Wait until the cluster has room for so many ranks; `there_is` waits a second for it. Raises `Refused`."""
+    begin = time.monotonic()
+    notice_at = begin + 3.0
+    while not there_is():
+        now = time.monotonic()
+        if now - begin > options.wait:
+            raise Refused(
+                f"the cluster had no room for {count} rank{'s' * (count > 1)} for {options.wait:g} s: "
+                f"{shortage(options, count)}. Ask for fewer ranks or less for each (RayOptions(cpus=...)), add nodes, "
+                f"or wait longer (RayOptions(wait=...))"
+            )
+        if now >= notice_at:
+            waited = f"waiting for room for {count} rank{'s' * (count > 1)} ({now - begin:.0f} s)"
+            say(f"{waited}: {shortage(options, count)}")
+            notice_at = now + 10.0
+
+
+def host_class() -> Any:
+    """What runs on a node before nbdist is known to be there. Ray sends it by value."""
+    import ray
+
+    find = version_check()
+
+    class Host:
+        def differences(self, here: Mapping[str, str]) -> str:
+            return find(here)
+
+        def node_id(self) -> str:
+            import ray
+
+            return ray.get_runtime_context().get_node_id()
+
+        def draining(self) -> dict[str, int]:
+            """The nodes of the cluster that will be taken away, and when: milliseconds since the epoch; 0: unknown."""
+            from ray._private.state import state  # a driver of ray:// has no such thing
+
+            return dict(state.get_draining_nodes())
+
+        def open(self, surroundings: Sequence[Any], *arguments: Any) -> Any:
+            import ray
+
+            from nbdist.engines.ray.node import agent as node
+
+            described = node.describe(ray.util.get_node_ip_address(), *surroundings)
+            self.agent = node.Agent(*arguments)
+            return described
+
+        def poll(self, number: int) -> Any:
+            return self.agent.poll(number)
+
+        def deliver(self, *arguments: Any) -> None:
+            self.agent.deliver(*arguments)
+
+        def store(self, *arguments: Any) -> Any:
+            return self.agent.stored.store(*arguments)
+
+        def ask(self, *arguments: Any) -> Any:
+            return self.agent.ask(*arguments)
+
+    groups = {"poll": "poll", "deliver": "deliver", "store": "deliver", "ask": "ask", "draining": "ask"}
+    for name, group in groups.items():
+        setattr(Host, name, ray.method(concurrency_group=group)(getattr(Host, name)))
+    remote: Any = ray.remote  # which takes more than it says to type checkers
+    return remote(concurrency_groups={"poll": 1, "deliver": 1, "ask": 4}, num_cpus=0, max_restarts=0)(Host)
+
+
+class Cluster:
+    """The connection to Ray, the resources that are reserved there, and an agent's process on each node."""
+
+    def __init__(
+        self, options: RayOptions, world_size: int, say: Callable[[str], None], least: int | None = None
+    ) -> None:
+        self._options = options
+        self._group: Any = None
+        self._counts: list[int] = []
+        self.takes_folder = "working_dir" not in options.runtime_env
+        """Whether ranks work in the notebook's folder, where there is such a one."""
+        connect(options, say)
+        self._reserve(world_size, world_size if least is None else least, say)
+        self.links: list[Link] = []
+        self._start_hosts()
+        self._check_versions()
+
+    def _reserve(self, world_size: int, least: int, say: Callable[[str], None]) -> None:
+        if least == world_size:
+            self._ask(world_size)
+            wait_for_room(lambda: bool(self._group.wait(1)), self._options, world_size, say)
+        else:
+            wait_for_room(lambda: self._take_what_is_free(world_size, least), self._options, least, say)
+
+    def _ask(self, ranks: int) -> None:
+        """Ask Ray for room for so many ranks, and for no others any more."""
+        from ray.util import placement_group
+
+        self._give_back()
+        options, self._counts = self._options, placed_together(self._options, ranks)
+        self._group = placement_group(
+            [resources_of(options, count) for count in self._counts],
+            strategy=STRATEGIES[options.placement],
+            bundle_label_selector=[dict(options.labels)] * len(self._counts) if options.labels else None,
+        )
+
+    def _give_back(self) -> None:
+        from ray.util import remove_placement_group
+
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _take_what_is_free(self, world_size: int, least: int) -> bool:
+        """Reserve room for all ranks, or for as many as there is room for; whether there is for `least`.
+
+        How many fit follows from more than sums (nodes, placement, labels), so Ray is asked: first for as many as the
+        sums allow, then by halves.
+        """
+
+        def fit(ranks: int, seconds: float) -> bool:
+            self._ask(ranks)
+            return bool(self._group.wait(seconds))
+
+        if fit(world_size, SETTLE):
+            return True
+        self._give_back()  # it keeps nothing from the next ones
+        found, low, high = 0, least, min(world_size - 1, most_by_sums(self._options))
+        ranks = high
+        while low <= high:
+            if fit(ranks, RESERVE):
+                found, low = ranks, ranks + 1
+            else:
+                high = ranks - 1
+            ranks = (low + high + 1) // 2
+        return bool(found) and (sum(self._counts) == found or fit(found, SETTLE))
+
+    def _start_hosts(self) -> None:
+        from ray.util import placement_group_table
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        def at(bundle: int) -> Any:
+            return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+        where = placement_group_table(self._group)["bundles_to_node_id"]
+        bundles: dict[str, list[int]] = {}
+        for bundle in sorted(where):
+            bundles.setdefault(where[bundle], []).append(bundle)
+        host, first = host_class(), 0
+        for number, own in enumerate(bundles.values()):
+            handle, count = host.options(scheduling_strategy=at(own[0])).remote(), sum(self._counts[b] for b in own)
+            self.links.append(Link(number, handle, first, count))
+            first += count
+        gpus = iter(self._gpu_ids([(at(b), self._counts[b]) for own in bundles.values() for b in own]))
+        for link in self.links:
+            link.gpus = list(itertools.islice(gpus, link.count))
+
+    def _gpu_ids(self, places: Sequence[tuple[Any, int]]) -> list[str]:
+        """The GPUs that Ray has reserved with these bundles: what runs in one is told, and all are asked at once."""
+        import ray
+
+        if not self._options.gpus:
+            return []
+
+        def own() -> list[str]:
+            import ray
+
+            return [str(number) for number in ray.get_gpu_ids()]
+
+        task = ray.remote(num_cpus=0)(own)
+        asked = [task.options(scheduling_strategy=place, num_gpus=count).remote() for place, count in places]
+        found = ray.get(asked)
+        return list(itertools.chain.from_iterable(found))
+
+    def _check_versions(self) -> None:
+        import ray
+
+        here = versions(self._options.same)
+        try:
+            found = ray.get([link.host.differences.remote(here) for link in self.links])
+            node_ids = ray.get([link.host.node_id.remote() for link in self.links])
+        except ray.exceptions.RayError as exc:
+            raise Refused(f"no process could be started on a node: {exc}") from exc
+        for link, node_id in zip(self.links, node_ids, strict=True):
+            link.node_id = node_id
+        lines = [f"node {link.number}: {text}" for link, text in zip(self.links, found, strict=True) if text]
+        if lines:
+            raise Refused(refusal(" | ".join(lines)))
+
+    def close(self) -> None:
+        """Give all back."""
+        import ray
+
+        for link in self.links:
+            ray.kill(link.host)
+        self._give_back()
+        ray.shutdown()

@@ -1,0 +1,321 @@
+"""Ray's driver, a process of its own, as the kernel sees it; and the room that is kept there between sessions."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ....deaths import lost_connection
+from ....errors import NbdistError
+from ....system import ending, interpreter
+from ....system.interrupts import postponed_interrupts
+from ....system.processes import blind, forget_in_children, own_pidfd
+from ....wire.channel import Channel
+from ....wire.parcel import Parcel
+from ..launch.starting import environment
+from ..options import RayOptions
+
+#: Seconds that a node may take to answer a question.
+ANSWER = 3.0
+
+
+class DriverProcess:
+    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or for `least`
+    of them at least, or gives their work to Ray in `tasks`.
+
+    Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
+    """
+
+    def __init__(
+        self,
+        options: RayOptions,
+        world_size: int,
+        notice: Callable[[str], None],
+        tasks: bool = False,
+        least: int | None = None,
+    ) -> None:
+        self._options, self.world_size, self._tasks = options, world_size, tasks
+        self.address, self.threads = options.address, max(1, int(options.cpus))
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, concurrent.futures.Future[Any]] = {}
+        self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._hearer: Callable[[str, Any, Parcel | None], None] | None = None
+        self._sending = threading.RLock()
+        self._timer: threading.Timer | None = None
+        self._not_ours = False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        address, variables = _private_ray() if options.address is None else (options.address, {})
+        ours, theirs = socket.socketpair()
+        self._control = Channel(ours)
+        with theirs, own_pidfd() as kernel:
+            self.process = interpreter.start(
+                "nbdist.engines.ray.driver.main",
+                str(theirs.fileno()),
+                str(kernel),
+                env={**variables, **opened_by.get(address, {}), **environment(interpreter.module_path())},
+                pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
+                stderr=self._log,
+            )
+        forget_in_children(self)
+        try:
+            plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+            self.send("connect", plain | {"address": address}, world_size, tasks, least)
+            threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
+            while (news := self._next())[0] == "notice":
+                notice(news[1])
+            if news[0] != "ready":
+                raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
+            self.counts: list[int] = news[1]
+            """Ranks on each node."""
+            self.world_size = sum(self.counts)
+            self.whole = self.world_size == world_size
+            """Whether there is room for as many as were wanted."""
+        except BaseException:
+            self.stop(at_once=True)
+            raise
+
+    def _next(self) -> tuple[Any, ...]:
+        while True:  # a second at a time: Python hears of an interrupt that comes right before a wait at its end
+            with contextlib.suppress(queue.Empty):
+                return self._news.get(timeout=1.0)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the room is not its own."""
+        self._not_ours = True
+        blind(self._control.fileno())
+
+    def hear(self, hearer: Callable[[str, Any, Parcel | None], None] | None) -> None:
+        """Let `hearer` take what comes from the nodes, in another thread: its kind, what it is, its parcel."""
+        self._hearer = hearer
+
+    def send(self, *message: Any, parcel: Parcel | None = None) -> None:
+        """Send a message. Raises `OSError` when the process is gone."""
+        with self._sending:
+            try:
+                self._control.send(message, parcel)
+            except OSError:
+                raise
+            except BaseException:  # an interrupt, perhaps in the middle of the message: nothing could follow it
+                self.process.kill()
+                raise
+
+    def request(self, what: str, *arguments: Any, seconds: float | None = 120.0) -> Any:
+        """Ask, and wait for the answer; None where there is none."""
+        number, future = next(self._numbers), concurrent.futures.Future[Any]()
+        self._asked[number] = future
+        try:
+            self.send(what, number, *arguments)
+            return future.result(seconds)
+        except (OSError, concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            return None
+        finally:
+            self._asked.pop(number, None)
+
+    def ask(self, node: int, what: str, *arguments: Any) -> Any:
+        """Ask the agent of a node; None where it does not answer."""
+        found = self.request("ask", [node], what, arguments, ANSWER, seconds=2 * ANSWER)
+        return found[0] if found else None
+
+    def ask_all(self, what: str, *arguments: Any) -> list[Any]:
+        """Ask the agents of all nodes; None for each that does not answer."""
+        everybody = range(len(self.counts))
+        found = self.request("ask", list(everybody), what, arguments, ANSWER, seconds=2 * ANSWER)
+        return found or [None for _ in everybody]
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message, parcel, _ = self._control.receive()
+                if message[0] == "news":
+                    self._tell(message[1], message[2], parcel)
+                elif message[0] == "answer":
+                    future = self._asked.get(message[1])
+                    if future is not None and not future.done():
+                        future.set_result(message[2])
+                else:
+                    self._news.put(message)
+        except (EOFError, OSError):
+            self._news.put(("gone",))
+            if self._hearer is not None:
+                self._tell("lost", (None, self.why_gone()), None)
+            for future in list(self._asked.values()):
+                future.cancel()
+
+    def _tell(self, kind: str, what: Any, parcel: Parcel | None) -> None:
+        hearer = self._hearer
+        if hearer is not None:
+            hearer(kind, what, parcel)
+        elif parcel is not None:
+            parcel.close()
+
+    def why_gone(self) -> str:
+        """Why the process is gone, as far as it has said."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        self._log.seek(0)
+        words = " ".join(self._log.read().decode(errors="replace").split())[-500:]
+        return lost_connection(words)
+
+    def keep(self) -> None:
+        """Keep the room for the next ranks, but not for long."""
+        if not self._options.linger:
+            return self.stop()
+        with _lock:
+            _idle.setdefault((os.getpid(), repr(self._options), self.world_size, self._tasks), []).append(self)
+            self._timer = threading.Timer(self._options.linger, self._retire)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def reusable(self) -> bool:
+        """Whether the room that was kept can be used again; it is given back if not."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.process.poll() is None and None not in self.ask_all("received"):
+            return True
+        self.stop()
+        return False
+
+    def _retire(self) -> None:
+        with _lock:
+            kept = [drivers for drivers in _idle.values() if self in drivers]
+            for drivers in kept:
+                drivers.remove(self)
+        if kept:
+            self.stop()
+
+    def stop(self, at_once: bool = False) -> None:
+        """Give the room back: hang up, and the process ends all there. Ray does so, too, if it goes `at_once`."""
+        if self._not_ours:
+            return
+        if at_once:
+            self.process.kill()
+        if self._timer is not None:
+            self._timer.cancel()
+        with contextlib.suppress(OSError):
+            self._control.sock.shutdown(socket.SHUT_RDWR)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._control.close()
+        self._log.close()
+
+
+_lock = threading.RLock()  # ranks that nobody refers to any more are given up at any time, in any thread
+_idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
+#: By address: the variables that open a Ray which was started from here.
+opened_by: dict[str, Mapping[str, str]] = {}
+#: By process: a Ray of its own, its address, and its token.
+private_rays: dict[int, tuple[subprocess.Popen[Any], str, str]] = {}
+
+
+def acquire(
+    options: RayOptions,
+    world_size: int,
+    notice: Callable[[str], None],
+    taken: list[DriverProcess],
+    tasks: bool = False,
+    least: int | None = None,
+) -> None:
+    """Put into `taken` a driver with room for so many ranks, or for `least` of them at least: what was kept after an
+    earlier session, or new. Its owner stops what is there if he is interrupted meanwhile."""
+    with _lock, postponed_interrupts():
+        kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
+        taken += kept[-1:]
+        del kept[-1:]
+    if not (taken and taken[0].reusable()):
+        taken[:] = [DriverProcess(options, world_size, notice, tasks, least)]
+
+
+def _private_ray() -> tuple[str, Mapping[str, str]]:
+    """The address of a Ray of this machine alone, which ends with this process, and the variables that open it."""
+    with _lock:
+        process, address, token = private_rays.get(os.getpid(), (None, "", ""))
+        if process is None or process.poll() is not None:
+            check_token_support()
+            token = secrets.token_hex(32)
+        variables = token_variables(token)
+        if process is None or process.poll() is not None:
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            with own_pidfd() as kernel:
+                fds = [kernel] if kernel >= 0 else []
+                environ = {**variables, **environment(interpreter.module_path())}
+                process = interpreter.start(
+                    "nbdist.engines.ray.launch.private", str(kernel), env=environ, pass_fds=fds, **pipes
+                )
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline() or b"{}")
+            if "address" not in said:
+                ended = f"its process ended with exit code {process.wait()}"
+                raise NbdistError(f"Ray does not start on this machine: {said.get('refused', ended)}")
+            address = said["address"]
+            private_rays[os.getpid()] = process, address, token
+        return address, variables
+
+
+def token_variables(token: str) -> Mapping[str, str]:
+    """What makes Ray ask for a token, and opens it."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+
+
+def check_token_support() -> None:
+    """Raise `NbdistError` for a Ray that would take orders from everybody who reaches its machine."""
+    version = importlib.metadata.version("ray")
+    if tuple(int(part) for part in version.split(".")[:2]) < (2, 52):
+        raise NbdistError(
+            f"Ray {version} knows no tokens, without which everybody who reaches this machine could run code as you "
+            f"do: a Ray of this machine alone needs Ray 2.52 or newer. A cluster that runs already can be used: "
+            f"RayOptions(address=...)"
+        )
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+    for process, _, _ in private_rays.values():
+        if process.stdin is not None and not process.stdin.closed:
+            blind(process.stdin.fileno())  # the end of which ends it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def release_at(address: str) -> None:
+    """Give back at once what is kept on one cluster for the next calls."""
+    with _lock:
+        here = [(key, drivers) for key, drivers in _idle.items() if key[0] == os.getpid()]
+        found = [driver for _, drivers in here for driver in drivers if driver.address == address]
+        for _, drivers in here:
+            drivers[:] = [driver for driver in drivers if driver not in found]
+    for driver in found:
+        driver.stop()
+
+
+@ending.last
+def release() -> None:
+    """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
+    with _lock:
+        drivers = [driver for (pid, *_), found in _idle.items() if pid == os.getpid() for driver in found]
+        _idle.clear()
+        ray, _, _ = private_rays.pop(os.getpid(), (None, "", ""))
+    for driver in drivers:
+        driver.stop()
+    if ray is not None:
+        assert ray.stdin is not None and ray.stdout is not None
+        ray.stdin.close()
+        ray.stdout.close()
+        ray.wait()

@@ -1,0 +1,190 @@
+"""What comes from the ranks on a cluster, in the kernel: a thread hears it from the driver, calls take it from there.
+
+Of each node it comes in the order in which it happened there, so what a rank wrote before a message, or before its end,
+is heard before that.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pickle
+import selectors
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ....deaths import NOT_OURS
+from ....system.interrupts import postponed_interrupts
+from ....system.processes import blind
+from ....wire.parcel import Parcel
+from ....wire.protocol import FromRank
+from ...contract import Exit, OnOutput
+from .driver_process import DriverProcess
+
+#: Bytes of output after which the driver is told that they were read.
+_TELL = 1 << 18
+
+
+class News:
+    """All that the ranks of a session have said and written, and how they have ended, until somebody takes it.
+
+    Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known.
+    """
+
+    def __init__(self, driver: DriverProcess) -> None:
+        self._driver = driver
+        self.pids: list[int | None] = [None] * driver.world_size
+        self.alive = set(range(driver.world_size))
+        self._events: collections.deque[tuple[Any, ...]] = collections.deque()
+        self._written: dict[tuple[int, int], collections.deque[bytes]] = {}
+        self._read = 0  # bytes, of which the driver does not know yet
+        self._lock = threading.RLock()
+        self.fd, self._wake = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._wake, False)
+        driver.hear(self._take)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the ranks are not its own."""
+        self._lock = threading.RLock()
+        self._events.clear()
+        self._lose(self.alive, NOT_OURS)
+        blind(self.fd, self._wake)
+
+    def close(self) -> None:
+        self._driver.hear(None)
+        with self._lock:
+            for event in self._events:
+                if event[0] == "message" and event[-1] is not None:
+                    event[-1].close()
+            self._events.clear()
+            for fd in (self.fd, self._wake):
+                os.close(fd)
+            self.fd = self._wake = -1
+
+    def _take(self, kind: str, what: Any, parcel: Parcel | None) -> None:
+        """In the thread that hears the driver."""
+        with self._lock:
+            if self._wake < 0:  # closed meanwhile
+                if parcel is not None:
+                    parcel.close()
+                return
+            if kind == "told":
+                for event in pickle.loads(what):
+                    getattr(self, f"_on_{event[0]}")(*event[1:])
+            elif kind == "answered":
+                rank, message = what
+                self._events.append(("message", rank, message, parcel))
+            else:
+                ranks, why = what
+                self._lose(self.alive if ranks is None else self.alive & set(range(*ranks)), why)
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._wake, b"!")
+
+    def _lose(self, ranks: set[int], why: str) -> None:
+        for rank in sorted(ranks):
+            self._on_exit(rank, None, why)
+
+    def _on_started(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
+
+    def _on_output(self, rank: int, which: int, data: bytes) -> None:
+        self._written.setdefault((rank, which), collections.deque()).append(data)
+        self._events.append(("output", rank, which))
+
+    def _on_message(self, ranks: list[int], message: FromRank, inline: bytes | None) -> None:
+        for rank in ranks:
+            self._events.append(("message", rank, message, None if inline is None else Parcel(inline, [], [])))
+
+    def _on_exit(self, rank: int, status: int | None, reason: str) -> None:
+        if rank in self.alive:
+            self.alive.discard(rank)
+            self._events.append(("exit", Exit(rank, status, reason)))
+
+    # ------------------------------------------------------------------------------------------------ in the kernel
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def next(self) -> tuple[Any, ...] | None:
+        """What happened first of what nobody has taken."""
+        with self._lock:
+            return self._events.popleft() if self._events else None
+
+    def any_exit(self) -> bool:
+        with self._lock:
+            return any(event[0] == "exit" for event in self._events)
+
+    def exits(self) -> list[Exit]:
+        """The ranks that have ended since the last call."""
+        with self._lock:
+            found = [event[1] for event in self._events if event[0] == "exit"]
+            if found:
+                self._events = collections.deque(event for event in self._events if event[0] != "exit")
+            return found
+
+    def pass_on(self, rank: int, which: int, on_output: OnOutput) -> bool:
+        """Pass on one piece of what a rank has written; False where there is none."""
+        pieces = self._written.get((rank, which))
+        if not pieces:
+            return False
+        with postponed_interrupts():  # what was taken would be lost
+            data = pieces.popleft()
+            self._read += len(data)
+            on_output(rank, which, data)
+        if self._read >= _TELL:
+            read, self._read = self._read, 0
+            with contextlib.suppress(OSError):
+                self._driver.send("read", 0, read)
+        return True
+
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        """Pass on all that a rank has written so far."""
+        for which in (0, 1):
+            while self.pass_on(rank, which, on_output):
+                pass
+
+
+class NewsListener:
+    """Waits for news, and passes it on: see `contract.Listening`."""
+
+    def __init__(
+        self,
+        news: News,
+        *,
+        on_output: OnOutput,
+        on_message: Callable[[int, FromRank, Parcel | None], None],
+        on_exit: Callable[[Exit], None],
+        pause: float,
+    ) -> None:
+        """`pause` is for others: nodes gather output before they send it."""
+        self._news, self._on_output, self._on_message, self._on_exit = news, on_output, on_message, on_exit
+        self._selector = selectors.DefaultSelector()
+        self.watch(news.fd, lambda: os.read(news.fd, 1 << 12))
+
+    def watch(self, fd: Any, action: Callable[[], Any]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, action)
+
+    def select(self, seconds: float) -> None:
+        # There may be news of which the descriptor says nothing any more, after an interrupt.
+        for key, _ in self._selector.select(0.0 if len(self._news) else seconds):
+            key.data()
+        for _ in range(len(self._news)):
+            if (event := self._news.next()) is not None:
+                self._pass_on(*event)
+
+    def close(self) -> None:
+        self._selector.close()
+
+    def _pass_on(self, kind: str, *what: Any) -> None:
+        if kind == "output":
+            rank, which = what
+            self._news.pass_on(rank, which, self._on_output)
+        elif kind == "message":
+            self._news.drain(what[0], self._on_output)
+            self._on_message(*what)
+        else:
+            self._news.drain(what[0].rank, self._on_output)
+            self._on_exit(what[0])

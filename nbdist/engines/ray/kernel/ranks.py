@@ -1,0 +1,303 @@
+"""Ranks on a Ray cluster, as the kernel holds them.
+
+There is one connection, to a process of their own (`driver.py`), which is Ray's driver; from there one goes to an agent
+on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. What many ranks are told
+at once is one message to each node, and what they say there at about the same time one from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+
+from ....errors import NbdistError
+from ....notebook.shell import kernel_shell
+from ....system.connections import Address, Connection
+from ....system.limits import allow_open_files
+from ....system.processes import forget_in_children
+from ....wire.messages import NOTICES, Setting, Slot
+from ....wire.parcel import Parcel
+from ....wire.protocol import ToRank
+from ....wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
+from ...contract import Exit, OnOutput
+from ..node.agent import Node
+from ..options import RayOptions
+from .driver_process import ANSWER, DriverProcess, acquire
+from .inbox import News, NewsListener
+
+
+class RayEngine:
+    """Starts ranks on a cluster. Raises `NbdistError` where Ray is not installed."""
+
+    local = False
+
+    def __init__(self, options: RayOptions, env: Mapping[str, str] | None = None) -> None:
+        if importlib.util.find_spec("ray") is None:
+            raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
+        self._options, self._env = options, dict(env or {})
+        self._modules: dict[str, None] = {}
+
+    def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
+        gpus = "cuda" if self._options.gpus else "cpu"
+        if devices not in (None, gpus):
+            raise ValueError(
+                f"devices={devices!r}: on a cluster each rank works with what Ray reserves for it, which here is "
+                f"{gpus!r}. RayOptions(gpus=1) gives each rank a GPU, gpus=0 none"
+            )
+        return [gpus] * nranks
+
+    def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> RayRanks:
+        _make_room()
+        return self._on(list(self._modules), world_size, notice, least=least)
+
+    def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> RayRanks:
+        _make_room()
+        return self._on(list(modules), count, notice, tasks=True)
+
+    def _on(self, modules: list[str], count: int, notice: Callable[[str], None], **about: Any) -> RayRanks:
+        taken: list[DriverProcess] = []
+        try:
+            acquire(self._options, count, notice, taken, **about)
+            return RayRanks(taken[0], modules, self._env)
+        except BaseException:  # an interrupt, too: nobody else would give the room back
+            for driver in taken:
+                driver.stop(at_once=True)
+            raise
+
+    def warm(self, modules: Iterable[str]) -> None:
+        """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
+        self._modules.update(dict.fromkeys(modules))
+
+    def idle(self, seconds: float) -> None:
+        """Do nothing: `RayOptions.linger` says how long warm processes stay on the nodes."""
+
+
+def make(options: RayOptions | None, env: Mapping[str, str] | None, start: str) -> RayEngine:
+    """Make the engine "ray": see `contract.MakeEngine`."""
+    if start == "spawn":
+        raise ValueError('start="spawn" is for ranks of this machine: those of a cluster are forked on their nodes')
+    return RayEngine(options or RayOptions(address="auto"), env)
+
+
+class RayRanks:
+    """Processes on the nodes of a cluster: see `contract.Ranks`."""
+
+    takes_descriptors = False
+    patience = 30.0  # Ray needs as long to be sure that a node is lost which just does not answer
+
+    def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self.driver = driver
+        self._several = len(driver.counts) > 1
+        self._rendezvous = 0  # how many there were: the agent tells a question that is repeated from the next one
+        self._gathered: list[_Sent] | None = None
+        self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
+        self._open = True
+        self._news = News(driver)
+        try:
+            surroundings = list(sys.path), os.getcwd(), modules, kernel_shell() is not None
+            nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
+            if not isinstance(nodes, list):
+                raise NbdistError(nodes or f"the ranks could not be started: the cluster {driver.why_gone()}")
+            self._nodes = [Node(*node) for node in nodes]
+            self.slots = [
+                Slot(number, local, count, self._interface(node), driver.threads, node.shares[local])
+                for number, (node, count) in enumerate(zip(self._nodes, driver.counts, strict=True))
+                for local in range(count)
+            ]
+            forget_in_children(self)
+        except BaseException:
+            self._open = False
+            self._news.close()
+            raise
+
+    def after_fork(self) -> None:
+        """In a child of this process: the ranks are not its own."""
+        self._news.after_fork()
+
+    @property
+    def pids(self) -> list[int | None]:
+        return self._news.pids
+
+    def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
+        assert not list(fds), "descriptors reach no other machine"
+        with self.together():
+            assert self._gathered is not None
+            if self._gathered and self._gathered[-1].parcel is not parcel:
+                self._send_off()
+            self._gathered.append(_Sent(rank, "messages", message, parcel))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        if self._gathered is not None:  # the outer block sends them
+            yield
+            return
+        self._gathered = []
+        try:
+            yield
+        finally:
+            try:
+                self._send_off()
+            finally:  # an interrupt, too: what follows must not wait for an outer block
+                self._gathered = None
+
+    def _send_off(self) -> None:
+        """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
+        gathered, self._gathered = self._gathered or [], []
+        found: dict[str, dict[int, list[tuple[int, Any]]]] = {"messages": {}, "signals": {}, "aborts": {}}
+        for rank, kind, what, _ in gathered:
+            found[kind].setdefault(self.slots[rank].node, []).append((rank, what))
+        messages = found.pop("messages")
+        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+            if messages:
+                pickled = [(node, pickle.dumps(own, protocol=5)) for node, own in messages.items()]
+                self.driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
+            for kind, asked in found.items():
+                for node, own in asked.items():
+                    self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
+
+    def drain(self, rank: int, on_output: OnOutput) -> None:
+        self._news.drain(rank, on_output)
+
+    def listen(self, **handlers: Any) -> NewsListener:
+        return NewsListener(self._news, **handlers)
+
+    def _interface(self, node: Node) -> str:
+        return node.interface if self._several else LOOPBACK_INTERFACE
+
+    def inherited(self) -> Mapping[str, str]:
+        """What the notebook has set since it was started; the rest are matters of its machine."""
+        started_with = psutil.Process().environ()
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if started_with.get(name) != value and not name.startswith("RAY_")
+        }
+
+    def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
+        if self._settings[0] is not environ:
+            self._settings = environ, {}
+        number = self.slots[rank].node
+        node, known = self._nodes[number], self._settings[1]
+        if number not in known:  # all ranks of a node find the same
+            variables = {**node.environ, **environ, NOTICES: "1"}
+            known[number] = Setting(variables, node.cwd, node.path, tuple(sys.argv))
+        return known[number]
+
+    def rendezvous(self) -> _RemoteRendezvous:
+        self._rendezvous += 1
+        host, deadline = self._nodes[0].address if self._several else None, time.monotonic() + self.patience
+        while (address := self.driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
+            if self._news.any_exit() or time.monotonic() > deadline:
+                raise NbdistError(
+                    f"the node of rank 0 ({self._nodes[0].host}, {self._nodes[0].address}) does not answer, so that "
+                    f"the ranks cannot meet. The next call starts fresh ranks"
+                )
+            time.sleep(0.1)
+        return _RemoteRendezvous(RendezvousAddress(*address))
+
+    def exits(self) -> list[Exit]:
+        return self._news.exits()
+
+    def signal(self, rank: int, signum: int) -> None:
+        self._ask_for(rank, "signals", signum)
+
+    def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
+        self._ask_for(rank, "aborts", (group, peers))
+
+    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        if rank not in self._news.alive:
+            return False
+        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+            self.driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
+        return True
+
+    def _ask_for(self, rank: int, what: str, argument: Any) -> None:
+        """Let the agent of a rank do something to it."""
+        if rank in self._news.alive:
+            with self.together():
+                assert self._gathered is not None
+                parcel = self._gathered[-1].parcel if self._gathered else None
+                self._gathered.append(_Sent(rank, what, argument, parcel))
+
+    def connections(self) -> list[list[Connection]]:
+        several = len({node.address for node in self._nodes}) > 1
+        found: list[list[Connection]] = []
+        for count, node in zip(self.driver.counts, self.driver.ask_all("connections"), strict=True):
+            ranks = node or [[] for _ in range(count)]
+            found += [[Connection(*one) for one in rank if not (several and _loopback(one[0][0]))] for rank in ranks]
+        return found
+
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        found = {
+            rank: text for node in self.driver.ask_all("stacks", list(ranks)) for rank, text in (node or {}).items()
+        }
+        return {rank: found.get(rank, "") for rank in ranks}
+
+    def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
+        nodes = self.driver.ask_all("memory", list(ranks))
+        return {rank: found for node in nodes for rank, found in (node or {}).items()}
+
+    def received(self) -> list[int | None]:
+        """Bytes of big data that each node has got from the notebook."""
+        return self.driver.ask_all("received")
+
+    def close(self, grace: float = 0.0) -> None:
+        if not self._open:
+            return
+        self._open = False
+        try:
+            healthy = self.driver.request("close", grace, seconds=grace + 30.0)
+            self._news.close()
+            if healthy and self.driver.whole:  # with less room than was wanted, the next ones ask for all of it again
+                return self.driver.keep()
+        except BaseException:  # an interrupt: as long as the driver lives, so does its room
+            self.driver.stop(at_once=True)
+            raise
+        self.driver.stop()
+
+
+class _Sent(NamedTuple):
+    """What is on its way to a rank."""
+
+    rank: int
+    kind: str
+    """`messages`; or what its agent is asked for: `signals`, `aborts`."""
+    what: Any
+    """The message, the number of the signal, or the connections to cut."""
+    parcel: Parcel | None
+
+
+def _make_room() -> None:
+    """Let this process open what it needs for all ranks together. Raises `NbdistError` where it may not."""
+    needed = 16
+    room = allow_open_files(needed)
+    if room < needed:
+        raise NbdistError(
+            f"the ranks of a cluster need {needed} open files in this process, which may have {max(room, 0)} more: 0 "
+            f"ranks fit. The administrator's limit (`ulimit -Hn`) has to be raised, before the notebook is started"
+        )
+
+
+def _loopback(ip: str) -> bool:
+    """Whether every node has this address."""
+    return ip.startswith("127.") or ip == "::1"
+
+
+class _RemoteRendezvous:
+    """A store on the node of rank 0, whose agent gives rank 0 its descriptors: see `contract.OpenRendezvous`."""
+
+    def __init__(self, address: RendezvousAddress) -> None:
+        self.address = address
+
+    def fds(self, rank: int) -> list[int]:
+        return []
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Starting and stopping Ray, on this machine and on others."""

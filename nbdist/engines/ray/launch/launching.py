@@ -1,0 +1,273 @@
+"""Ray on machines that are reached by ssh or srun, started from the notebook's process and ended with it.
+
+On each machine `machine.py` runs for that long: the end of its standard input, which ssh and srun pass on, is the end
+of the notebook. Who wants to use that Ray needs a token, which goes there by standard input, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ....errors import NbdistError
+from ....system.processes import blind, forget_in_children
+from ..driver.cluster import versions
+from ..kernel import driver_process as process
+from ..options import RayOptions
+from . import machine
+
+#: Seconds from one word to the user to the next, while machines start.
+WORD = 5.0
+#: Seconds that machines get to end Ray by themselves.
+GRACE = 15.0
+#: What a machine is told to run: the program comes by standard input.
+_BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {'__name__': 'machine'}; " + (
+    "exec(config.pop('program'), there); there['main'](config)"
+)
+
+
+def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
+    """Return the engine's options for machines with `gpus` GPUs each; `fields` are what the user says of them.
+
+    Raises `ValueError` or `TypeError` for fields that make no sense.
+    """
+    return RayOptions(**{"gpus": min(gpus, 1), **fields})
+
+
+class Machines:
+    """Ray, started on machines.
+
+    Attributes: `address`, at which it is used from here.
+
+    Args:
+        commands: What runs a command on one machine or, as srun does, on several: name → command.
+        size: How many machines these are.
+        gpus: Those of each.
+        python: The interpreter there.
+        arguments: Further ones of `ray start`.
+        wait: Seconds that they may take.
+        say: Tells the user what is waited for.
+        tunnel: Of a command that reaches the head, the one that forwards a port of this machine (the first) to an
+            address there. None: the head is reached from here.
+
+    Raises:
+        NbdistError: A machine cannot be reached, has no Ray or another one, or takes too long.
+    """
+
+    def __init__(
+        self,
+        commands: Sequence[tuple[str, Sequence[str]]],
+        size: int,
+        *,
+        gpus: int,
+        python: str,
+        arguments: Sequence[str],
+        wait: float,
+        say: Callable[[str], None],
+        tunnel: Callable[[int, str], Sequence[str]] | None = None,
+    ) -> None:
+        self._names = [name for name, _ in commands]
+        self._programs = [command[0] for _, command in commands]
+        self._processes: list[subprocess.Popen[str]] = []
+        self._news: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines that are no news
+        self.address = ""
+        self._tunnel: subprocess.Popen[str] | None = None
+        process.check_token_support()
+        token = process.token_variables(secrets.token_hex(32))
+        config = {
+            "program": Path(machine.__file__).read_text(),
+            "versions": versions(()),
+            "gpus": gpus,
+            "env": dict(token),
+            "arguments": list(arguments),
+            "folder": f"/tmp/ray-{secrets.token_hex(4)}",
+        }
+        forget_in_children(self)
+        try:
+            there = [python, "-c", _BEGIN]
+            for number, (_, command) in enumerate(commands):
+                self._start(number, [*command, *there] if tunnel is None else [*command, shlex.join(there)])
+                self._tell(number, {**config, "number": number})
+            head = self._wait(size, wait, say)
+            ip, port = head["ip"], head["client"]
+            if tunnel is not None:
+                ip, port = "127.0.0.1", self._dig(tunnel, f"{ip}:{port}", wait)
+            self.address = f"ray://{ip}:{port}"
+            process.opened_by[self.address] = token
+        except BaseException:
+            self.close()
+            raise
+
+    def after_fork(self) -> None:
+        """In a child of this process: the machines are not its own."""
+        blind(*(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed))
+        self._processes, self._tunnel = [], None
+
+    def _start(self, number: int, command: Sequence[str]) -> None:
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        # A session of its own: the notebook's interrupts do not reach it.
+        one = subprocess.Popen(list(command), text=True, start_new_session=True, **pipes)
+        self._processes.append(one)
+        for stream in (one.stdout, one.stderr):
+            threading.Thread(target=self._read, args=(number, stream), name="nbdist: machines", daemon=True).start()
+
+    def _read(self, number: int, stream: Any) -> None:
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            for line in stream:
+                self._news.put((number, line.rstrip()))
+        self._news.put((number, None))
+
+    def _tell(self, number: int, what: Any) -> None:
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it is gone, of which there is news
+            stdin.write(json.dumps(what) + "\n")
+            stdin.flush()
+
+    def _wait(self, size: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+        """Wait until all machines run Ray. Returns what the head has said."""
+        begin = time.monotonic()
+        word = begin + WORD
+        ready: dict[int, dict[str, Any]] = {}
+        begun: set[int] = set()
+        ends = [0] * len(self._names)
+        while len(ready) < size:
+            now = time.monotonic()
+            if now - begin > seconds:
+                raise NbdistError(f"{self._so_far(size, begun, ready)} after {seconds:g} s. {self._words()}".strip())
+            if now >= word:
+                say(f"{self._so_far(size, begun, ready)} ({now - begin:.0f} s)")
+                word = now + WORD
+            try:
+                number, line = self._news.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if line is None:
+                ends[number] += 1
+                if ends[number] == 2:  # standard output and standard error
+                    raise NbdistError(self._why_ended(number))
+            elif not line.startswith(machine.MARK):
+                self._last[number].append(line)
+            else:
+                news = json.loads(line.removeprefix(machine.MARK))
+                begun.add(news["number"])
+                if news["kind"] in ("refused", "ended"):
+                    raise NbdistError(f"{self._name(number, news)} cannot run Ray: {news['text']}")
+                if news["kind"] == "ready":
+                    ready[news["number"]] = news
+                    if news["number"] == 0:
+                        for other in range(len(self._processes)):
+                            self._tell(other, {"address": news["address"]})
+        return ready[0]
+
+    def _name(self, number: int, news: dict[str, Any]) -> str:
+        return self._names[number] if len(self._names) > 1 else str(news["host"])
+
+    def _so_far(self, size: int, begun: set[int], ready: dict[int, Any]) -> str:
+        reached = f", {len(begun)} are reached" if len(begun) > len(ready) else ""
+        return f"Ray runs on {len(ready)} of {size} machine{'s' * (size > 1)}{reached}"
+
+    def _words(self) -> str:
+        """What the commands have said last."""
+        texts = [f"{name}: {lines[-1]}" for name, lines in zip(self._names, self._last, strict=True) if lines]
+        return "; ".join(texts[:3])
+
+    def _why_ended(self, number: int) -> str:
+        status, text = self._processes[number].wait(), " ".join(self._last[number]).strip()
+        name, program = self._names[number], self._programs[number]
+        if program == "ssh" and status == 255:
+            told = text or "ssh says nothing"
+            return f"{name} cannot be reached: {told}. `ssh {name} true` has to work without a question"
+        if status in (126, 127):
+            return f"{name} does not find its Python: {text}. Say python=, the one that has Ray and nbdist there"
+        return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"
+
+    def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
+        """Forward a port of this machine. Returns its number."""
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = int(sock.getsockname()[1])
+        self._names.append(f"the tunnel to {address}")
+        self._last.append(collections.deque[str](maxlen=10))
+        self._start(len(self._processes), tunnel(port, address))
+        self._tunnel = self._processes[-1]
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                return port
+            except OSError:
+                if self._tunnel.poll() is not None or time.monotonic() > deadline:
+                    raise NbdistError(f"no port could be forwarded to Ray at {address} by ssh") from None
+                time.sleep(0.1)
+
+    def alive(self) -> bool:
+        """Whether nothing has ended."""
+        return bool(self._processes) and all(one.poll() is None for one in self._processes)
+
+    def close(self) -> None:
+        """End Ray on all machines."""
+        process.release_at(self.address)
+        process.opened_by.pop(self.address, None)
+        processes, self._processes = self._processes, []
+        for one in processes:
+            assert one.stdin is not None
+            with contextlib.suppress(OSError):
+                one.stdin.close()
+        if self._tunnel is not None:  # which does not look at its input
+            self._tunnel.terminate()
+        deadline = time.monotonic() + GRACE
+        for one in processes:
+            try:
+                one.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                one.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.wait(5)
+                one.kill()
+                one.wait()
+        self._forget(processes)
+
+    def _forget(self, processes: Sequence[subprocess.Popen[str]]) -> None:
+        for one in processes:
+            for stream in (one.stdout, one.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machines:
+    """Ray on these hosts. Raises `NbdistError` where there is no ssh here, too."""
+    if shutil.which("ssh") is None:
+        raise NbdistError("there is no ssh on this machine, by which the hosts are reached: install OpenSSH's client")
+    ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", *options]
+
+    def tunnel(port: int, address: str) -> Sequence[str]:
+        return [*ssh, "-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:{address}", hosts[0]]
+
+    return Machines([(host, [*ssh, host]) for host in hosts], len(hosts), tunnel=tunnel, **about)
+
+
+def by_slurm(nodes: int, options: Sequence[str], gpus: int, **about: Any) -> Machines:
+    """Ray on nodes of Slurm. Raises `NbdistError` where there is no srun here, too."""
+    if shutil.which("srun") is None:
+        raise NbdistError(
+            'there is no srun on this machine: nbdist.cluster("slurm") starts from one of a Slurm cluster, such as its '
+            "login node"
+        )
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--unbuffered"]
+    srun += [f"--gpus-per-node={gpus}"] * bool(gpus)
+    srun += ["--overlap"] * ("SLURM_JOB_ID" in os.environ)  # within an allocation, beside the notebook's own step
+    return Machines([("slurm", [*srun, *options])], nodes, gpus=gpus, **about)

@@ -1,0 +1,175 @@
+"""On a machine that `nbdist.cluster` was given: a node of Ray, as long as standard input is open.
+
+The notebook's side (`launching.py`) sends this file's text by ssh or srun, before anything of nbdist is known to be
+there: it imports the standard library alone until that is sure. What it says are lines of JSON after `MARK`; others are
+those of the machine's shell.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+MARK = "nbdist:"
+
+
+def main(config: dict[str, Any]) -> None:
+    """Be a node of Ray until standard input ends.
+
+    Args:
+        config: `number`, 0 for the head, unless Slurm gives one; `versions` that there have to be; `gpus`; `env` for
+            Ray, `arguments` of `ray start`; `folder` for its files.
+    """
+    number = int(os.environ.get("SLURM_PROCID", config["number"]))
+    _say(number, "begun")
+    if wrong := _differences(config["versions"]) or _missing_gpus(config["gpus"]):
+        _say(number, "refused", text=wrong)
+        return
+    from nbdist.engines.ray.launch.starting import agent_ports, as_options, environment, free_ports
+
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    # By the interface at which ssh has reached this machine, others reach it, too.
+    ip = os.environ["SSH_CONNECTION"].split()[2] if "SSH_CONNECTION" in os.environ else ""
+    if number == 0:
+        ip = ip or _own_ip()
+        port, client = free_ports(2)
+        first = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
+        first += [f"--temp-dir={config['folder']}"]
+    else:
+        port, client = 0, 0
+        joined = lines.get()
+        if not joined:
+            return
+        first = ["--address=" + json.loads(joined)["address"]]
+    ports = agent_ports()
+    options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *as_options(ports)]
+    options += [f"--node-ip-address={ip}"] * bool(ip)
+    options += config["arguments"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *first, *options]
+    ray = subprocess.Popen(
+        [*command, "--disable-usage-stats", "--block"],
+        env={**os.environ, **config["env"], **environment(os.environ), "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    # Ray's own answer is to drain the node, which its ranks are told of, and to end it half a minute later.
+    signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
+    about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
+    session = os.path.join(config["folder"], "session_latest")
+    threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
+    try:
+        while lines.get():  # a head is told of itself, too
+            pass
+    finally:
+        _end(ray, config["folder"])
+
+
+def _say(number: int, kind: str, **what: Any) -> None:
+    line = MARK + json.dumps({"number": number, "host": socket.gethostname(), "kind": kind, **what}) + "\n"
+    sys.stdout.write(line)  # at once: srun has one output for all machines
+    sys.stdout.flush()
+
+
+def _read(lines: queue.Queue[str]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put("")
+
+
+def _own_ip() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def _watch(
+    ray: subprocess.Popen[str],
+    ports: Mapping[str, int],
+    session: str,
+    number: int,
+    about: Mapping[str, Any],
+    lines: queue.Queue[str],
+) -> None:
+    """Report that Ray has started, with `ports` for its agents, and how it ends; its logs are in `session`."""
+    from nbdist.engines.ray.launch.starting import announced, why
+
+    last: collections.deque[str] = collections.deque(maxlen=15)
+    started = False
+    assert ray.stdout is not None
+    with contextlib.ExitStack() as starting:
+        starting.enter_context(announced(ports))
+        for line in ray.stdout:
+            last.append(line)
+            if "Ray runtime started." in line:
+                started = True
+                starting.close()  # the processes below this one are looked at until then only
+                _say(number, "ready", **about)
+    ray.wait()
+    text = "".join(last).strip()
+    _say(number, "ended", text=text if started else why(session, text))
+    lines.put("")
+
+
+def _differences(versions: Mapping[str, str]) -> str:
+    """How what is here differs from the versions that there have to be."""
+    found = {"Python": platform.python_version()}
+    for name in versions.keys() - found.keys():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    with contextlib.suppress(ImportError):  # a folder on PYTHONPATH does
+        import nbdist
+
+        found["nbdist"] = nbdist.__version__
+    different = [name for name, version in versions.items() if _base(found.get(name)) != _base(version)]
+    return "; ".join(
+        f"{name} is {found.get(name) or 'not installed'} there ({sys.executable}), and {versions[name]} here"
+        for name in different
+    )
+
+
+def _base(version: str | None) -> str | None:
+    """Without the build's name, such as torch's `+cpu`."""
+    return None if version is None else version.partition("+")[0]
+
+
+def _missing_gpus(gpus: int) -> str:
+    if not gpus:
+        return ""
+    from nbdist.devices import visible_gpus
+
+    found = visible_gpus()
+    return f"gpus={gpus}, and torch finds {found} there" if found < gpus else ""
+
+
+def _end(ray: subprocess.Popen[str], folder: str) -> None:
+    """End Ray and all that it has started, at once: no user is left who could use time to save something."""
+    import psutil
+
+    from nbdist.engines.ray.launch.stopping import family, kill
+
+    processes = family([ray.pid])[1:]
+    ray.kill()
+    for process in processes:
+        if process.is_running() and process.name() in ("raylet", "gcs_server"):
+            process.terminate()
+    psutil.wait_procs(processes, timeout=3)
+    kill(processes)
+    ray.wait()
+    shutil.rmtree(folder, ignore_errors=True)

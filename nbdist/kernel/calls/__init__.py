@@ -1,0 +1,1 @@
+"""One call: sent to the ranks, watched, stopped, answered."""

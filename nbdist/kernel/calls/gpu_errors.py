@@ -1,0 +1,41 @@
+"""What the user is told of a rank's CUDA error beside its text: the GPU, who uses its memory, what its kernel said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ...errors import text_of
+from ...system.gpus import in_words, look
+
+_CUDA = re.compile(
+    r"\bCUDA error|CUDA out of memory|\bcu(BLAS|DNN|SPARSE|FFT)\w*[ _](error|STATUS)|\bCUBLAS_STATUS", re.I
+)
+#: What a kernel on the GPU writes where one of its assertions does not hold, once for each of its threads.
+_ASSERTION = re.compile(r"^(?P<where>.*?): (block: .*?, thread: .*? )?(?P<what>Assertion `.*` failed\.?)", re.M)
+
+
+def explain_gpu_error(
+    error: BaseException, rank: int, device: str, gpu: str | None, pids: Mapping[int, int], log: str
+) -> list[str]:
+    """What to show under the exception of a rank; nothing for one that is not CUDA's.
+
+    Args:
+        error: What the rank raised.
+        rank, device: The rank, and its device as the session names it.
+        gpu: Its entry in CUDA_VISIBLE_DEVICES; None where it is not this machine's.
+        pids: Pid → rank, of the session's ranks.
+        log: What the rank has written.
+    """
+    if not isinstance(error, RuntimeError) or not _CUDA.search(text_of(error)):
+        return []
+    lines = []
+    if found := _ASSERTION.search(log):
+        lines.append(f"on the GPU: {found['where']}: {found['what']}")
+    use = None if gpu is None else look(gpu)
+    if use is not None:
+        lines.append(f"rank {rank} works on {device} ({in_words(use, pids)})")
+    else:
+        who = "" if gpu is None else "; who uses its memory is told where nvidia-ml-py is installed"
+        lines.append(f"rank {rank} works on {device}{who}")
+    return lines

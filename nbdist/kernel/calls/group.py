@@ -1,0 +1,200 @@
+"""The ranks of a session as the kernel holds them: one process group, made again after a failure, until their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ...devices import VISIBLE, own_gpus, place_ranks
+from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
+from ...errors import NbdistError, RankDied
+from ...system.ending import before_servers
+from ...system.interrupts import postponed_interrupts
+from ...wire.messages import World
+from ...wire.protocol import Join, ToRank
+from ..cell.cell import Cell
+from ..cell.comms import Comms
+from ..cell.relay import Relay
+from .gpu_errors import explain_gpu_error
+
+#: Seconds that ranks get to leave in good order: for what they have registered with `atexit`, and their open files.
+GRACE_TO_LEAVE = 5.0
+
+
+#: Ranks whose memory is looked at again at once: the system goes through all their pages for that.
+MEMORY_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What ranks are started with."""
+
+    devices: Sequence[str]
+    """One for each rank."""
+    backend: str
+    options: Mapping[str, Any]
+    """Further arguments of `init_process_group`."""
+    threads: int | str | None
+    """Threads for each rank; None shares the cores out, "bind" also binds the ranks to their shares."""
+    env: Mapping[str, str]
+    seed: int | None
+    seed_ranks: bool = False
+    """Whether each rank adds its number to the seeds."""
+    notice: str = ""
+    """What the cell is told when ranks are started."""
+
+    def gpus(self) -> list[str]:
+        """Of each rank, as CUDA_VISIBLE_DEVICES names it; nothing for CPU ranks, and for those of a cluster."""
+        if self.devices[0] in ("cpu", "cuda"):
+            return []
+        return own_gpus(self.devices, {**os.environ, **self.env}.get(VISIBLE))
+
+    def seeds(self, rank: int, seeds: Sequence[int] | None) -> Sequence[int] | None:
+        """Those of one rank."""
+        return [seed + rank for seed in seeds] if seeds is not None and self.seed_ranks else seeds
+
+
+class Doing(NamedTuple):
+    """What a rank is doing: its state in a word, the name of the function, since when (seconds since the epoch)."""
+
+    state: str
+    what: str
+    since: float
+
+
+class Group:
+    """Running ranks. Dropping the last reference to it ends them.
+
+    Attributes: `layout`, that of the ranks which there are: with `least`, there may be fewer than were wanted.
+    `number`, of the process group that they have entered last, from 1.
+    """
+
+    def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
+        self.ranks = engine.start(len(layout.devices), cell.notice, least)
+        with postponed_interrupts():  # until somebody is there to end them
+            self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
+            self.relay = Relay(self.ranks)
+            self._fresh = True
+            self._joined = False
+            self.number = 0
+            self.doing = [Doing("idle", "", time.time()) for _ in layout.devices]
+            self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
+            before_servers(self._end)
+            self.underway = False
+            """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
+            self._memory: dict[int, int | None] = {}
+            self._looked_at = 0  # the rank whose memory is to be looked at next
+            self.raised: list[int] = []
+            """The ranks in which the last call raised, first the one whose exception the call raised."""
+            self.dead = ""
+            """Which rank has died first, and how; empty while all live."""
+
+    def note(self, rank: int, state: str, what: str = "") -> None:
+        """Keep in mind what a rank is doing from now on."""
+        self.doing[rank] = Doing(state, what, time.time())
+        if state in ("raised", "dead"):
+            self.relay.failed(rank)
+
+    def join(self) -> None:
+        """Let the ranks enter a process group, unless they are in a good one."""
+        if self._joined:
+            return
+        layout = self.layout
+        environ = {**self.ranks.inherited(), **layout.env}
+        self.number += 1
+        seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
+        with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
+            places = place_ranks(layout.devices, environ.get(VISIBLE))
+            for rank, (place, slot) in enumerate(zip(places, self.ranks.slots, strict=True)):
+                world = World(
+                    rank=rank,
+                    world_size=len(layout.devices),
+                    device=place.device,
+                    visible=place.visible,
+                    backend=layout.backend,
+                    options=layout.options,
+                    slot=slot,
+                    rendezvous=rendezvous.address,
+                    threads=self._threads(slot.threads, environ),
+                    cores=slot.cores if layout.threads == "bind" else None,
+                    group=self.number,
+                )
+                setting = self.ranks.setting(rank, environ) if self._fresh else None
+                message = Join(world, setting, layout.seeds(rank, seeds))
+                self.send(rank, message, fds=rendezvous.fds(rank))
+        self._fresh, self._joined = False, True
+
+    def _open_rendezvous(self) -> OpenRendezvous:
+        try:
+            return self.ranks.rendezvous()
+        except NbdistError:
+            deaths = [self.record_death(exit) for exit in self.ranks.exits()]
+            if deaths:  # which are why
+                raise deaths[0] from None
+            raise
+
+    def _threads(self, share: int, environ: Mapping[str, str]) -> int:
+        if isinstance(self.layout.threads, int):
+            return self.layout.threads
+        asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
+        return int(asked) if asked.isdigit() else share
+
+    def memory(self) -> dict[int, int | None]:
+        """Bytes of memory that each rank has for itself; of many ranks, most as they had some looks ago."""
+        size = len(self.doing)
+        due = [
+            (self._looked_at + step) % size for step in range(size if not self._memory else min(size, MEMORY_AT_ONCE))
+        ]
+        self._memory.update(self.ranks.memory(due))
+        self._looked_at = (due[-1] + 1) % size
+        return dict(self._memory)
+
+    def leave(self) -> None:
+        """The process group is broken: before the next call the ranks enter another."""
+        self._joined = False
+
+    def send(self, rank: int, message: ToRank, **parts: Any) -> None:
+        """Send a rank a message. That it is dead is noticed when its answer is waited for."""
+        with contextlib.suppress(ConnectionError):
+            self.ranks.send(rank, message, **parts)
+
+    def explain_gpu_error(self, rank: int, error: BaseException) -> list[str]:
+        """What to show under a rank's exception, if it is one of CUDA's."""
+        if self.layout.devices[0] == "cpu":
+            return []
+        self.relay.drain(rank)
+        pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
+        gpus = self.layout.gpus()
+        return explain_gpu_error(
+            error, rank, self.layout.devices[rank], gpus[rank] if gpus else None, pids, self.relay.logs[rank].text()
+        )
+
+    def record_death(self, exit: Exit) -> RankDied:
+        """Keep in mind that a rank has died, and how."""
+        self.relay.drain(exit.rank)
+        died = RankDied(
+            exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail(), exit.reason
+        )
+        self.dead = self.dead or str(died).partition("\n")[0]
+        self.note(exit.rank, "dead")
+        return died
+
+    def end(self, grace: float) -> None:
+        """Let the ranks leave, kill after `grace` seconds those that have not."""
+        if self._end.detach() is not None:
+            try:
+                self.relay.comms.close()
+            finally:  # also where an interrupt comes
+                self.ranks.close(grace)
+
+
+def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:
+    """End ranks that nobody refers to any more, or whose kernel ends."""
+    with contextlib.suppress(Exception):  # where the kernel ends, nothing can be shown any more
+        comms.close()
+    ranks.close(0.0 if any(one.state == "running" for one in doing) else GRACE_TO_LEAVE)

@@ -1,0 +1,65 @@
+"""What ranks answer, made into objects of the notebook again: values and exceptions."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from ...capture.diagnosis import explain_unreadable
+from ...capture.reading import Unreadable, read
+from ...capture.side_effects import missing_import
+from ...errors import NbdistError, RemoteTraceback, let_notebook_render
+from ...notebook.shell import show_figures
+from ...wire.parcel import Parcel
+from ...wire.protocol import Error
+
+
+def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
+    """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
+    pickled, buffers = parcel.open()
+    try:
+        value = read(
+            pickled,
+            buffers,
+            originals=originals,
+            # What a returned function uses is added to the notebook, but nothing there is overwritten.
+            keep=lambda key, namespace, name: name not in namespace,
+        )
+    except Unreadable as exc:
+        raise explain_unreadable(exc, "the notebook") from exc.__cause__
+    show_figures()
+    return value
+
+
+def rebuild(
+    rank: int, pid: int | None, message: Error, parcel: Parcel | None, originals: Sequence[Any]
+) -> BaseException:
+    """The exception that a rank raised, with its traceback there as the cause.
+
+    Args:
+        rank, pid: Which rank, and its process.
+        message: What the rank says of it.
+        parcel: The exception.
+        originals: What was sent by number.
+    """
+    error = _exception(parcel, message.spare, originals)
+    error.__cause__ = remote = RemoteTraceback(rank, pid, message.text, message.rendered)
+    if isinstance(error, AttributeError) and (hint := missing_import(error)):
+        remote.hints.append(hint)
+    let_notebook_render(error)
+    return error
+
+
+def _exception(parcel: Parcel | None, spare: Sequence[bytes], originals: Sequence[Any]) -> BaseException:
+    """The exception, or the nearest that this process can make."""
+    candidates = [] if parcel is None else [functools.partial(load, parcel, originals)]
+    for make in [*candidates, *(functools.partial(pickle.loads, pickled) for pickled in spare)]:
+        try:
+            error = make()
+        except Exception:  # its class or its content makes sense in the rank only
+            continue
+        if isinstance(error, BaseException):
+            return error
+    return NbdistError("a rank raised an exception that cannot be rebuilt here")

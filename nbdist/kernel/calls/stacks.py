@@ -1,0 +1,107 @@
+"""Where ranks are: their Python stacks, and one line for each that a person can act on."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...engines.contract import Ranks
+from ...notebook.shell import cell_numbers
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
+_PACKAGE = str(Path(__file__).parents[2])
+#: What a rank does for itself; the frames of what it was asked to do are above these.
+_OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
+#: Lies above them for a moment.
+_INTERRUPT = os.path.join(_PACKAGE, "rank", "interrupts.py")
+#: Where it asks for what is typed.
+_KEYBOARD = os.path.join(_PACKAGE, "rank", "keyboard.py")
+_LIBRARIES = (
+    _PACKAGE + os.sep,
+    "<frozen",
+    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+#: Functions that only stand between a library's function and its caller.
+_WRAPPERS = {"wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl", "__call__"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    name: str
+
+    def place(self, numbers: Mapping[str, int]) -> str:
+        number = numbers.get(self.file)
+        return (
+            f"{os.path.basename(self.file)}:{self.line}" if number is None else f"Cell In[{number}], line {self.line}"
+        )
+
+
+def take(ranks: Ranks, pending: Container[int] | None = None) -> dict[int, list[Frame] | None]:
+    """The stack of each rank's main thread, innermost first; None for a rank that is not among `pending`."""
+    numbers = range(len(ranks.pids))
+    found = ranks.stacks([rank for rank in numbers if pending is None or rank in pending])
+    return {rank: main_thread(found[rank]) if rank in found else None for rank in numbers}
+
+
+def main_thread(dump: str) -> list[Frame]:
+    """The frames of the main thread in what `faulthandler` wrote, innermost first, down to the rank's own loop."""
+    for thread in re.split(r"^(?=Current thread|Thread)", dump, flags=re.M):
+        frames = [Frame(**match.groupdict()) for match in _FRAME.finditer(thread)]
+        frames = [frame for frame in frames if frame.file != _INTERRUPT]
+        own = [i for i, frame in enumerate(frames) if frame.file in _OWN]
+        if own:
+            return frames[: own[0] + 1]
+    return []
+
+
+def describe(frames: list[Frame] | None) -> str:
+    """What a rank is doing, in a few words."""
+    if frames is None:
+        return "has returned"
+    if not frames:
+        return "has not started yet, or does not answer"
+    *inner, own = frames
+    if own.name == "serve":  # its answer may be on the way
+        return "has returned" if any(frame.name == "send" for frame in inner) else "waits for a call"
+    if own.name in ("join", "_join"):
+        return "is joining the process group"
+    if own.name == "leave":
+        return "is leaving the process group of the last call"
+    if any(frame.file == _KEYBOARD for frame in inner):
+        return "waits for what is typed"
+    user = of_user(inner)
+    if user is None:
+        return f"is in {inner[0].name if inner else 'the function'}"
+    place = user.place(cell_numbers())
+    called = [frame.name for frame in reversed(inner[: inner.index(user)]) if frame.name not in _WRAPPERS]
+    return f"waits in {called[0]} at {place}" if called else f"is in {user.name} at {place}"
+
+
+def of_user(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost frame that is in no library."""
+    return next((frame for frame in frames if not frame.file.startswith(_LIBRARIES)), None)
+
+
+def raised_at(text: str) -> Frame | None:
+    """Where in the user's code the exception was raised whose traceback, as Python prints it, this is."""
+    text = text[max(text.rfind("Traceback (most recent call last)"), 0) :]
+    return of_user(reversed([Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(text)]))
+
+
+def report(stacks: Mapping[int, list[Frame] | None]) -> str:
+    """A line that says what all ranks do, then the stack of each, innermost call last."""
+    lines = ["; ".join(f"rank {rank} {describe(frames)}" for rank, frames in stacks.items())]
+    numbers = cell_numbers()
+    for rank, frames in stacks.items():
+        if frames and frames[:-1]:  # a function that is not in Python has none
+            lines.append(f"\nStack of rank {rank} (most recent call last):")
+            lines += [f"  {frame.place(numbers)} in {frame.name}" for frame in reversed(frames[:-1])]
+    return "\n".join(lines)

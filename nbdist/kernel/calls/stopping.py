@@ -1,0 +1,71 @@
+"""What the user is told when a call was stopped, or a rank left by `sys.exit`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from ...engines.contract import Ranks
+from ...errors import RemoteTraceback
+from ...notebook.shell import cell_numbers
+from . import stacks
+
+#: Ranks that are told of one by one.
+_MOST = 8
+_LOST = "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+
+
+@contextlib.contextmanager
+def nothing_sent() -> Iterator[None]:
+    """What is done before any rank hears of a call; one that is stopped here costs nothing, and says so."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise early_stop(killed=False) from None
+
+
+def early_stop(killed: bool) -> KeyboardInterrupt:
+    """That of a call which was stopped before its ranks had all got it, and whether they were killed for that."""
+    if not killed:
+        return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
+    return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
+
+
+def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
+    """That of a call which was stopped and whose `pending` ranks did not leave, so that they are about to be killed.
+
+    Args:
+        ranks: Still alive: they are asked where they are.
+        pending: Those that did not leave. None of them: all had left before they were asked to.
+    """
+    stuck = sorted(pending)
+    if not stuck:
+        return KeyboardInterrupt("stopped")
+    who = ranks_named(stuck)
+    if all(ranks.pids[rank] is None for rank in stuck):
+        return KeyboardInterrupt(f"stopped before {who} had started.\n{_LOST}")
+    places = ["has not begun" if ranks.pids[rank] is None else "is somewhere" for rank in stuck]
+    with contextlib.suppress(KeyboardInterrupt):  # a further one: not even that is waited for
+        taken = stacks.take(ranks, stuck[:_MOST])
+        places = [stacks.describe(taken[rank]) for rank in stuck[:_MOST]]
+    where = "; ".join(f"rank {rank} {place}" for rank, place in zip(stuck[:_MOST], places, strict=False))
+    return KeyboardInterrupt(f"stopped; {who} did not leave the call and had to be killed:\n{where}\n{_LOST}")
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """Such as "rank 3", "ranks 0 and 2", "20 ranks"."""
+    numbers = sorted(ranks)
+    if len(numbers) > _MOST:
+        return f"{len(numbers)} ranks"
+    *most, last = map(str, numbers)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def describe_exit(error: SystemExit) -> str:
+    """Which rank has left by `sys.exit`, and where. Of the exception itself the notebook shows the number alone."""
+    cause = error.__cause__
+    if not isinstance(cause, RemoteTraceback):
+        return f"left by sys.exit({error.code!r})"
+    place = stacks.raised_at(cause.text)
+    where = "" if place is None else f" in {place.name} at {place.place(cell_numbers())}"
+    return f"rank {cause.rank} (pid {cause.pid}) called sys.exit({error.code!r}){where}"

@@ -1,0 +1,1 @@
+"""What ranks write, shown in the notebook's cell."""

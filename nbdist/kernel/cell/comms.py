@@ -1,0 +1,298 @@
+"""Comms of ranks: what their widgets say goes to the page, what is done to them there to the ranks.
+
+The kernel has a model of each such widget. A page that is loaded again, also while a call runs, finds it there.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...engines.contract import Ranks
+from ...errors import summary
+from ...notebook.kernel_widgets import (
+    Requests,
+    embedded,
+    forget_comm,
+    in_main_thread,
+    own_comm,
+    register_comm,
+    send_state,
+)
+from ...wire.frames import CELL
+from .cell import Cell
+from .widgets import VIEW, Widgets
+
+#: Seconds from one look at what the page asks to the next, while a call has the kernel's main thread wait.
+_LOOK = 0.1
+
+#: Lets a rank handle what was done to one of its widgets between calls, with a cell for what it prints; False while a
+#: call runs.
+Between = Callable[[int, dict[str, Any], Sequence[bytes], Cell], bool]
+
+
+class _View(NamedTuple):
+    cell: Cell
+    model_id: str
+    text: str
+
+
+class Comms:
+    """Those of the ranks of a session, as long as these live.
+
+    Args:
+        ranks: Whose they are.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._widgets = Widgets()
+        self._owners: dict[str, list[int]] = {}  # by comm id
+        self._models: dict[str, Model] = {}  # those that the page knows
+        self._shared: dict[str, _Shared] = {}
+        self._views: dict[str, _View] = {}  # by display id
+        self._new: list[str] = []  # models that have come with this call
+        self._before: set[str] = set()  # display ids of earlier calls
+        self._moved: dict[
+            str, list[Mapping[str, Any]]
+        ] = {}  # by comm id, what the page has said that is not echoed yet
+        self._cell: Cell | None = None  # of the last widget: it shows what handlers print
+        self._over = self._kept = self._told = False
+        self.between: Callable[[], Between | None] = lambda: None
+
+    def live(self) -> bool:
+        """Whether the page may have something to say to these ranks."""
+        return bool(self._models or self._shared)
+
+    # ----------------------------------------------------------------------------------------- from ranks to the page
+
+    def pass_on(self, rank: int, kind: str, content: dict[str, Any], cell: Cell, shown: bool) -> None:
+        """Take what a widget of a rank says, and pass it on to the page if that rank's output is shown."""
+        comm_id, data = content["comm_id"], content["data"]
+        if kind == "comm_open" and rank not in self._owners.setdefault(comm_id, []):
+            self._owners[comm_id].append(rank)
+        if not shown or not cell.in_notebook:
+            return
+        if kind == "comm_open":
+            self._cell = cell
+        buffers = [bytes.fromhex(buffer) for buffer in content.pop("buffers")]
+        parts = {"metadata": content.pop("metadata"), "buffers": buffers, "ident": f"comm-{comm_id}".encode()}
+        state = data.get("state") or {}
+        if "msg_id" in state:  # an Output widget: from now on it takes what this cell shows, or no longer does
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if state["msg_id"] == CELL:
+                state["msg_id"] = cell.parent["header"]["msg_id"]
+        own = None if comm_id in self._models else own_comm(comm_id)
+        if own is not None:  # a widget of the notebook's, which the rank was sent: it lives here
+            if kind == "comm_open":
+                self._share(comm_id, own)
+            elif kind == "comm_msg" and data.get("method") != "echo_update":
+                heard = own._msg_callback
+                (heard.heard if isinstance(heard, _Shared) else heard)({"content": content, "buffers": buffers})
+                cell.send(kind, content, **parts)
+            return
+        self._widgets.hear(kind, comm_id, data, buffers)
+        if kind == "comm_open":
+            self._new.append(comm_id)
+            self._models[comm_id] = Model(self, comm_id, content["target_name"])
+            register_comm(self._models[comm_id])
+        elif kind == "comm_close" and comm_id in self._models:
+            self._forget(comm_id)
+        cell.send(kind, content, self._echoed(comm_id, state) if data.get("method") == "echo_update" else None, **parts)
+
+    def _echoed(self, comm_id: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The message of the page that a rank echoes: by that the page knows that it is no news."""
+        moved = self._moved.get(comm_id, [])
+        while moved:
+            message = moved.pop(0)
+            if state.items() <= message["content"]["data"].get("state", {}).items():
+                return message
+        return None
+
+    def note_view(self, content: dict[str, Any], cell: Cell) -> None:
+        """Keep in mind where a widget is shown."""
+        transient, view = content["transient"], content["data"].get(VIEW)
+        if view is not None:
+            shown = _View(cell, view["model_id"], content["data"].get("text/plain", ""))
+            self._views[transient.setdefault("display_id", uuid.uuid4().hex)] = shown
+        elif content["update"]:
+            self._views.pop(transient.get("display_id", ""), None)
+
+    def _share(self, comm_id: str, own: Any) -> None:
+        """Let a widget of the notebook's hear the page, and these ranks with it."""
+        heard = own._msg_callback
+        if not isinstance(heard, _Shared):
+            heard = _Shared(heard)
+            own.on_msg(heard)
+        if comm_id not in self._shared:
+            self._shared[comm_id] = heard
+            heard.comms.append(self)
+
+    # ----------------------------------------------------------------------------------------- from the page to ranks
+
+    def take(self, message: Mapping[str, Any]) -> bool:
+        """Pass on what the page says while a call runs; False where the notebook has to hear it, too, which does so
+        when its cell is done."""
+        comm_id = message["content"].get("comm_id")
+        if comm_id in self._models:
+            if message["msg_type"] == "comm_msg":
+                self.say(message)
+            return True
+        if comm_id in self._shared and message["msg_type"] == "comm_msg":
+            self.say(message)
+        return False
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Pass on what was done to a widget in the page. From any thread."""
+        content, buffers = message["content"], [bytes(buffer) for buffer in message.get("buffers") or ()]
+        comm_id, data = content["comm_id"], content["data"]
+        if comm_id in self._models:
+            if data.get("method") == "request_state":  # of a page that is loaded again
+                send_state(comm_id, self.state(comm_id), message)
+                return
+            self._widgets.hear("comm_msg", comm_id, data, buffers)
+            if data.get("method") == "update":
+                self._moved.setdefault(comm_id, []).append(message)
+        if self._over:
+            self._tell_that_it_is_over()
+            return
+        between = self.between()
+        said = {"comm_id": comm_id, "data": data}
+        for rank in self._owners.get(comm_id, ()):
+            assert self._cell is not None
+            try:
+                if between is not None and between(rank, said, buffers, self._cell.later()):
+                    continue
+                why = "" if self._ranks.tell_widget(rank, said, buffers) else "it hears nothing now"
+            except Exception as exc:  # the rank's end; there is no cell that could raise it
+                why = summary(exc)
+            if why:
+                self._cell.later().notice(f"rank {rank} has not heard what was done to its widget: {why}")
+
+    def state(self, comm_id: str) -> dict[str, Any]:
+        """What a page is told that asks: it may be away when pictures take the place of views, and ask again."""
+        self._kept = True
+        return self._widgets.state(comm_id)
+
+    def _tell_that_it_is_over(self) -> None:
+        if not self._told and self._cell is not None:
+            self._told = True
+            self._cell.later().notice("the ranks of this widget have ended: what is done to it reaches nobody any more")
+
+    # ------------------------------------------------------------------------------------------------------ the end
+
+    def end_call(self) -> None:
+        """A call is over. Where something takes input from somebody, it lives as long as its ranks; mere bars and texts
+        become pictures."""
+        for shared in self._shared.values():
+            shared.comms.remove(self)
+        self._shared = {}
+        models, self._new = self._new, []
+        # Where nobody looks, as under nbconvert and papermill, what earlier cells have shown must not change: nbclient
+        # does not find it any more once it has put texts together.
+        if self._cell is None or not self._cell.watched or not self._widgets.take_input(models):
+            self._freeze([display_id for display_id in self._views if display_id not in self._before], models)
+        self._before = set(self._views)
+        self._owners = {comm_id: ranks for comm_id, ranks in self._owners.items() if comm_id in self._models}
+
+    def close(self) -> None:
+        """The ranks end: all widgets become pictures of their last state."""
+        if not self._over:
+            self._over = True
+            self._freeze(list(self._views), list(self._models), Cell())
+
+    def _freeze(self, displays: Sequence[str], models: Sequence[str], cell: Cell | None = None) -> None:
+        """Let pictures take the place of views, and forget the models, unless somebody still needs them.
+
+        `cell` shows that; None: those that show the views.
+        """
+        for display_id in displays:
+            shown_in, model_id, text = self._views.pop(display_id)
+            picture = self._widgets.picture(model_id)
+            if picture is None:  # a widget of another package's stays as it is, and says that it is over
+                self._kept = self._kept or model_id in self._models
+                continue
+            data = {"text/plain": text, "text/html": picture}
+            shown = {"data": data, "metadata": {}, "transient": {"display_id": display_id}, "update": True}
+            (cell or shown_in).message("display", shown)
+        if not self._kept:
+            for comm_id in models:
+                if comm_id in self._models:
+                    self._forget(comm_id)
+                self._widgets.forget(comm_id)
+                self._owners.pop(comm_id, None)
+                self._moved.pop(comm_id, None)
+
+    def _forget(self, comm_id: str) -> None:
+        del self._models[comm_id]
+        forget_comm(comm_id)
+
+
+class Model:
+    """The kernel's stand-in for a widget of a rank: for its comm manager a comm, for ipywidgets a widget."""
+
+    def __init__(self, comms: Comms, comm_id: str, target_name: str) -> None:
+        self._comms, self.comm_id, self.model_id, self.target_name = comms, comm_id, comm_id, target_name
+
+    def handle_msg(self, message: Mapping[str, Any]) -> None:
+        self._comms.say(message)
+
+    def handle_close(self, message: Mapping[str, Any]) -> None: ...
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        return self._comms.state(self.comm_id)
+
+    def _get_embed_state(self, drop_defaults: bool = False) -> Any:
+        return embedded(self)
+
+    def close(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_model_name", "_model_module", "_model_module_version"):
+            return self._comms.state(self.comm_id).get(name)
+        raise AttributeError(name)
+
+
+class _Shared:
+    """Hears the page in the place of a widget of the notebook's that ranks have, too."""
+
+    def __init__(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
+        self.heard = heard
+        self.comms: list[Comms] = []
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        for comms in list(self.comms):
+            comms.say(message)
+        self.heard(message)
+
+
+class Page:
+    """The page, heard while a call has the kernel's main thread wait.
+
+    Args:
+        comms: Of the call's ranks.
+        foreground: Whether the call has the cell wait.
+    """
+
+    def __init__(self, comms: Comms, foreground: bool) -> None:
+        self._comms, self._listens = comms, foreground and in_main_thread()
+        self._requests: Requests | None = None
+
+    def soon(self, seconds: float) -> float:
+        """How long to wait for ranks at most."""
+        return min(_LOOK, seconds) if self._listens and self._comms.live() else seconds
+
+    def look(self) -> None:
+        """Take what the page has to say to ranks, and what it asks to be loaded again; nothing else."""
+        if self._listens and self._comms.live():
+            if self._requests is None:
+                self._requests = Requests(self._comms.take)
+            self._requests.look()
+
+    def close(self) -> None:
+        """What comes from now on is the notebook's."""
+        if self._requests is not None:
+            self._requests.close()

@@ -1,0 +1,139 @@
+"""What ranks write: kept in a log for each, and passed on to the cell as far as it is to be seen there."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from ...engines.contract import Ranks
+from ...wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
+from .cell import Cell
+from .comms import Comms
+from .excerpt import LINES, Excerpt
+from .tabs import Columns
+
+#: Characters of output kept of each rank; older text is dropped first.
+KEPT = 1 << 20
+
+
+class Log:
+    """The last text that one rank wrote."""
+
+    def __init__(self) -> None:
+        self._chunks: collections.deque[str] = collections.deque()
+        self._size = 0
+
+    def write(self, text: str) -> None:
+        self._chunks.append(text)
+        self._size += len(text)
+        while self._size > KEPT and len(self._chunks) > 1:
+            self._size -= len(self._chunks.popleft())
+
+    def text(self) -> str:
+        return "".join(self._chunks)
+
+    def tail(self, lines: int = 50) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+
+class Relay:
+    """Takes what all ranks write, and passes on what belongs in the cell."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.logs = [Log() for _ in ranks.pids]
+        self.comms = Comms(ranks)
+        self.begin(Cell(), "none", 0)
+        # By rank: what makes sense of what comes there.
+        self._readers = [(FrameReader(STDOUT), FrameReader(STDERR)) for _ in ranks.pids]
+        self._partial: dict[tuple[int, int], str] = {}
+
+    def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
+        """From now on, output goes to `cell`.
+
+        `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
+        before it), "lines" (the same without the rank), "tabs" (each rank in a column of its own; in a terminal like
+        "all") or "none". `lines` are shown at most, and then the last ones; None: all.
+        """
+        self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
+        self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
+        self._label = "[rank {}] " if self._show == "all" else ""
+        self._excerpt = Excerpt(cell, lines)
+
+    def take(self, rank: int, which: int, data: bytes) -> None:
+        """Pass on what a rank has written to its standard output (0) or standard error (1); no bytes at the end."""
+        for kind, what in _without_overtaken(list(self._readers[rank][which].feed(data))):
+            self._pass_on(rank, kind, what)
+        if not data:
+            self._end_line(rank)
+
+    def drain(self, rank: int | None = None) -> None:
+        """Pass on all that a rank, or every rank, has written so far."""
+        for number in range(len(self._readers)) if rank is None else (rank,):
+            self._ranks.drain(number, self.take)
+
+    def _pass_on(self, rank: int, kind: int, what: Any) -> None:
+        if kind == MESSAGE:
+            name, content = what
+            if name == "display":
+                self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
+            shown = self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first)
+            if name.startswith("comm_"):
+                self.comms.pass_on(rank, name, content, self.cell, shown and self._columns is None)
+            if self._columns is not None:
+                self._columns.message(rank, name, content)
+                return
+            if self._show == "all" and name == "display" and not content["update"]:
+                self._end_line(rank)
+                self._excerpt.text(f"[rank {rank}]\n", STDOUT)
+            if shown:
+                if not content.get("update"):
+                    self._excerpt.interrupt()
+                if name == "display":
+                    self.comms.note_view(content, self.cell)
+                if not name.startswith("comm_"):
+                    self.cell.message(name, content)
+            return
+        self.logs[rank].write(what)
+        if self._columns is not None:
+            self._columns.text(rank, what)
+        elif self._show == "rank0" and rank == self._first:
+            self._excerpt.text(what, kind)
+        elif self._show in ("all", "lines"):
+            *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
+            self._partial[rank, kind] = rest
+            if lines:
+                self._excerpt.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
+
+    def failed(self, rank: int) -> None:
+        """A rank has raised, or died."""
+        if self._columns is not None:
+            self._columns.failed(rank)
+
+    def _end_line(self, rank: int) -> None:
+        """Show what a rank has written of a line that it has not finished."""
+        for kind in (STDOUT, STDERR):
+            rest = self._partial.pop((rank, kind), "")
+            if rest:
+                self._excerpt.text(f"{self._label.format(rank)}{rest}\n", kind)
+
+    def flush(self) -> None:
+        """At the end of a call: what is half written is written."""
+        for rank in range(len(self.logs)):
+            self._end_line(rank)
+        self._excerpt.show()
+        if self._columns is not None:
+            self._columns.show()
+
+
+def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """The frames but for updates of a display that is updated again after them: nobody would see those."""
+    updates = {}
+    for number, (kind, what) in enumerate(frames):
+        if kind == MESSAGE and what[0] == "display" and what[1]["update"]:
+            updates[number] = what[1]["transient"].get("display_id")
+    last = {display_id: number for number, display_id in updates.items()}
+    for number, frame in enumerate(frames):
+        if last.get(updates.get(number), number) == number:
+            yield frame

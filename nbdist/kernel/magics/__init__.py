@@ -1,0 +1,1 @@
+"""The %ddp and %%ddp magics."""

@@ -1,0 +1,310 @@
+"""`parallel_map`: a function of the notebook over many items, on all cores."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import reprlib
+import signal
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from ... import engines
+from ...capture.call import Call, capture_call
+from ...capture.depth import deeply
+from ...capture.diagnosis import explain_failure
+from ...capture.imports import modules_named, run_imports
+from ...capture.need import Names, main_namespace
+from ...capture.pickler import Pickler, dumps_plain
+from ...engines.contract import Exit, Listening, Ranks
+from ...errors import CaptureError, RemoteTraceback, WorkerDied, text_of
+from ...system.cores import usable_cores
+from ...wire import protocol
+from ...wire.board import Board
+from ...wire.cache import KEPT, SentCache
+from ...wire.parcel import Parcel, pack
+from ..calls.arguments import check_call, check_count, check_platform
+from ..calls.outcomes import load, rebuild
+from ..calls.waiting import AT_A_TIME, GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
+from ..cell.cell import Cell
+from ..cell.relay import Relay
+from ..session import draw_seeds
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Seconds that a worker should be busy with what it is sent at once: sending is little beside it, and no worker has
+#: much left to do when the others are done.
+_BUSY = 0.05
+#: Chunks that a worker has at a time: one that it works on, and the next.
+_AHEAD = 2
+
+
+def parallel_map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    workers: int | None = None,
+    *,
+    imports: str | Iterable[str] = "",
+    need: Names = "",
+    progress: bool = True,
+    chunk: int | None = None,
+) -> list[R]:
+    """`[fn(item) for item in items]`, on all cores.
+
+    The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
+    classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
+    and not copied. What workers print or draw appears in the cell. The first exception ends the call, and so does the
+    stop button.
+
+    Args:
+        fn: A function of one argument: of the notebook, of a script, or of a package.
+        items: What it is called with, each by itself.
+        workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
+            0 calls `fn` in this process, for `%debug` and breakpoints.
+        imports: Import statements, executed in each worker's `__main__` before `fn`.
+        need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
+        progress: Whether to show a bar, where tqdm is installed.
+        chunk: How many items a worker is sent at once. None: as many as it takes some hundredths of a second for.
+
+    Returns:
+        What `fn` returned, in the order of the items.
+
+    Raises:
+        TypeError, ValueError, NameError, CaptureError: For arguments that make no sense, unknown names, and objects
+            that cannot be pickled.
+        WorkerDied: When a worker's process ends without an answer; it says at which item.
+        BaseException: What `fn` raised; the cause is the traceback in the worker, with the item.
+
+    Examples:
+        >>> scale = 10
+        >>> def scaled(x):
+        ...     return scale * x
+        >>> parallel_map(scaled, range(4), progress=False)
+        [0, 10, 20, 30]
+    """
+    check_platform()
+    block, names = check_call(fn, imports, need)
+    if workers is not None:
+        check_count(workers, least=0, name="workers")
+    if chunk is not None:
+        check_count(chunk, least=1, name="chunk")
+    items = list(items)
+    with _bar(len(items), progress) as advance:
+        if workers == 0:
+            run_imports(block, main_namespace())
+            main_namespace().update(names)
+            return [value for value in map(fn, items) if advance(1)]
+        if not items:
+            return []
+        engine = engines.resolve(None)
+        if workers is None and not engine.local:
+            raise ValueError("workers=None: on a cluster, say how many there are to be")
+        with contextlib.closing(SentCache()) as cache:
+            call = capture_call(fn, (), {}, block, names, cache)
+            with contextlib.closing(call.parcel):
+                count = min(workers or len(usable_cores()), len(items))
+                modules = [*modules_named(block), *sorted(call.modules)]
+                ranks = engine.start_workers(count, modules, Cell().notice)
+                return _Map(call, items, ranks, chunk, cache, advance).run()
+
+
+@contextlib.contextmanager
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], bool]]:
+    """Gives what is told of each so many items that are done; returns True."""
+    if not (wanted and total and importlib.util.find_spec("tqdm")):
+        yield lambda count: True
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no widgets: then the bar is text
+        auto: Any = importlib.import_module("tqdm.auto")
+    with auto.tqdm(total=total) as bar:
+
+        def advance(count: int) -> bool:
+            bar.update(count)
+            return True
+
+        yield advance
+
+
+class _Chunk(NamedTuple):
+    start: int
+    stop: int
+
+
+class _Map:
+    """One call: the workers, who has which items, and what has come back."""
+
+    def __init__(
+        self,
+        call: Call,
+        items: list[Any],
+        ranks: Ranks,
+        chunk: int | None,
+        cache: SentCache,
+        advance: Callable[[int], Any],
+    ) -> None:
+        self._call, self._items, self._chunk, self._cache, self._advance = call, items, chunk, cache, advance
+        self._known = {id(obj): number for number, obj in enumerate(call.originals)}
+        self._values: list[Any] = [None] * len(items)
+        self._next = 0  # the first item that nobody has
+        self._seconds = 0.0  # that an item takes, as far as is known
+        self._error: BaseException | None = None
+        self._ranks, self._relay = ranks, Relay(ranks)
+        self._has: list[deque[_Chunk]] = [deque() for _ in ranks.pids]
+        self._board = Board.create(len(self._has))
+
+    def run(self) -> list[Any]:
+        """The values. Raises the first failure, or `KeyboardInterrupt`."""
+        self._relay.begin(Cell(), "lines", 0)
+        with contextlib.closing(self._ranks), contextlib.closing(self._board):
+            listener = self._ranks.listen(
+                on_output=self._relay.take,
+                on_message=self._on_message,
+                on_exit=self._on_exit,
+                pause=OUTPUT_INTERVAL,
+            )
+            with contextlib.closing(listener):
+                try:
+                    self._begin()
+                    while self._error is None and (self._next < len(self._items) or any(self._has)):
+                        listener.select(AT_A_TIME)
+                except BaseException as exc:
+                    self._let_finish(listener, GRACE_AFTER_INTERRUPT)
+                    raise exc from None
+                if self._error is not None:
+                    self._let_finish(listener, GRACE_AFTER_FAILURE)
+                    raise self._error
+                self._show()
+        return self._values
+
+    def _begin(self) -> None:
+        environ, seeds = self._ranks.inherited(), draw_seeds()
+        board = [self._board.segment.fd] if self._ranks.takes_descriptors else []
+        for worker in range(len(self._has)):
+            own = [seed + worker for seed in seeds]
+            setting, threads = self._ranks.setting(worker, environ), self._ranks.slots[worker].threads
+            message = protocol.Begin(worker, len(self._has), setting, threads, own, self._call.header)
+            self._send(worker, message, parcel=self._call.parcel, fds=board)
+        for _ in range(_AHEAD):
+            for worker in range(len(self._has)):
+                self._give(worker)
+
+    def _send(self, worker: int, message: protocol.ToRank, **parts: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # it is dead: that is heard otherwise
+            self._ranks.send(worker, message, **parts)
+
+    def _give(self, worker: int) -> None:
+        """Send a worker more items, if there are any."""
+        if self._next == len(self._items):
+            return
+        chunk = _Chunk(self._next, min(self._next + self._size(), len(self._items)))
+        parcel = self._pack(chunk)
+        self._next = chunk.stop
+        self._has[worker].append(chunk)
+        with contextlib.closing(parcel):
+            self._send(worker, protocol.Items(chunk.start), parcel=parcel)
+
+    def _size(self) -> int:
+        if self._chunk is not None:
+            return self._chunk
+        if not self._seconds:
+            return 1
+        fair = -(-(len(self._items) - self._next) // (len(self._has) * _AHEAD))
+        return max(1, min(int(_BUSY / self._seconds), fair))
+
+    def _pack(self, chunk: _Chunk) -> Parcel:
+        items = self._items[chunk.start : chunk.stop]
+        plain = dumps_plain(items)
+        if plain is not None:
+            return pack(plain, [])
+
+        def write() -> Pickler:
+            has = self._call.names
+            pickler = Pickler(io.BytesIO(), known=self._known, skip=lambda key, name: (key, name) in has, least=KEPT)
+            pickler.dump(items)
+            return pickler
+
+        try:
+            pickler = deeply(write)
+        except Exception as exc:
+            raise explain_failure(
+                exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
+            ) from None
+        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache)
+
+    def _let_finish(self, listener: Listening, grace: float) -> None:
+        """Interrupt the workers, and give them so many seconds to clean up."""
+        self._board.end()
+        self._next = len(self._items)
+        for worker, has in enumerate(self._has):
+            if has:
+                self._ranks.signal(worker, signal.SIGINT)
+        deadline = time.monotonic() + grace
+        while any(self._has) and time.monotonic() < deadline:
+            listener.select(max(0.0, deadline - time.monotonic()))
+        self._show()
+
+    def _show(self) -> None:
+        self._relay.drain()
+        self._relay.flush()
+        self._relay.cell.close()
+
+    # ---------------------------------------------------------------------------------------------- what workers say
+
+    def _on_message(self, worker: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        if isinstance(message, protocol.Values):
+            self._take(worker, message.seconds, parcel)
+        elif isinstance(message, protocol.Error):
+            error = rebuild(worker, self._ranks.pids[worker], message, parcel, self._call.originals)
+            remote = error.__cause__
+            if isinstance(remote, RemoteTraceback):
+                remote.who, remote.where = f"worker {worker}", self._where(worker)
+            if self._has[worker]:
+                self._has[worker].popleft()
+            self._error = self._error or error
+
+    def _take(self, worker: int, seconds: float, parcel: Parcel | None) -> None:
+        assert parcel is not None
+        # A worker that was interrupted before it had the function says so, and then answers for each chunk, too.
+        chunk = self._has[worker].popleft() if self._has[worker] else None
+        if chunk is None or self._error is not None:
+            parcel.close()
+            return
+        try:
+            self._values[chunk.start : chunk.stop] = load(parcel, self._call.originals)
+        except CaptureError as exc:
+            self._error = exc
+            return
+        except Exception as exc:
+            what = f"what the function returned for items {chunk.start} to {chunk.stop - 1} cannot be rebuilt here"
+            self._error = CaptureError(f"{what} ({type(exc).__name__}: {text_of(exc)})")
+            return
+        each = seconds / (chunk.stop - chunk.start)
+        self._seconds = max(each, 1e-7) if not self._seconds else (self._seconds + each) / 2
+        self._advance(chunk.stop - chunk.start)
+        self._give(worker)
+
+    def _on_exit(self, exit: Exit) -> None:
+        has, pid = self._has[exit.rank], self._ranks.pids[exit.rank]
+        doing = self._where(exit.rank).lstrip(", ")
+        self._relay.drain(exit.rank)
+        output = self._relay.logs[exit.rank].tail()
+        has.clear()
+        died = WorkerDied(f"worker {exit.rank}", pid, exit.status, output, doing, exit.reason)
+        self._error = self._error or died
+
+    def _where(self, worker: int) -> str:
+        """Which item a worker is at, as a part of a sentence."""
+        number = self._board.item(worker)
+        if number is not None:
+            return f", at item {number} ({reprlib.repr(self._items[number])})"
+        if not self._has[worker]:
+            return ""
+        first, stop = self._has[worker][0]  # on another machine there is no board
+        return f", at item {first}" if stop - first == 1 else f", at one of items {first} to {stop - 1}"

@@ -1,0 +1,311 @@
+"""The processes of contexts while they run: a thread hears what they write and say, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...capture.call import Call
+from ...engines.contract import Exit
+from ...engines.listening import Listener
+from ...engines.local import start_workers
+from ...errors import WorkerDied
+from ...notebook.shell import shell
+from ...system.processes import forget_in_children
+from ...wire import protocol
+from ...wire.messages import Setting
+from ...wire.parcel import Parcel
+from ..calls.waiting import OUTPUT_INTERVAL
+from ..cell.cell import Cell
+from ..cell.relay import Relay
+
+#: What `multiprocessing` says of a process whose end nobody has seen.
+_UNKNOWN = 255
+
+
+@dataclass
+class Role:
+    """What a process is started for: by itself, or for a pool."""
+
+    cell: Cell
+    """Where its output goes."""
+    processes: int = 1
+    """How many there are of its kind, who share the cores."""
+    worker: bool = False
+    """Whether it works for a pool."""
+    owner: Callable[[], Any] | None = None
+    """Gives that pool, as long as it is there."""
+    functions: Mapping[int, Call] = field(default_factory=dict)
+    """What it may ask for, by number."""
+    busy: Callable[[], bool] = lambda: True
+    """Whether an interrupt of the notebook concerns it."""
+    on_exit: Callable[[Running], None] = lambda running: None
+    """Called when it has ended."""
+
+
+class Running:
+    """A process of a context, from its fork to its end.
+
+    Attributes: `sentinel`, a descriptor that is readable when it has ended and `status` is known; `returned`, whether
+    a pool's worker has ended because it was done; `asked_to_end`, whether it was sent a signal from here.
+
+    Args:
+        name: As the library calls it.
+        modules: Modules that it will import.
+        role: What it is for.
+        on_exit: Called when it has ended.
+    """
+
+    def __init__(self, name: str, modules: Iterable[str], *, role: Role, on_exit: Callable[[Running], None]) -> None:
+        self.name, self.role = name, role
+        self.status: int | None = None
+        self.returned = self.asked_to_end = False
+        self._on_exit = on_exit
+        self._started = threading.Event()
+        self._lock = threading.RLock()
+        self._reason = ""
+        self._exited: Exit | None = None
+        self._ranks = start_workers(1, modules)
+        try:
+            self.sentinel, self._end = os.pipe()
+        except BaseException:
+            self._ranks.close()
+            raise
+        self._pid: int | None = None
+        self._relay = Relay(self._ranks)
+        self._relay.begin(role.cell, "rank0", 0)
+        self.listener = Listener(
+            self._ranks,
+            on_output=self._relay.take,
+            on_message=self._message,
+            on_exit=self._exit,
+            on_start=self._start,
+            pause=OUTPUT_INTERVAL,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the process. Waits for its start, raises `OSError` where it cannot be started."""
+        self._started.wait()
+        if self._pid is None:
+            raise OSError(f"{self.name} {self._reason}")
+        return self._pid
+
+    def setting(self) -> Setting:
+        """What it finds around it."""
+        return self._ranks.setting(0, self._ranks.inherited())
+
+    def send(self, message: protocol.ToRank, **parts: Any) -> None:
+        """Tell it something. That it is dead is heard otherwise."""
+        with self._lock, contextlib.suppress(OSError, IndexError):
+            self._ranks.send(0, message, **parts)
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal, if it lives."""
+        self._started.wait()
+        with self._lock:
+            if self.status is None:
+                self._ranks.signal(0, signum)
+
+    def kill(self) -> None:
+        """End it, on purpose."""
+        self.asked_to_end = True
+        self.signal(signal.SIGKILL)
+
+    def show(self, cell: Cell | None = None) -> None:
+        """Pass on all that it has written so far; what it writes from now on goes to `cell`."""
+        with self._lock:
+            if self._exited is None:
+                self._relay.drain()
+                if cell is not None:
+                    self._relay.begin(cell, "rank0", 0)
+
+    def mute(self) -> None:
+        """Show nothing any more: the cell cannot take it."""
+        with self._lock:
+            self._relay.begin(self._relay.cell, "none", 0)
+
+    def died(self, doing: str = "") -> WorkerDied:
+        """The exception for its end."""
+        status = None if self.status == _UNKNOWN else self.status
+        return WorkerDied(self.name, self._pid, status, self._relay.logs[0].tail(), doing, self._reason)
+
+    # What follows is called by the thread.
+
+    def step(self) -> bool:
+        """Pass on what has come; whether there will be more."""
+        with self._lock:
+            self.listener.select(0.0)
+            if self._exited is None:
+                return True
+            self._relay.flush()
+            self._relay.cell.close()
+            self.listener.close()
+            self._ranks.close()
+            self._reason = self._exited.reason
+            self.status = _UNKNOWN if self._exited.status is None else self._exited.status
+        self._started.set()
+        try:
+            self._on_exit(self)
+        finally:
+            os.close(self._end)
+        return False
+
+    def _message(self, rank: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
+        if isinstance(message, protocol.Returned):
+            self.returned = True
+        elif isinstance(message, protocol.FunctionWanted):
+            call = self.role.functions.get(message.number)
+            if call is None:
+                self.send(protocol.Function(None))
+            else:
+                self.send(protocol.Function(call.header), parcel=call.parcel)
+
+    def _start(self, rank: int, pid: int) -> None:
+        self._pid = pid
+        self._started.set()
+
+    def _exit(self, exit: Exit) -> None:
+        self._exited = exit
+
+
+class Hearing:
+    """The thread that hears all processes of contexts; there as long as there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[Running, None] = {}
+        self._wake = -1
+        forget_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the processes are not its own, and there is no thread."""
+        self.__init__()  # type: ignore[misc]
+
+    def add(self, running: Running) -> None:
+        """Hear a process, to its end."""
+        with self._lock:
+            self._running[running] = None
+            if self._wake < 0:
+                read, self._wake = os.pipe()
+                os.set_blocking(read, False)
+                threading.Thread(target=self._serve, args=(read,), name="nbdist: processes", daemon=True).start()
+            os.write(self._wake, b"!")
+
+    def processes(self) -> list[Running]:
+        """Those that run."""
+        with self._lock:
+            return list(self._running)
+
+    def _serve(self, wake: int) -> None:
+        heard: set[Running] = set()
+        with selectors.DefaultSelector() as selector:
+            selector.register(wake, selectors.EVENT_READ)
+            while True:
+                for running in set(self.processes()) - heard:
+                    heard.add(running)
+                    selector.register(running.listener, selectors.EVENT_READ, running)
+                ready = {key.data for key, _ in selector.select(self._due(heard))}
+                if None in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wake, 4096)
+                for running in [one for one in heard if one in ready or one.listener.due() == 0.0]:
+                    if not self._step(running, selector):
+                        heard.discard(running)
+                if not heard and self._leave(wake):
+                    return
+
+    def _due(self, heard: set[Running]) -> float | None:
+        return min((due for one in heard if (due := one.listener.due()) is not None), default=None)
+
+    def _step(self, running: Running, selector: selectors.BaseSelector) -> bool:
+        try:
+            fd = running.listener.fileno()
+            more = running.step()
+        except Exception:  # somebody's callback, or the cell's own stream
+            traceback.print_exc()
+            running.mute()
+            more = running.status is None
+        if not more:
+            selector.unregister(fd)
+            with self._lock:
+                self._running.pop(running, None)
+        return more
+
+    def _leave(self, wake: int) -> bool:
+        """End the thread, unless there is a new process."""
+        with self._lock:
+            if self._running:
+                return False
+            os.close(wake)
+            os.close(self._wake)
+            self._wake = -1
+            return True
+
+
+hearing = Hearing()
+
+
+def show_output(*args: Any) -> None:
+    """Pass on what processes have written so far: at the end of a cell, and of the program."""
+    for running in hearing.processes():
+        running.show()
+
+
+def interrupt() -> None:
+    """Let the processes know of an interrupt, as they would if they were in the notebook's process group."""
+    for running in hearing.processes():
+        if running.role.busy():
+            running.signal(signal.SIGINT)
+
+
+_interrupts: tuple[int, int] | None = None
+
+
+def heed_interrupts() -> None:
+    """From now on, an interrupt of the notebook reaches the processes, whatever the notebook waits for.
+
+    Python writes the number of each signal to a descriptor before any handler is called, and IPython changes the
+    handler with each cell. Where somebody else has a descriptor there, theirs stays.
+    """
+    global _interrupts
+    if _interrupts is not None or threading.current_thread() is not threading.main_thread():
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    if before >= 0:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
+        return
+    _interrupts = read, write
+    os.register_at_fork(after_in_child=_heed_no_interrupts)
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            while numbers := os.read(read, 4096):
+                if signal.SIGINT in numbers:
+                    interrupt()
+
+    threading.Thread(target=listen, name="nbdist: interrupts", daemon=True).start()
+
+
+def _heed_no_interrupts() -> None:
+    """In a child of this process: its interrupts are its own, and the descriptor leads to its parent."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+def follow_cells() -> None:
+    """Let each cell show what processes have written until its end."""
+    found = shell()
+    if found is not None and show_output not in found.events.callbacks["post_run_cell"]:
+        found.events.register("post_run_cell", show_output)

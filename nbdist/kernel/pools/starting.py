@@ -1,0 +1,129 @@
+"""Starts the processes of a context: what a `Process` is, pickled and sent to a fork of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import random
+import sys
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from ...capture import messages, reading
+from ...capture.call import Call, capture_call
+from ...engines.forkserver import remove_at_the_end
+from ...system.cores import usable_cores
+from ...system.processes import forget_in_children, own_pidfd
+from ...wire import protocol
+from ...wire.cache import SentCache
+from ...wire.messages import ProcessStart
+from ..cell.cell import Cell
+from .processes import Role, Running, hearing
+
+#: What the server imports of a library, since every process needs it.
+_PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
+
+
+class Starter:
+    """Starts the processes of a library's context."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        self.roles: weakref.WeakKeyDictionary[Any, Role] = weakref.WeakKeyDictionary()
+        """Of `Process` objects that are to work for a pool."""
+        self.deaths = 0
+        """Processes that have not ended by themselves, so far."""
+        self._cache = SentCache()
+        self._left = 0  # processes that run
+        self._capturing = threading.RLock()  # pools start processes in a thread of theirs
+        self._modules = [f"{library}.{part}" for part in _PARTS]
+        self._make_pickler = functools.partial(messages.MessagePickler, library)
+        forget_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a child of this process: another thread may have held this."""
+        self._capturing = threading.RLock()
+
+    def capture(self, fn: Callable[..., Any], *args: Any) -> Call:
+        """A function and its arguments, as a call; big data are shared with what was sent before."""
+        with self._capturing:
+            return capture_call(fn, args, {}, "", {}, self._cache, make_pickler=self._make_pickler)
+
+    def start(self, process: Any, descriptors: list[int]) -> Running:
+        """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
+        role = self.roles.pop(process, None) or Role(Cell(background=True))
+        trackers = self._trackers()
+        # Or each process would make its own, and leave it behind where it is killed. This one travels with the process.
+        process._config["tempdir"] = folder = importlib.import_module(f"{self.library}.util").get_temp_dir()
+        remove_at_the_end(folder)
+        start = ProcessStart(
+            library=self.library,
+            preparation=self._preparation(process.name),
+            threads=max(1, len(usable_cores()) // role.processes),
+            seeds=_seeds(process._identity[-1]),
+            trackers=list(trackers),
+            worker=role.worker,
+        )
+        call = self.capture(reading.nothing, process, messages.registered(self.library))
+        with contextlib.closing(call.parcel), own_pidfd() as kernel:
+            running = Running(
+                process.name,
+                [*self._modules, *sorted(call.modules)],
+                role=role,
+                on_exit=self._ended,
+            )
+            parent = kernel if kernel >= 0 else running.sentinel
+            for part in messages.fits([*trackers.values(), parent, *descriptors]):
+                running.send(protocol.Descriptors(), fds=part)
+            running.send(protocol.Process(running.setting(), start, call.header), parcel=call.parcel)
+        with self._capturing:
+            self._left += 1
+        hearing.add(running)
+        return running
+
+    def _preparation(self, name: str) -> dict[str, Any]:
+        """What the library's `spawn.prepare` is told. Not of `__main__`: functions come by value, and nobody needs the
+        notebook's file. Nor of a start method: what a process starts itself is forked."""
+        process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
+        preparation = {
+            "name": name,
+            "authkey": bytes(process.current_process().authkey),  # of its own class it would refuse to be pickled
+            "orig_dir": process.ORIGINAL_DIR,
+            "log_to_stderr": util._log_to_stderr,
+        }
+        if util._logger is not None:
+            preparation["log_level"] = util._logger.getEffectiveLevel()
+        return preparation
+
+    def _trackers(self) -> dict[str, int]:
+        """The resource trackers of this process, started for this library: a descriptor for each."""
+        importlib.import_module(f"{self.library}.resource_tracker").ensure_running()
+        modules = {name: sys.modules.get(f"{name}.resource_tracker") for name in ("multiprocessing", "multiprocess")}
+        fds = {name: module._resource_tracker._fd for name, module in modules.items() if module is not None}
+        return {name: fd for name, fd in fds.items() if fd is not None}
+
+    def _ended(self, running: Running) -> None:
+        if running.status != 0 and not running.asked_to_end:
+            self.deaths += 1
+        running.role.on_exit(running)
+        with self._capturing:
+            self._left -= 1
+            if not self._left:  # nobody shares data with what was sent
+                self._cache.close()
+
+
+def _seeds(number: int) -> tuple[int, int, int]:
+    """Seeds for `random`, NumPy and torch in the process of this number.
+
+    They follow from the notebook's own random state, which stays as it is: what a notebook computes must not depend on
+    the number of a loader's workers.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    for_random = abs(hash(random.getstate()))
+    for_numpy = for_random if numpy is None else zlib.crc32(numpy.random.get_state()[1].tobytes())
+    for_torch = for_random if torch is None else zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    return for_random + number, for_numpy + number, for_torch + number

@@ -1,0 +1,87 @@
+"""IPython's completion and help in the kernel, extended by what ranks know."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+
+def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[str]]) -> Callable[[], None]:
+    """In a kernel: for lines that begin with `word`, complete by `complete` and by nothing else; the way to undo it.
+
+    IPython before 8.6 adds what it finds itself.
+
+    Args:
+        shell: The kernel's.
+        word: Such as "%ddp".
+        complete: Given the line up to the cursor, and the part of it that is to be completed.
+    """
+
+    def matches(line: str, token: str) -> list[str]:
+        return [text for text in complete(line, token) if text.startswith(token)]
+
+    module: Any = importlib.import_module("IPython.core.completer")
+    if not hasattr(module, "context_matcher"):
+
+        def hook(shell: Any, event: Any) -> list[str]:
+            return matches(event.line, event.symbol)
+
+        shell.set_hook("complete_command", hook, str_key=word)
+        return lambda: None
+
+    @module.context_matcher(priority=1000, identifier=f"nbdist {word}")  # type: ignore[untyped-decorator]
+    def matcher(context: Any) -> Any:
+        line = context.text_until_cursor
+        ours = line.split(None, 1)[:1] == [word] and line != word
+        found = matches(line, context.token) if ours else []
+        return {"completions": [module.SimpleCompletion(text) for text in found], "suppress": ours}
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
+def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
+    """In a kernel: offer what `complete` finds beside what IPython (8.6 on) does; the way to undo it.
+
+    Args:
+        shell: The kernel's.
+        complete: Given the cell's text, the line with the cursor, and the cursor's place in the line.
+    """
+    module: Any = importlib.import_module("IPython.core.completer")
+    if not hasattr(module, "context_matcher"):
+        return lambda: None
+
+    @module.context_matcher(priority=10, identifier="nbdist")  # type: ignore[untyped-decorator]
+    def matcher(context: Any) -> Any:
+        found = complete(context.full_text, context.line_with_cursor, context.cursor_position)
+        return {"completions": [module.SimpleCompletion(text) for text in found], "suppress": False}
+
+    shell.Completer.custom_matchers.append(matcher)
+    return lambda: shell.Completer.custom_matchers.remove(matcher)
+
+
+def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]]) -> Callable[[], None]:
+    """In a kernel: where a front end asks about a name (Shift-Tab), show what `inspect` finds; the way to undo it.
+
+    Args:
+        shell: The kernel's.
+        inspect: Given the cell's text, the cursor's place in it, and 0 or 1 for how much is wanted. Returns texts by
+            their MIME types; none: IPython looks in the notebook.
+    """
+    kernel = getattr(shell, "kernel", None)
+    if kernel is None:
+        return lambda: None
+    original = kernel.do_inspect
+
+    def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, *args: Any, **options: Any) -> Any:
+        found = inspect(code, cursor_pos, detail_level)
+        if not found:
+            return original(code, cursor_pos, detail_level, *args, **options)
+        if not shell.enable_html_pager:
+            found.pop("text/html", None)
+        return {"status": "ok", "found": True, "data": found, "metadata": {}}
+
+    kernel.do_inspect = do_inspect
+    return lambda: delattr(kernel, "do_inspect")

@@ -1,0 +1,145 @@
+"""ipywidgets in the kernel: the comms of widgets, and what front ends ask of these during a cell."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ..system.interrupts import postponed_interrupts
+from .shell import kernel_shell
+
+
+def in_main_thread() -> bool:
+    """Whether this is the thread of a kernel that runs its cells."""
+    return kernel_shell() is not None and threading.current_thread() is threading.main_thread()
+
+
+def register_comm(comm: Any) -> None:
+    """In a kernel: have what a front end says to `comm.comm_id` handed to `comm`, which may stand for a widget."""
+    kernel_shell().kernel.comm_manager.register_comm(comm)
+    if comm.target_name == "jupyter.widget":
+        with contextlib.suppress(ImportError):  # it answers front ends that ask for all widgets
+            importlib.import_module("ipywidgets")
+            _widgets()[comm.comm_id] = comm
+
+
+def own_comm(comm_id: str) -> Any:
+    """In a kernel: the line of one of its own widgets to its views; None if there is none of that id."""
+    return kernel_shell().kernel.comm_manager.comms.get(comm_id)
+
+
+def forget_comm(comm_id: str) -> None:
+    """In a kernel: no longer hand over what is said to it."""
+    kernel_shell().kernel.comm_manager.comms.pop(comm_id, None)
+    _widgets().pop(comm_id, None)
+
+
+def _widgets() -> dict[str, Any]:
+    """The widgets that ipywidgets knows of, by their ids."""
+    module: Any = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None:
+        return {}
+    found: dict[str, Any] = module._instances if hasattr(module, "_instances") else module.Widget.widgets  # before 8.0
+    return found
+
+
+def embedded(widget: Any) -> Any:
+    """What ipywidgets saves of what stands for a widget."""
+    module: Any = sys.modules["ipywidgets.widgets.widget"]
+    return module.Widget._get_embed_state(widget)
+
+
+def send_state(comm_id: str, state: dict[str, Any], request: Mapping[str, Any]) -> None:
+    """In a kernel: answer a front end that asks for the state of a widget."""
+    module: Any = sys.modules.get("ipywidgets.widgets.widget")
+    paths, buffers = [], []
+    if module is not None:
+        state, paths, buffers = module._remove_buffers(state)
+    data = {"method": "update", "state": state, "buffer_paths": paths}
+    kernel = kernel_shell().kernel
+    kernel.session.send(
+        kernel.iopub_socket, "comm_msg", {"comm_id": comm_id, "data": data}, parent=request, buffers=buffers
+    )
+
+
+class Requests:
+    """What front ends ask a kernel whose main thread is in a cell: that thread can look at it, and take some.
+
+    A page that is loaded again gets the answers that it needs for its widgets. All else is left for after the cell.
+
+    Args:
+        take: Takes what is said to a comm; False leaves it, too.
+    """
+
+    #: What is answered at once, as it changes nothing.
+    _ANSWERED = ("kernel_info_request", "comm_info_request")
+    _CONTROL = "jupyter.widget.control"
+
+    def __init__(self, take: Callable[[Mapping[str, Any]], bool]) -> None:
+        self._kernel, self._take = kernel_shell().kernel, take
+        # From ipykernel 7 on a thread reads what front ends send, and passes it on to the main one.
+        reader = getattr(self._kernel, "shell_channel_thread", None)
+        manager = None if reader is None else reader.manager
+        self._stream = self._kernel.shell_stream if manager is None else manager._shell_channel_to_main.to_stream
+        self._answers = self._stream if manager is None else manager.get_subshell_to_shell_channel_socket(None)
+        self._leave = self._stream._recv_callback
+        self._stream.on_recv(self._hear, copy=False)
+
+    def look(self) -> None:
+        """Take what there is."""
+        with postponed_interrupts():  # or one could lose a message
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._stream.on_recv(self._leave, copy=False)
+
+    def _hear(self, frames: list[Any]) -> Any:
+        session = self._kernel.session
+        try:
+            idents, parts = session.feed_identities(frames, copy=False)
+            message = session.deserialize(parts, content=False, copy=False)
+            message["content"] = session.unpack(message["content"])
+        except Exception:  # the kernel says what is wrong with it
+            return self._leave(frames)
+        if self._is_answered(message):
+            with self._status(message):
+                self._answer(idents, message)
+            return None
+        if message["msg_type"] not in ("comm_msg", "comm_close") or not self._take(message):
+            return self._leave(frames)
+        with self._status(message):  # a front end waits for that before it says more to the same widget
+            return None
+
+    def _is_answered(self, message: Mapping[str, Any]) -> bool:
+        kind, content = message["msg_type"], message["content"]
+        if kind == "comm_open":
+            return bool(content.get("target_name") == self._CONTROL)
+        comm = self._kernel.comm_manager.comms.get(content.get("comm_id"))
+        return kind in self._ANSWERED or (comm is not None and comm.target_name == self._CONTROL)
+
+    def _answer(self, idents: Any, message: Mapping[str, Any]) -> None:
+        answer = self._kernel.shell_handlers[message["msg_type"]](self._answers, idents, message)
+        if inspect.iscoroutine(answer):
+            with contextlib.suppress(StopIteration):
+                answer.send(None)  # to its end: it waits for nothing
+            answer.close()
+
+    @contextlib.contextmanager
+    def _status(self, message: Mapping[str, Any]) -> Iterator[None]:
+        self._send_status("busy", message)
+        try:
+            yield
+        finally:
+            self._send_status("idle", message)
+            self._send_status("busy", self._kernel.get_parent())  # or front ends take the cell for done
+
+    def _send_status(self, state: str, parent: Mapping[str, Any]) -> None:
+        kernel, content = self._kernel, {"execution_state": state}
+        kernel.session.send(kernel.iopub_socket, "status", content, parent=parent, ident=kernel._topic("status"))

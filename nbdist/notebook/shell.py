@@ -1,0 +1,138 @@
+"""The IPython shell of this process, its cells and its tracebacks."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import linecache
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
+
+
+def shell() -> Any:
+    """The IPython shell of this process, in a terminal or a notebook; None if there is none."""
+    module = sys.modules.get("IPython.core.getipython")  # where the name lies: IPython's own is looked up by an import
+    return None if module is None else module.get_ipython()
+
+
+def kernel_shell() -> Any:
+    """The IPython shell of a notebook that this process is the kernel of; None in a terminal or script."""
+    found = shell()
+    # What the shell of a rank has for a kernel has no session.
+    return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
+
+
+def forget_shown_traceback() -> None:
+    """Let `%debug` look at the exception that is being shown, and not at one that IPython itself has shown before."""
+    shown_by = getattr(shell(), "InteractiveTB", None)
+    if shown_by is not None:
+        shown_by.tb = None
+
+
+def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool] | None]) -> None:
+    """Where there is IPython: let `%debug` after an exception with this `cause` call what `debug` gives, if it gives
+    something, with the cause; and do what it always does where that returns False."""
+    found: Any = shell()
+    if found is None:
+        return
+    original = type(found).debugger.__get__(found)
+
+    def debugger(force: bool = False) -> None:
+        look = debug() if force and getattr(getattr(sys, "last_value", None), "__cause__", None) is cause else None
+        if look is None or not look(cause):
+            original(force=force)
+
+    found.debugger = debugger
+
+
+def fails_at_cause_of_exit() -> bool:
+    """Whether the notebook shows a TypeError for a SystemExit that has a cause without a traceback: IPython 7 does."""
+    return shell() is not None and sys.modules["IPython"].version_info < (8,)
+
+
+def reloader() -> Callable[[types.ModuleType], Any]:
+    """What reloads a module: where there is IPython, by its own means, which give the new code to the functions and
+    objects that there are, too."""
+    if "IPython" not in sys.modules:
+        return importlib.reload
+    try:
+        from IPython.extensions.autoreload import superreload
+    except ModuleNotFoundError:  # IPython 7 takes `reload` from `imp`, which Python 3.12 does not have any more
+        stand_in: Any = types.ModuleType("imp")
+        stand_in.reload = importlib.reload
+        sys.modules["imp"] = stand_in
+        try:
+            from IPython.extensions.autoreload import superreload
+        finally:
+            del sys.modules["imp"]
+    return superreload
+
+
+def autoreloaded(name: str) -> float | None:
+    """When the source of this module was written that IPython's %autoreload has last seen: it changes where new code
+    was put into the module. None where there is no such extension, or it has not seen the module yet."""
+    magics = getattr(getattr(shell(), "magics_manager", None), "registry", {}).get("AutoreloadMagics")
+    seen: dict[str, float] = getattr(getattr(magics, "_reloader", None), "modules_mtimes", {})
+    return seen.get(name)
+
+
+def is_watched(message: Mapping[str, Any] | None) -> bool:
+    """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
+
+    Programs that run notebooks, such as nbclient for nbconvert and papermill, can have nothing typed, and say so.
+    """
+    return bool(message) and bool(message.get("content", {}).get("allow_stdin", True))  # type: ignore[union-attr]
+
+
+def is_hidden(name: str, value: Any) -> bool:
+    """Whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`, `open`), or marimo its
+    `input`.
+
+    Not those of IPython's history (`_`, `_3`, `In`, `Out`): they are data.
+    """
+    marimo: Any = sys.modules.get("marimo._runtime.input_override")
+    if name == "input" and marimo is not None and value is marimo.input_override:
+        return True
+    hidden = getattr(shell(), "user_ns_hidden", {})
+    return name in hidden and hidden[name] is value and not _HISTORY.fullmatch(name)
+
+
+def shown() -> Any:
+    """What cells have shown, by their numbers: `Out`; None if there is no notebook."""
+    return getattr(shell(), "user_ns", {}).get("_oh")
+
+
+def cell_numbers() -> Mapping[str, int]:
+    """The numbers of the notebook's cells, by the file names that IPython makes up for them."""
+    found = shell()
+    compiler = getattr(found, "compile", None)
+    if compiler is None or hasattr(compiler, "_filename_map"):
+        return dict(getattr(compiler, "_filename_map", {}))
+    # IPython before 8.0 does not keep them; but it has the cells' texts as Python with the names, the same as typed in
+    # its history, and what was typed with the numbers. Its history lacks cells that could not be made Python.
+    typed = {text: int(name[2:]) for name, text in found.user_ns.items() if re.fullmatch(r"_i\d+", name)}
+    history = zip(found.history_manager.input_hist_parsed, found.history_manager.input_hist_raw, strict=False)
+    numbers = {cell: typed[text] for cell, text in history if text in typed}
+    texts = {name: "".join(entry[2]).rstrip("\n") for name, entry in getattr(linecache, "_ipython_cache", {}).items()}
+    return {name: numbers[text] for name, text in texts.items() if text in numbers}
+
+
+def label_cells(numbers: Mapping[str, int]) -> None:
+    """Let tracebacks of this process say `Cell In[3]` instead of such a file name, where this IPython does that."""
+    compiler: Any = getattr(shell(), "compile", None)
+    if hasattr(compiler, "_filename_map"):
+        compiler._filename_map.update(numbers)
+
+
+def show_figures() -> None:
+    """In a kernel that has not plotted yet: let it show figures that were made elsewhere as it shows its own."""
+    backend = "matplotlib_inline.backend_inline"
+    if "matplotlib.figure" in sys.modules and backend not in sys.modules and kernel_shell() is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(backend)  # which registers them, if it is the backend

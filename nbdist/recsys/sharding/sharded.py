@@ -1,0 +1,258 @@
+"""A model whose embedding tables are sharded over the ranks: trained, saved and loaded, made one plain module again."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...devices import collective_device
+from ..parallel import buffers, checkpoint, growth
+from ..parallel import optimizer_state as optimizers
+from ..parallel.checkpoint import no_future_warnings
+from ..parallel.growth import Growth
+from .plan import Plan
+
+if TYPE_CHECKING:  # so that this can be imported without TorchRec
+    from torchrec.distributed import DistributedModelParallel
+
+    from .batches_ahead import InputsAhead
+    from .deferred import TablesOptimizer
+
+#: Bytes of a table that are gathered at once.
+BLOCK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model whose tables are sharded over the ranks, inside a rank.
+
+    Examples:
+        >>> import torch
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> from nbdist import in_ddp
+        >>> from nbdist.recsys.sharding import shard
+        >>> def sharded(strategy):
+        ...     users = EmbeddingBagConfig(name="users", num_embeddings=100, embedding_dim=8, feature_names=["user"])
+        ...     return shard(EmbeddingBagCollection(tables=[users]), {"users": strategy}, batch_size=2)
+        >>> def save_and_load():
+        ...     sharded("row_wise").save("checkpoint")
+        ...     other = sharded("table_wise")
+        ...     other.load("checkpoint")
+        ...     return other.gather()  # a plain module
+        >>> in_ddp(2, save_and_load).embedding_bags["users"]
+        EmbeddingBag(100, 8, mode='sum')
+    """
+
+    model: DistributedModelParallel
+    """Call it like the model that was sharded; on GPUs with what is on the CPU, too. Its other parameters are data
+    parallel."""
+    optimizer: TablesOptimizer
+    """`step` it as usual. Fused tables are updated in the backward pass already; it does the others, the copies of
+    data_parallel tables and the model's other parameters, and passes changed learning rates on."""
+    plan: Plan
+    template: nn.Module
+    """The model as it was, its parameters on the meta device."""
+    fused: bool = True
+    """Whether there are tables that are updated in the backward pass."""
+    ahead: InputsAhead | None = None
+    """What sends ids of the next batch to the ranks that hold their rows, for `fit`; None on a single rank."""
+
+    @torch.no_grad()
+    def clip_gradients(self, norm: float) -> float:
+        """Scale all gradients, those of tables too, so that their norm is at most `norm`. All ranks have to call it.
+
+        Args:
+            norm: Of the gradients of all parameters together, each number of a table once, on whatever rank.
+
+        Returns:
+            Their norm before.
+
+        Raises:
+            RuntimeError: Tables are fused, and updated already.
+
+        Examples:
+            >>> import torch
+            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+            >>> from nbdist import in_ddp
+            >>> from nbdist.recsys.loader import keyed_jagged
+            >>> from nbdist.recsys.sharding import shard
+            >>> def step():
+            ...     users = EmbeddingBagConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=["user"])
+            ...     model = EmbeddingBagCollection(tables=[users])
+            ...     sharded = shard(model, {"users": "row_wise"}, batch_size=1, fused=False)
+            ...     user = keyed_jagged({"user": torch.tensor([3])}, ["user"])
+            ...     sharded.model(user).values().sum().backward()
+            ...     return sharded.clip_gradients(0.5)
+            >>> in_ddp(2, step)  # of four gradients that are 1
+            2.0
+        """
+        if self.fused:
+            raise RuntimeError(
+                "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
+                "backward pass already: use shard(..., fused=False)"
+            )
+        waiting = self.optimizer.waiting
+        square = torch.zeros((), dtype=torch.float64, device=collective_device())
+        for tables in waiting:
+            for _, _, gradient in tables.gradients():
+                square += gradient.double().square().sum()
+        dist.all_reduce(square)
+        copies = [p.grad for one, _ in _dense(self.optimizer) for group in one.param_groups for p in group["params"]]
+        copies = [gradient for gradient in copies if gradient is not None]
+        for gradient in copies:
+            square += gradient.double().square().sum()
+        total = square.sqrt()
+        factor = (norm / (total + 1e-6)).clamp(max=1.0).float()  # as torch's clip_grad_norm_ has it
+        for gradient in copies:
+            gradient *= factor
+        for tables in waiting:
+            tables.scale(factor)
+        return float(total)
+
+    def gather(self) -> nn.Module | None:
+        """The whole model as one plain module, on the CPU of rank 0; None on the other ranks.
+
+        All ranks have to call it. Takes the whole model's memory on rank 0's machine, and of its GPU next to nothing.
+        """
+        on_rank_0 = dist.get_rank() == 0
+        whole: dict[str, torch.Tensor] = {}
+        for key, value in self._weights().items():
+            if not hasattr(value, "local_shards"):
+                if on_rank_0:
+                    whole[key] = value.detach().to("cpu", copy=True)
+                continue
+            with no_future_warnings():
+                table = _gather_table(value)
+            if table is not None:
+                whole[key] = table
+        if not on_rank_0:
+            return None
+        plain = copy.deepcopy(self.template)
+        trained = dict(self.model.module.named_buffers())
+        module: Any
+        for module in plain.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                setattr(module, name, empty)
+            if hasattr(module, "_device"):  # of a collection that was made on meta
+                module._device = torch.device("cpu")
+        for path, module in plain.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                # Those that are not in the state dict come from the trained module, too.
+                value = trained.get(f"{path}.{name}".lstrip("."), buffer)
+                setattr(module, name, value.detach().cpu().clone())
+        plain.load_state_dict(whole, assign=True)  # and no copy
+        return plain
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
+        share_buffers(self.model, [name for name, _ in self.template.named_buffers()])  # any rank's may be written
+        state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
+        checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
+
+    def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
+        """Load what `save` wrote, on any number of ranks and with any strategies. All ranks have to call it.
+
+        Args:
+            folder: What `save` was given.
+            optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
+            grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
+                checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
+                optimizers know nothing of the new ones yet.
+
+        Raises:
+            ValueError: The checkpoint is of other tables, or the optimizer's state does not fit these strategies; or a
+                table cannot grow so.
+        """
+        dense = _dense(self.optimizer)
+        saved = checkpoint.contents(folder)
+        with no_future_warnings():
+            state: dict[str, Any] = {"model": self._weights()}
+            growing = growth.resolve(grow or {}, state["model"], saved, folder)
+            if optimizer:
+                state |= {"steps": _steps(self.optimizer)} | self._fused_state()
+            there = growth.clipped(state, growing)
+            if optimizer:
+                there |= optimizers.empty_state(dense, saved, folder)
+            checkpoint.load(folder, there)
+            growth.fill_new(state["model"], growing)
+            self.model.load_state_dict(state["model"])
+        if optimizer:
+            growth.pad_states(there, growing, folder)
+            optimizers.set_state(dense, there, folder)
+            for kernel in kernels(self.optimizer):
+                kernel.iter.fill_(int(there["steps"]))
+                kernel.iter_cpu.fill_(int(there["steps"]))
+
+    def _weights(self) -> dict[str, Any]:
+        with no_future_warnings():
+            return dict(self.model.state_dict())
+
+    def _fused_state(self) -> dict[str, Any]:
+        """The state of the tables' optimizers, without param_groups, which name other parameters on each rank."""
+        with no_future_warnings():
+            states = [one.state_dict()["state"] for one in self.optimizer.of_tables]
+        moments = {key: value for state in states for key, value in state.items()}
+        return {"optimizer": moments} if moments else {}  # not an empty part, which no other rank may have
+
+
+def share_buffers(model: DistributedModelParallel, names: Iterable[str]) -> None:
+    """Give all ranks rank 0's buffers, by their names in the model before it was sharded."""
+    buffers.share([model.module.get_buffer(name) for name in names])
+
+
+def kernels(optimizer: Any) -> Iterator[Any]:
+    """FBGEMM's modules of this rank that hold tables and update them; the model does not list them."""
+    for _, inner in getattr(optimizer, "optimizers", ()):
+        yield from kernels(inner)
+    if hasattr(optimizer, "_emb_module"):
+        yield optimizer._emb_module
+
+
+def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
+    """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
+    count = torch.tensor(
+        max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
+    )
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)  # some ranks may hold no table
+    return count.cpu()
+
+
+def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
+    """The optimizers of what every rank has a copy of: dense layers, data_parallel tables."""
+    return [
+        (one._optimizer, {parameter: name for name, parameter in one.params.items()}) for one in optimizer.of_copies
+    ]
+
+
+def _gather_table(value: Any) -> torch.Tensor | None:
+    """A sharded table on the CPU of rank 0; None on the other ranks.
+
+    It comes by blocks: the whole of it, and each rank's part beside it, may be more than a GPU has.
+    """
+    rank, device = dist.get_rank(), collective_device()
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
+    whole = torch.empty(value.size(), dtype=value.dtype) if rank == 0 else None
+    for part in value.metadata().shards_metadata:
+        (row, column), (rows, columns), owner = part.shard_offsets, part.shard_sizes, part.placement.rank()
+        step = max(1, BLOCK // (columns * value.dtype.itemsize))
+        for start in range(0, rows, step):
+            size = min(step, rows - start)
+            block = None
+            if rank == owner:
+                block = own[row, column][start : start + size].detach()
+                if owner != 0:
+                    dist.send(block.to(device).contiguous(), 0)
+            elif rank == 0:
+                block = torch.empty(size, columns, dtype=value.dtype, device=device)
+                dist.recv(block, owner)
+            if whole is not None and block is not None:
+                whole[row + start : row + start + size, column : column + columns] = block
+    return whole

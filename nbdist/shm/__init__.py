@@ -1,0 +1,1 @@
+"""Collectives of CPU ranks on one machine, through shared memory."""

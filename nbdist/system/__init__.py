@@ -1,0 +1,1 @@
+"""The operating system and the interpreter, as any process of nbdist needs them."""

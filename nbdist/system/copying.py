@@ -1,0 +1,39 @@
+"""Work on big memory: where buffers are laid out in it, and several threads that share out what is to be done."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from .cores import usable_cores
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+_ALIGNMENT = 64  # what numpy and torch want of a buffer's address
+_MOST_THREADS = 4  # the memory is no faster for more
+
+
+def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Aligned starts for buffers of these sizes in bytes, one behind the other, and the end of the last."""
+    starts, end = [], 0
+    for size in sizes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + size
+    return starts, end
+
+
+def pieces(size: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Start and size of each piece of at most `largest` bytes."""
+    for start in range(0, size, largest):
+        yield start, min(largest, size - start)
+
+
+def by_threads(action: Callable[[P], R], work: list[P]) -> list[R]:
+    """`action` done to each piece of work, by as many threads as there are cores, up to four."""
+    if len(work) < 2:
+        return [action(piece) for piece in work]
+    with concurrent.futures.ThreadPoolExecutor(min(len(usable_cores()), _MOST_THREADS)) as pool:
+        return list(pool.map(action, work))
