@@ -1,4 +1,4 @@
-"""What ranks change in fastai by themselves: the page of the documentation lists it, and a switch leaves it out."""
+"""Changes that ranks make in fastai by themselves: the documentation lists them, and a switch leaves them out."""
 
 from __future__ import annotations
 
