@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from nbdist.recsys.etl import (
@@ -164,8 +164,9 @@ def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
                 found |= answer(workflow, [name], asked, folder)
             except ValueError as error:
                 assert "null" in str(error), error
-                before = pipeline(workflow.steps[:1], workflow.state, [name])(asked.lazy()).collect()
-                assert expected[name].null_count() or before[name].null_count(), (workflow, name, error)
+                if not expected[name].null_count():
+                    before = pipeline(workflow.steps[:1], workflow.state, [name])(asked.lazy()).collect()
+                    assert before[name].null_count(), (workflow, name, error)
     for name, values in found.items():
         column = expected[name]
         if isinstance(column.dtype, pl.List):
@@ -206,7 +207,7 @@ def test_some_steps_after_some_others(
 @pytest.mark.parametrize("first", MAKERS)
 def test_each_step_after_each_other(tmp_path: Path, first: str, second: str) -> None:
     @given(seen=rows, asked=rows)
-    @settings(max_examples=4, derandomize=True)
+    @settings(max_examples=4, derandomize=True, phases=[Phase.generate])  # made small, one takes minutes
     def compared(seen: list[Any], asked: list[Any]) -> None:
         check(first, second, seen, asked, tmp_path)
 
