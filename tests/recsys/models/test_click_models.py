@@ -130,7 +130,10 @@ def predict(model: nn.Module, batch: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long("larger trainings") if name != "dlrm" else ()) for name in MODELS],
+)
 def test_the_same_losses_as_in_one_process(session: Session, name: str) -> None:
     strategies = {"user": "row_wise", "movie": "column_wise", "genres": "table_wise"}
 

@@ -118,8 +118,12 @@ def test_what_is_no_index(ids: list[Any], message: str) -> None:
 
 # --- the loss ---
 
+MORE = pytest.mark.long("larger trainings")
 
-@pytest.mark.parametrize(("negatives", "corrected"), [(0, True), (64, True), (64, False)])
+
+@pytest.mark.parametrize(
+    ("negatives", "corrected"), [(0, True), pytest.param(64, True, marks=MORE), pytest.param(64, False, marks=MORE)]
+)
 def test_the_correction_gives_the_shares_of_the_items(negatives: int, corrected: bool) -> None:
     """Everybody takes items by the same shares: then the right score of an item is the logarithm of its share."""
     draw = torch.Generator().manual_seed(0)

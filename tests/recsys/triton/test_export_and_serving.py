@@ -363,12 +363,18 @@ class Scores(nn.Module):
         ({"call": lambda model, batch: model(batch).sum()}, ValueError, r"one tensor of shape \(rows,\) or"),
         ({"call": lambda model, batch: model(batch).sum().view(1)}, ValueError, "not an answer per row"),
         ({"call": lambda model, batch: [model(batch)]}, ValueError, "the model's answer is a list"),
-        (
+        pytest.param(
             {"call": lambda model, batch: model(batch) if batch["user"].sum() else 0},
             ValueError,
             "cannot export the model",
+            marks=pytest.mark.long("Triton: exports and a server"),
         ),
-        ({"call": lambda model, batch: model(batch) + torch.rand(1)}, ValueError, "answers differ"),
+        pytest.param(
+            {"call": lambda model, batch: model(batch) + torch.rand(1)},
+            ValueError,
+            "answers differ",
+            marks=pytest.mark.long("Triton: exports and a server"),
+        ),
     ],
 )
 def test_what_cannot_be_exported(
@@ -412,6 +418,7 @@ def test_bags_of_torch_alone(tmp_path: Path) -> None:
         write_onnx(Bags(mode="sum"), features, lengths, "out", tmp_path / "model.onnx")
 
 
+@pytest.mark.long("Triton: exports and a server")
 def test_the_model_is_left_as_it_was(small: Workflow, tmp_path: Path) -> None:
     model = Scores(5).train()
     weight = model.table.weight
@@ -422,6 +429,7 @@ def test_the_model_is_left_as_it_was(small: Workflow, tmp_path: Path) -> None:
 # --- the repository ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("Triton: exports and a server")
 def test_a_repository_takes_the_place_of_its_own_kind_only(small: Workflow, tmp_path: Path) -> None:
     path = tmp_path / "repository"
     path.mkdir()
