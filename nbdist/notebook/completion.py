@@ -9,7 +9,7 @@ from typing import Any
 
 
 def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[str]]) -> Callable[[], None]:
-    """In a kernel: for lines that begin with `word`, complete by `complete` and by nothing else; the way to undo it.
+    """Complete lines that begin with `word` by `complete` alone, in a kernel. Returns a function that undoes this.
 
     IPython before 8.6 adds what it finds itself.
 
@@ -43,7 +43,7 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
 
 
 def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
-    """In a kernel: offer what `complete` finds beside what IPython (8.6 on) does; the way to undo it.
+    """Add the completions of `complete` to those of IPython (8.6 on), in a kernel. Returns a function that undoes this.
 
     Args:
         shell: The kernel's.
@@ -63,7 +63,7 @@ def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) ->
 
 
 def inspect_also(shell: Any, inspect: Callable[[str, int, int], dict[str, Any]]) -> Callable[[], None]:
-    """In a kernel: where a front end asks about a name (Shift-Tab), show what `inspect` finds; the way to undo it.
+    """Show the result of `inspect` for a name that a front end asks about (Shift-Tab). Returns a function to undo this.
 
     Args:
         shell: The kernel's.

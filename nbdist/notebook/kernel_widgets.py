@@ -16,12 +16,12 @@ from .shell import kernel_shell
 
 
 def in_main_thread() -> bool:
-    """Whether this is the thread of a kernel that runs its cells."""
+    """Tell whether this thread is the one that runs a kernel's cells."""
     return kernel_shell() is not None and threading.current_thread() is threading.main_thread()
 
 
 def register_comm(comm: Any) -> None:
-    """In a kernel: have what a front end says to `comm.comm_id` handed to `comm`, which may stand for a widget."""
+    """Register a comm in a kernel, so that it receives the messages of front ends. The comm may belong to a widget."""
     kernel_shell().kernel.comm_manager.register_comm(comm)
     if comm.target_name == "jupyter.widget":
         with contextlib.suppress(ImportError):  # it answers front ends that ask for all widgets
@@ -30,18 +30,18 @@ def register_comm(comm: Any) -> None:
 
 
 def own_comm(comm_id: str) -> Any:
-    """In a kernel: the line of one of its own widgets to its views; None if there is none of that id."""
+    """Return the comm of one of the kernel's own widgets; None if there is none of this id."""
     return kernel_shell().kernel.comm_manager.comms.get(comm_id)
 
 
 def forget_comm(comm_id: str) -> None:
-    """In a kernel: no longer hand over what is said to it."""
+    """Unregister a comm in a kernel: it receives no more messages."""
     kernel_shell().kernel.comm_manager.comms.pop(comm_id, None)
     _widgets().pop(comm_id, None)
 
 
 def _widgets() -> dict[str, Any]:
-    """The widgets that ipywidgets knows of, by their ids."""
+    """Return the widgets that ipywidgets has registered, by id."""
     module: Any = sys.modules.get("ipywidgets.widgets.widget")
     if module is None:
         return {}
@@ -50,13 +50,13 @@ def _widgets() -> dict[str, Any]:
 
 
 def embedded(widget: Any) -> Any:
-    """What ipywidgets saves of what stands for a widget."""
+    """Return the state that ipywidgets saves of an object that stands for a widget."""
     module: Any = sys.modules["ipywidgets.widgets.widget"]
     return module.Widget._get_embed_state(widget)
 
 
 def send_state(comm_id: str, state: dict[str, Any], request: Mapping[str, Any]) -> None:
-    """In a kernel: answer a front end that asks for the state of a widget."""
+    """Answer a front end that asks for the state of a widget, in a kernel."""
     module: Any = sys.modules.get("ipywidgets.widgets.widget")
     paths, buffers = [], []
     if module is not None:
@@ -69,7 +69,7 @@ def send_state(comm_id: str, state: dict[str, Any], request: Mapping[str, Any]) 
 
 
 class Requests:
-    """What front ends ask a kernel whose main thread is in a cell: that thread can look at it, and take some.
+    """Requests of front ends to a kernel whose main thread is in a cell. This thread can read them, and take some.
 
     A page that is loaded again gets the answers that it needs for its widgets. All else is left for after the cell.
 

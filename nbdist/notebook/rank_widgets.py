@@ -13,7 +13,7 @@ from .shell import shell
 
 
 def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-    """In a rank: let a widget hear what was done to it in the page; whether the widget is there."""
+    """Pass a message of the page to a widget of this rank. Returns whether the widget exists."""
     if "comm" not in sys.modules and shell() is None:
         return True  # here will be none
     manager = sys.modules["comm"].get_comm_manager() if "comm" in sys.modules else shell().kernel.comm_manager
@@ -24,7 +24,7 @@ def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
 
 
 def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[str, Any]) -> None:
-    """In a rank: let its widgets talk by `send`, whatever generation they are of.
+    """Make the widgets of this rank send by `send`, in any version of ipywidgets.
 
     A widget's line to its view is a comm. From ipykernel 6.18 on `comm.create_comm` makes it; before that, and for
     ipywidgets 7 with any ipykernel, it is an `ipykernel.comm.Comm`, and `kernel.comm_manager` must be there.
@@ -48,7 +48,7 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
 
 
 def _is_old(package: str, least: tuple[int, ...]) -> bool:
-    """Whether a package is there in a version below `least`. A look at its metadata: importing it would take longer."""
+    """Tell whether a package is installed in a version below `least`, from its metadata: importing takes longer."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -59,7 +59,7 @@ def _is_old(package: str, least: tuple[int, ...]) -> bool:
 
 
 def _comm_class(base: Any, kernel: Any, send: Callable[..., None]) -> Any:
-    """A widget's line to its view, which is in the notebook's front end; `base` says what else it can do."""
+    """Make the class of a rank's comms, whose other ends are in the front end. `base` has the other methods."""
 
     def publish_msg(
         self: Any, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
@@ -85,7 +85,7 @@ def _comm_class(base: Any, kernel: Any, send: Callable[..., None]) -> Any:
 
 
 class _Comms:
-    """What comms register at where there is no package `comm`."""
+    """Registry of comms where the package `comm` is not installed."""
 
     def __init__(self) -> None:
         self.comms: dict[str, Any] = {}

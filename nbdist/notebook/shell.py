@@ -16,28 +16,31 @@ _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
 
 
 def shell() -> Any:
-    """The IPython shell of this process, in a terminal or a notebook; None if there is none."""
+    """Return the IPython shell of this process, in a terminal or a notebook; None if there is none."""
     module = sys.modules.get("IPython.core.getipython")  # where the name lies: IPython's own is looked up by an import
     return None if module is None else module.get_ipython()
 
 
 def kernel_shell() -> Any:
-    """The IPython shell of a notebook that this process is the kernel of; None in a terminal or script."""
+    """Return the IPython shell of the notebook whose kernel this process is; None in a terminal or script."""
     found = shell()
     # What the shell of a rank has for a kernel has no session.
     return found if getattr(getattr(found, "kernel", None), "session", None) is not None else None
 
 
 def forget_shown_traceback() -> None:
-    """Let `%debug` look at the exception that is being shown, and not at one that IPython itself has shown before."""
+    """Make `%debug` open the exception that is being shown, not one that IPython has shown before."""
     shown_by = getattr(shell(), "InteractiveTB", None)
     if shown_by is not None:
         shown_by.tb = None
 
 
 def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool] | None]) -> None:
-    """Where there is IPython: let `%debug` after an exception with this `cause` call what `debug` gives, if it gives
-    something, with the cause; and do what it always does where that returns False."""
+    """Replace `%debug` after an exception with this `cause`, where there is IPython.
+
+    `%debug` calls the function that `debug` returns, if it returns one, with the cause. Where this function returns
+    False, or there is none, `%debug` does what it does otherwise.
+    """
     found: Any = shell()
     if found is None:
         return
@@ -52,13 +55,15 @@ def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool
 
 
 def fails_at_cause_of_exit() -> bool:
-    """Whether the notebook shows a TypeError for a SystemExit that has a cause without a traceback: IPython 7 does."""
+    """Tell whether the notebook shows a TypeError for a SystemExit whose cause has no traceback: IPython 7 does."""
     return shell() is not None and sys.modules["IPython"].version_info < (8,)
 
 
 def reloader() -> Callable[[types.ModuleType], Any]:
-    """What reloads a module: where there is IPython, by its own means, which give the new code to the functions and
-    objects that there are, too."""
+    """Return the function that reloads a module: IPython's own where there is IPython.
+
+    IPython's gives the new code to functions and objects that exist already, too.
+    """
     if "IPython" not in sys.modules:
         return importlib.reload
     try:
@@ -75,15 +80,17 @@ def reloader() -> Callable[[types.ModuleType], Any]:
 
 
 def autoreloaded(name: str) -> float | None:
-    """When the source of this module was written that IPython's %autoreload has last seen: it changes where new code
-    was put into the module. None where there is no such extension, or it has not seen the module yet."""
+    """Return the modification time of a module's source when IPython's %autoreload last read it.
+
+    None without this extension, or before it has read the module.
+    """
     magics = getattr(getattr(shell(), "magics_manager", None), "registry", {}).get("AutoreloadMagics")
     seen: dict[str, float] = getattr(getattr(magics, "_reloader", None), "modules_mtimes", {})
     return seen.get(name)
 
 
 def is_watched(message: Mapping[str, Any] | None) -> bool:
-    """Whether a person sees the cell that a front end's message had run, also what comes when it is done.
+    """Tell whether a person sees the cell that a front end's message had run, also what comes when it is done.
 
     Programs that run notebooks, such as nbclient for nbconvert and papermill, can have nothing typed, and say so.
     """
@@ -91,10 +98,9 @@ def is_watched(message: Mapping[str, Any] | None) -> bool:
 
 
 def is_hidden(name: str, value: Any) -> bool:
-    """Whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`, `open`), or marimo its
-    `input`.
+    """Tell whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`), or marimo `input`.
 
-    Not those of IPython's history (`_`, `_3`, `In`, `Out`): they are data.
+    Variables of IPython's history do not count (`_`, `_3`, `In`, `Out`): they are data.
     """
     marimo: Any = sys.modules.get("marimo._runtime.input_override")
     if name == "input" and marimo is not None and value is marimo.input_override:
@@ -104,12 +110,12 @@ def is_hidden(name: str, value: Any) -> bool:
 
 
 def shown() -> Any:
-    """What cells have shown, by their numbers: `Out`; None if there is no notebook."""
+    """Return the values that cells have shown, by cell number: `Out`; None if there is no notebook."""
     return getattr(shell(), "user_ns", {}).get("_oh")
 
 
 def cell_numbers() -> Mapping[str, int]:
-    """The numbers of the notebook's cells, by the file names that IPython makes up for them."""
+    """Return the numbers of the notebook's cells, by the file names that IPython makes up for them."""
     found = shell()
     compiler = getattr(found, "compile", None)
     if compiler is None or hasattr(compiler, "_filename_map"):
@@ -124,14 +130,14 @@ def cell_numbers() -> Mapping[str, int]:
 
 
 def label_cells(numbers: Mapping[str, int]) -> None:
-    """Let tracebacks of this process say `Cell In[3]` instead of such a file name, where this IPython does that."""
+    """Make tracebacks of this process say `Cell In[3]` instead of a cell's file name, where this IPython does so."""
     compiler: Any = getattr(shell(), "compile", None)
     if hasattr(compiler, "_filename_map"):
         compiler._filename_map.update(numbers)
 
 
 def show_figures() -> None:
-    """In a kernel that has not plotted yet: let it show figures that were made elsewhere as it shows its own."""
+    """Make a kernel that has not plotted yet show figures of ranks as it shows its own."""
     backend = "matplotlib_inline.backend_inline"
     if "matplotlib.figure" in sys.modules and backend not in sys.modules and kernel_shell() is not None:
         with contextlib.suppress(ImportError):

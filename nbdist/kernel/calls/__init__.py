@@ -1,1 +1,1 @@
-"""One call: sent to the ranks, watched, stopped, answered."""
+"""Calls: sending them to the ranks, watching them, stopping them, reading the answers."""

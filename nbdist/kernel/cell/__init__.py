@@ -1,1 +1,1 @@
-"""What ranks write, shown in the notebook's cell."""
+"""Output of ranks, shown in the notebook's cell."""

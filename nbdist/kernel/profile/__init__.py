@@ -1,1 +1,1 @@
-"""Where the time of a call goes."""
+"""Measuring where the time of a call goes."""
