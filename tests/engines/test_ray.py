@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import signal
@@ -94,29 +93,6 @@ def test_another_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.init", init)
     with pytest.raises(connecting.Refused, match="version mismatch"):
         connecting.connect(RayOptions(address="auto"), print)
-
-
-def test_options_that_make_no_sense() -> None:
-    for wrong in (
-        {"placement": "anywhere"},
-        {"gpus": 2},
-        {"ranks_per_node": 0},
-        {"cpus": -1.0},
-        {"cpus": 0.0},
-        {"wait": -1.0},
-    ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            RayOptions(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"devices='cuda'.*RayOptions\(gpus=1\)"):
-        Session(2, engine=RayOptions(), devices="cuda")
-
-
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NbdistError, match=r'pip install "nbdist\[ray\]"'):
-        Session(2, engine="ray")
-    with pytest.raises(NbdistError, match=r'pip install "nbdist\[ray\]"'):
-        nbdist.use("ray")
 
 
 @pytest.mark.parametrize(

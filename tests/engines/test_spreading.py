@@ -10,6 +10,7 @@ import pytest
 from nbdist.engines.ray.driver import forwarding
 from nbdist.engines.ray.driver.forwarding import CHUNK, Forwarding
 from nbdist.engines.ray.node.storing import Branch
+from nbdist.system.segments import Segment
 
 
 class FakeSegment:
@@ -91,3 +92,13 @@ def test_a_thousand_nodes_are_ten_steps_away() -> None:
     found = forwarding.plan(links)
     assert len(found) == 2 and depth(found) <= 10
     assert sorted(number for one in found for number in one.numbers) == list(range(1250))
+
+
+def test_the_last_part_of_a_segment_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "CHUNK", 4)
+    monkeypatch.setattr("ray.put", bytes)  # in the place of the object store
+    segment = Segment.create(10)
+    segment.write(memoryview(bytes(range(10))), 0)
+    shared = forwarding.SharedSegment(segment)
+    assert [shared.chunk(start) for start in (0, 4, 8)] == [bytes(range(4)), bytes(range(4, 8)), bytes([8, 9])]
+    shared.close()
