@@ -363,7 +363,9 @@ def endless(kernel: Kernel, *names: str) -> Iterator[None]:
 
     They stay so where the test fails.
     """
-    kernel.ok(f"from nbdist.kernel import waiting as _waiting\n_times = [getattr(_waiting, name) for name in {names}]")
+    kernel.ok(
+        f"from nbdist.kernel.calls import waiting as _waiting\n_times = [getattr(_waiting, name) for name in {names}]"
+    )
     kernel.ok(f"for _name in {names}: setattr(_waiting, _name, 1e6)")
     yield
     kernel.ok(f"for _name, _time in zip({names}, _times): setattr(_waiting, _name, _time)")

@@ -30,7 +30,8 @@ def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
         kernel.ok("from nbdist import Session\nimport os, select, signal")
         kernel.ok(
             "def there():\n"
-            "    from nbdist.wire import processes, rank_memory, rendezvous\n"
+            "    from nbdist.system import processes\n"
+            "    from nbdist.wire import rank_memory, rendezvous\n"
             "    found = hasattr(os, 'memfd_create'), hasattr(select, 'epoll'), hasattr(signal, 'pidfd_send_signal')\n"
             "    return *found, processes.open_pidfd(os.getpid()) >= 0, rank_memory.POSSIBLE, rendezvous._LINUX"
         )
