@@ -543,7 +543,7 @@ def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
         return model(keyed_jagged(batch, ["user"])).values().sum(1), batch["liked"]
 
     train = MemoryLoader(rows, 1000 // dist.get_world_size(), shuffle=True, keyed=["user"])
-    history = fit(sharded, predict, train, MemoryLoader(rows, 4000), epochs=2, pipelined=pipelined, show=False)
+    history = fit(sharded, predict, train, MemoryLoader(rows, 4000), epochs=2, pipelined=pipelined, progress=False)
     plain = sharded.gather()
     with torch.no_grad():
         loss = 0.0 if plain is None else float(log_loss(*predict(plain, {k: v.cpu() for k, v in rows.items()})))

@@ -120,7 +120,7 @@ def train(
 
     rows = MemoryLoader(likes.train, batch_size, shuffle=True, seed=0)
     schedule = warmup_decay(epochs * len(rows), warmup=20)
-    fit(parallel, predict, rows, epochs=epochs, loss=cross_entropy, schedule=schedule, show=False)
+    fit(parallel, predict, rows, epochs=epochs, loss=cross_entropy, schedule=schedule, progress=False)
     return parallel.gather()
 
 

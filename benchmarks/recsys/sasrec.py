@@ -157,7 +157,7 @@ def train(published: Published, data: Data, epochs: int, every: int) -> list[tup
         return module(batch, draw_rows(data.items, NEGATIVES)["movie"])
 
     for epoch in range(every, epochs + 1, every):
-        fit(parallel, predict, rows, epochs=every, loss=cross_entropy, show=False)
+        fit(parallel, predict, rows, epochs=every, loss=cross_entropy, progress=False)
         plain: Any = parallel.gather()
         if plain is None:
             continue  # another rank judges, and this one waits in its next step

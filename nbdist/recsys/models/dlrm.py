@@ -44,7 +44,7 @@ class DLRM(nn.Module):
         ...     model = DLRM({"user": 20, "movie": 9}, embedding_dim=8, layers=[16])
         ...     options = {"optimizer": "adagrad", "lr": 0.3, "dense_optimizer": torch.optim.Adam}
         ...     model = shard(model, {"user": "row_wise"}, batch_size=50, **options)
-        ...     history = fit(model, predict, MemoryLoader(rows, 50, shuffle=True), epochs=40, show=False)
+        ...     history = fit(model, predict, MemoryLoader(rows, 50, shuffle=True), epochs=40, progress=False)
         ...     return history[-1].loss, model.gather()
         >>> loss, model = in_ddp(2, train)
         >>> loss < 0.1

@@ -85,7 +85,7 @@ class TwoTower(nn.Module):
         ...     likes = {"user": torch.arange(100) % 20, "movie": torch.arange(100) % 10}
         ...     model = TwoTower({"user": 20}, {"movie": 10}, embedding_dim=8)
         ...     model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-        ...     fit(model, predict, MemoryLoader(likes, 25), epochs=40, loss=cross_entropy, show=False)
+        ...     fit(model, predict, MemoryLoader(likes, 25), epochs=40, loss=cross_entropy, progress=False)
         ...     return model.gather()
         >>> model = in_ddp(2, train)
         >>> users, movies = torch.arange(20), torch.arange(10)

@@ -30,7 +30,7 @@ class Record:
         ...     x = torch.randn(400, 2)
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
         ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, show=False)
+        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, progress=False)
         >>> record = in_ddp(2, train)[-1]
         >>> record.step, record.epoch, record.rates
         (10, 1.0, [0.1])
@@ -71,7 +71,7 @@ class History:
         ...     x = torch.randn(400, 2)
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
         ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, every=5, metrics={"auc": AUC()}, show=False)
+        ...     return fit(model, predict, rows, rows, steps=10, log_every=5, metrics={"auc": AUC()}, progress=False)
         >>> history = in_ddp(2, train)
         >>> history.frame[["step", "epoch", "lr"]]
            step  epoch   lr

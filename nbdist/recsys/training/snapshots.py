@@ -41,7 +41,7 @@ class Snapshots:
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > 0}, 5, shuffle=True, seed=1)
         ...     model = replicate(torch.nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         ...     snapshots = Snapshots("run", every=5, resume=True)
-        ...     return fit(model, predict, rows, steps=steps, every=5, snapshots=snapshots, show=False)
+        ...     return fit(model, predict, rows, steps=steps, log_every=5, snapshots=snapshots, progress=False)
         >>> history = in_ddp(2, train, 10)
         >>> [folder.name for folder in Snapshots("run").all()]
         ['step-5', 'step-10']

@@ -137,7 +137,7 @@ def test_the_same_losses_as_in_one_process(session: Session, name: str) -> None:
     def train() -> Any:
         options = {"optimizer": "adagrad", "lr": 0.1, "dense_optimizer": adagrad}
         model = shard(build(name, ["age", "year"]), strategies, batch_size=20, **options)
-        history = fit(model, predict, MemoryLoader(rows(300), 20), steps=12, every=1, show=False)
+        history = fit(model, predict, MemoryLoader(rows(300), 20), steps=12, log_every=1, progress=False)
         return [record.loss for record in history], model.gather()
 
     losses, trained = session.run(train)

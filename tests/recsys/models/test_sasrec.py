@@ -193,7 +193,7 @@ def test_what_was_planted_is_learnt(
         else:
             model = shard(model, {"history": how}, batch_size=16, optimizer="adagrad", lr=0.1, dense_optimizer=adam)
         rows = ParquetLoader(tmp_path / "train.parquet", 16, shuffle=True, seed=0)
-        fit(model, predict, rows, epochs=20, loss=cross_entropy, show=False)
+        fit(model, predict, rows, epochs=20, loss=cross_entropy, progress=False)
         return model.gather()
 
     model = sessions[2].run(train).eval()

@@ -75,7 +75,7 @@ def test_click_models_train(bare: Session, name: str, tmp_path: Path) -> None:
         model = build()
         # `keyed=` is for TorchRec, and does no harm.
         train = MemoryLoader(rows(), 50, shuffle=True, seed=1, keyed=["user", "movie", "genres"])
-        fit(model, predict, train, epochs=15, show=False)
+        fit(model, predict, train, epochs=15, progress=False)
         model.save(tmp_path / "checkpoint")
         other = build()
         other.load(tmp_path / "checkpoint")
@@ -105,7 +105,14 @@ def test_two_towers_train_and_find(bare: Session) -> None:
         torch.manual_seed(0)
         model = TwoTower({"user": 20}, {"movie": 10}, embedding_dim=8)
         parallel = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-        fit(parallel, predict, MemoryLoader(likes, 25), epochs=40, loss=torch.nn.functional.cross_entropy, show=False)
+        fit(
+            parallel,
+            predict,
+            MemoryLoader(likes, 25),
+            epochs=40,
+            loss=torch.nn.functional.cross_entropy,
+            progress=False,
+        )
         return parallel.gather()
 
     from nbdist.recsys.retrieval import ItemIndex
@@ -139,9 +146,9 @@ def test_sasrec_trains(bare: Session) -> None:
             predict,
             MemoryLoader(lists, 15),
             epochs=20,
-            every=1,
+            log_every=1,
             loss=torch.nn.functional.cross_entropy,
-            show=False,
+            progress=False,
         )
         return history[0].loss, history[-1].loss
 

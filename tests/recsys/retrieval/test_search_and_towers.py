@@ -212,7 +212,7 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
             return softmax_logits(*module(batch, negatives), ids, shares)
 
         loader = MemoryLoader(rows, 50, shuffle=True, seed=1)
-        fit(model, predict, loader, epochs=10, loss=cross_entropy, show=False)
+        fit(model, predict, loader, epochs=10, loss=cross_entropy, progress=False)
         return model.gather()
 
     warm("import torchrec.distributed")
