@@ -547,7 +547,7 @@ def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
     plain = sharded.gather()
     with torch.no_grad():
         loss = 0.0 if plain is None else float(log_loss(*predict(plain, {k: v.cpu() for k, v in rows.items()})))
-    return history.values("valid loss"), loss
+    return history.values("valid_loss"), loss
 
 
 @pytest.fixture

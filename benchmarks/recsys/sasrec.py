@@ -31,7 +31,7 @@ from nbdist.recsys.training import fit, replicate
 
 K = 10
 BATCH, NEGATIVES, TEMPERATURE = 128, 1024, 0.05
-METRICS = (f"hit rate@{K}", f"ndcg@{K}")
+METRICS = (f"hit_rate@{K}", f"ndcg@{K}")
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def measure(name: str, session: Session, epochs: int | None, every: int) -> list
         f"{published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax of cosines at a "
         f"temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
         "",
-        f"| | {' | '.join(METRICS)} |",
+        f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),
         f"| nbdist, epoch {epoch} of {epochs} ({how}) | {figures[0]} |",
         f"| published: {published.where} | {figures[1]} |",

@@ -100,7 +100,7 @@ class History:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row per record, for each of its numbers a column; of several learning rates, `lr 2` is the next one."""
+        """One row per record, for each of its numbers a column; of several learning rates, `lr_2` is the next one."""
         import pandas as pd
 
         rows = []
@@ -108,12 +108,12 @@ class History:
             rates = {_rate(i): rate for i, rate in enumerate(record.rates)}
             rows.append(
                 {"step": record.step, "epoch": record.epoch, "loss": record.loss, **record.metrics, **rates}
-                | {"rows/s": record.rows_per_second}
+                | {"rows_per_second": record.rows_per_second}
             )
         return pd.DataFrame(rows)
 
     def plot(self) -> Figure:
-        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``... loss`` are in one plot."""
+        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one plot."""
         from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
 
         steps = [record.step for record in self.records]
@@ -192,7 +192,7 @@ def failures(record: Record) -> list[str]:
 
 
 def _rate(number: int) -> str:
-    return f"lr {number + 1}" if number else "lr"
+    return f"lr_{number + 1}" if number else "lr"
 
 
 def text_row(row: list[str]) -> str:

@@ -74,7 +74,8 @@ def fit(
     The gradient of a step is that of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot that
     grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
 
-    A run that is resumed ends with the same weights and history as one that was never broken off (but for `rows/s`):
+    A run that is resumed ends with the same weights and history as one that was never broken off, but for
+    `rows_per_second`:
     model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
     follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
 
@@ -99,7 +100,7 @@ def fit(
         eval_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
             Otherwise those between have the training loss alone.
         loss: Of predictions (float32) and targets: the mean over the rows of a batch.
-        metrics: Name → metric to evaluate. None: "valid loss" and "auc", for logits and labels.
+        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
         schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`.
         max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
             down to if they have a larger one. None: gradients are not scaled.
@@ -138,7 +139,7 @@ def fit(
         ...     batches, valid = MemoryLoader(rows, 20, shuffle=True), MemoryLoader(rows, 200)
         ...     return fit(model, predict, batches, valid, epochs=2, progress=False)
         >>> in_ddp(2, train)
-        step    epoch    loss    valid loss    auc    learning rate    rows/s
+        step    epoch    loss    valid_loss    auc    learning rate    rows/s
           10     1.00  0...          0...    0...              0.1       ...
           20     2.00  0...          0...    0...              0.1       ...
     """
@@ -258,7 +259,7 @@ def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None
 def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
     if loss is not log_loss and valid is not None:
         raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
-    return {"valid loss": LogLoss(logits=True), "auc": AUC()}
+    return {"valid_loss": LogLoss(logits=True), "auc": AUC()}
 
 
 def _check(

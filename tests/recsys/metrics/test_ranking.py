@@ -22,7 +22,7 @@ def ragged(lists: list[list[int]]) -> Ragged:
 
 
 def naive(ranked: list[list[int]], relevant: list[list[int]], k: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in ("recall", "ndcg", "hit rate", "mrr")}
+    found: dict[str, list[float]] = {name: [] for name in ("recall", "ndcg", "hit_rate", "mrr")}
     for row, taken in zip(ranked, relevant, strict=True):
         if not taken:
             continue
@@ -30,7 +30,7 @@ def naive(ranked: list[list[int]], relevant: list[list[int]], k: int) -> dict[st
         best = sum(1 / math.log2(place + 2) for place in range(min(k, len(taken))))
         found["recall"].append(len(hits) / len(taken))
         found["ndcg"].append(sum(1 / math.log2(place + 2) for place in hits) / best)
-        found["hit rate"].append(float(bool(hits)))
+        found["hit_rate"].append(float(bool(hits)))
         found["mrr"].append(1 / (hits[0] + 1) if hits else 0.0)
     return {f"{name}@{k}": sum(values) / len(values) for name, values in found.items()}
 

@@ -204,7 +204,7 @@ def test_what_was_planted_is_learnt(
         _, places = top_k(model.query(batch), model.item(catalogue["movie"]), 1)
     wanted = torch.tensor([codes[movie] for movie in held["movie"]])
     found = ranking_metrics(places + 2, Ragged(wanted, torch.arange(len(wanted) + 1)))
-    assert found["hit rate@1"] > 0.85, found
+    assert found["hit_rate@1"] > 0.85, found
 
 
 @pytest.mark.parametrize("temperature", [None, 0.05])

@@ -522,7 +522,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
     assert [record.step for record in history] == [2, 4], "what is no number is never better: it stops after two"
     for one in (history, other):
         assert all(set(record.failed) == {"auc"} and math.isnan(record.metrics["auc"]) for record in one)
-        assert all(record.metrics["valid loss"] > 0 for record in one)
+        assert all(record.metrics["valid_loss"] > 0 for record in one)
     why = "AUC of 100 rows with 100 labels of 1: it needs both labels"
     assert f"auc after step 4 could not be computed: {why}" in sessions[2].logs(0)[before:]
     assert why in history._repr_html_() and History.from_json(history.to_json())[0].failed == {"auc": why}
@@ -629,7 +629,7 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: Sessions, tmp_path: P
         ({"epochs": 1, "precision": "fp16"}, '`precision` must be "bf16", "fp32" or None, got \'fp16\''),
         (
             {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
-            "keep_best='ndcg' needs valid=, .* valid loss, auc",
+            "keep_best='ndcg' needs valid=, .* valid_loss, auc",
         ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
     ],
@@ -702,15 +702,24 @@ def test_shapes() -> None:
 
 def test_a_history_to_look_at() -> None:
     history = History(
-        Record(10 * i, i / 2, 0.7 / i, {"valid loss": 0.7, "auc": 0.5 + i / 1000}, [0.1, 0.001], 12_345.6)
+        Record(10 * i, i / 2, 0.7 / i, {"valid_loss": 0.7, "auc": 0.5 + i / 1000}, [0.1, 0.001], 12_345.6)
         for i in range(1, 26)
     )
     assert len(history) == 25 and history[-1].step == 250 and history.values("auc")[0] == 0.501
     page = history._repr_html_()
     assert page.count("<tr>") == 1 + 20 and "<td>250</td>" in page and "<td>10</td>" not in page
-    assert "5 earlier ones" in page and "<th>valid loss</th>" in page and "0.1, 0.001" in page
+    assert "5 earlier ones" in page and "<th>valid_loss</th>" in page and "0.1, 0.001" in page
     assert repr(history).count("\n") == 25 and "12,346" in repr(history)
-    assert list(history.frame.columns) == ["step", "epoch", "loss", "valid loss", "auc", "lr", "lr 2", "rows/s"]
+    assert list(history.frame.columns) == [
+        "step",
+        "epoch",
+        "loss",
+        "valid_loss",
+        "auc",
+        "lr",
+        "lr_2",
+        "rows_per_second",
+    ]
     figure = history.plot()
     assert [axes.get_title() for axes in figure.axes] == ["loss", "auc", "learning rate", "rows/s"]
     assert [len(axes.lines) for axes in figure.axes] == [2, 1, 2, 1]
