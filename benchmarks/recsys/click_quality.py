@@ -134,7 +134,7 @@ def on_ranks(folder: str, batch: int, rate: float, common: bool = False) -> Curv
         predicted, keyed = predict, KEYS
     train = MemoryLoader(rows.train, size, shuffle=True, seed=0, keyed=keyed)
     test = MemoryLoader(rows.test, 4096, remainder="pad", keyed=keyed)
-    watch = Watch(len(train), lambda: evaluate(model.model, predicted, test, {"auc": AUC()})["auc"])
+    watch = Watch(len(train), lambda: evaluate(model, predicted, test, {"auc": AUC()})["auc"])
     for _ in range(MORE):
         for some in train:
             model.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
+from ..parallel.protocol import Parallel
 
 Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"]
 """Model and batch → predictions, such as logits of shape (rows,), and targets; and, for metrics of ranked rows such as
@@ -32,7 +33,7 @@ def check_precision(precision: str | None) -> None:
 
 
 def evaluate(
-    model: nn.Module,
+    model: Parallel | nn.Module,
     predict: Predict,
     loader: Loader,
     metrics: Mapping[str, Metric],
@@ -46,7 +47,7 @@ def evaluate(
     All ranks have to call it, and get the same numbers.
 
     Args:
-        model: The module, such as `model` of what `shard` or `replicate` gave.
+        model: What `shard` or `replicate` gave, as for `fit`; or a module, which is called as it is.
         predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
             and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users.
         loader: The rows, on the device that the model is on; each rank has its share.
@@ -76,7 +77,8 @@ def evaluate(
         {'rmse': 1.0}
     """
     check_precision(precision)
-    values, failed = measure(model, predict, loader, metrics, precision)
+    module = model if isinstance(model, nn.Module) else model.model
+    values, failed = measure(module, predict, loader, metrics, precision)
     for name, why in failed.items():
         raise ValueError(f"{name}: {why}")
     return values

@@ -121,9 +121,9 @@ def test_in_a_training_run(session: Session) -> None:
         model = replicate(linear, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
         loader, metrics = MemoryLoader(rows, 5), {"auc": AUC(), "ndcg": NDCG(3), "mrr": MRR(), "recall": Recall(1)}
         history = fit(model, predict, loader, loader, steps=1, metrics=metrics, progress=False)
-        padded = evaluate(model.model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
+        padded = evaluate(model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
         with pytest.raises(TypeError, match="mrr: MRR ranks the rows of each user: predict has to return who they are"):
-            evaluate(model.model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
+            evaluate(model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
         return history[-1].metrics, padded
 
     (metrics, padded), others = session.run_all(run)

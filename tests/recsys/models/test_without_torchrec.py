@@ -79,7 +79,7 @@ def test_click_models_train(bare: Session, name: str, tmp_path: Path) -> None:
         model.save(tmp_path / "checkpoint")
         other = build()
         other.load(tmp_path / "checkpoint")
-        auc = [evaluate(one.model, predict, MemoryLoader(rows(), 50), {"auc": AUC()})["auc"] for one in (model, other)]
+        auc = [evaluate(one, predict, MemoryLoader(rows(), 50), {"auc": AUC()})["auc"] for one in (model, other)]
         return auc, model.gather()
 
     auc, model = bare.run(train)

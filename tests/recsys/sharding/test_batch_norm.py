@@ -63,7 +63,7 @@ def train(how: str, folder: Path | None = None) -> tuple[dict[str, torch.Tensor]
         model.optimizer.step()
     if folder is not None:
         model.save(folder)
-    found = evaluate(model.model, predict, MemoryLoader(rows(), 16), {"rmse": RMSE()})["rmse"]
+    found = evaluate(model, predict, MemoryLoader(rows(), 16), {"rmse": RMSE()})["rmse"]
     buffers = {name: buffer.clone() for name, buffer in model.model.module.named_buffers() if name.startswith("over")}
     return buffers, found, model.gather()
 

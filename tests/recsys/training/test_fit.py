@@ -114,7 +114,7 @@ def test_evaluation_is_of_every_row_once(sessions: Sessions) -> None:
             assert not module.training and not torch.is_grad_enabled()
             return module(batch[0]), batch[1]
 
-        found = evaluate(model.model, line, MemoryLoader((x, x + 1), 10), {"rmse": RMSE()})
+        found = evaluate(model, line, MemoryLoader((x, x + 1), 10), {"rmse": RMSE()})
         weight, bias = (p.item() for p in model.model.parameters())
         whole = ((weight * x + bias - x - 1) ** 2).mean().sqrt().item()
         return found, rows, abs(found["rmse"] - whole) < 1e-4 and model.model.training
@@ -132,7 +132,7 @@ def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: Sessions, rows:
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
         x = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0)) * 10
         line = lambda module, batch: (module(batch[0]), batch[1])  # noqa: E731
-        return evaluate(model.model, line, MemoryLoader((x, x**2), 2, remainder=remainder), {"rmse": RMSE()})["rmse"]
+        return evaluate(model, line, MemoryLoader((x, x**2), 2, remainder=remainder), {"rmse": RMSE()})["rmse"]
 
     assert sessions[4].run(check, "pad") == pytest.approx(sessions[1].run(check, "keep"), abs=1e-6)
 
@@ -457,7 +457,7 @@ def test_the_best_snapshot_is_kept(sessions: Sessions, tmp_path: Path) -> None:
         options = {"steps": 24, "log_every": 2, "eval_every": 4, "snapshots": snapshots, "progress": False}
         history = fit(model, forward, *loaders(1200, 64), **options)
         model.load(snapshots.best())
-        auc = evaluate(model.model, predict, loaders(1200, 64)[1], {"auc": AUC()})["auc"]
+        auc = evaluate(model, predict, loaders(1200, 64)[1], {"auc": AUC()})["auc"]
         return history, auc, snapshots.best()
 
     history, auc, best = sessions[2].run(turning, 10**9, tmp_path / "whole")
@@ -514,7 +514,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
         rows = clicks(100, 2)
         valid = MemoryLoader({**rows, "liked": torch.ones_like(rows["liked"])}, 64)
         if alone:
-            evaluate(model.model, predict, valid, {"auc": AUC()})
+            evaluate(model, predict, valid, {"auc": AUC()})
         return fit(model, predict, train, valid, steps=4, log_every=2, patience=1)
 
     before = len(sessions[2].logs(0))
