@@ -441,7 +441,7 @@ def test_a_streamed_file(tmp_path: Any) -> None:
 def train_sparse() -> tuple[float, float, bool]:
     """The losses before and after some steps of tables with sparse gradients."""
     pytest.importorskip("torchmetrics")
-    from nbdist.recsys.training import replicate
+    from nbdist.recsys.sharding import replicate
 
     torch.manual_seed(0)
     model = replicate(torch.nn.Embedding(100, 4, sparse=True), lambda some: torch.optim.Adagrad(some, lr=0.5))

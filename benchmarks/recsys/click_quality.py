@@ -29,8 +29,8 @@ from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import evaluate, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import evaluate
 from nbdist.recsys.training.loop import log_loss
 
 WIDTH, EPOCHS = 16, 3

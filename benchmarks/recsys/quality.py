@@ -22,7 +22,8 @@ from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import TwoTower, softmax_logits
 from nbdist.recsys.retrieval import top_k
-from nbdist.recsys.training import fit, replicate, warmup_decay
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import fit, warmup_decay
 
 K = 10
 METRICS = (f"recall@{K}", f"ndcg@{K}", f"mrr@{K}")

@@ -27,7 +27,8 @@ from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows
 from nbdist.recsys.retrieval import top_k
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import fit
 
 K = 10
 BATCH, NEGATIVES, TEMPERATURE = 128, 1024, 0.05

@@ -28,8 +28,8 @@ from benchmarks import plots
 from benchmarks.machine import conditions, save
 from nbdist import RankDied, Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import fit
 from nbdist.recsys.training.loop import log_loss
 
 TABLES = {"user": 162_541, "movie": 59_047}  # MovieLens 25M

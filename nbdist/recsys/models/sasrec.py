@@ -35,7 +35,8 @@ class SASRec(nn.Module):
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader, Ragged
         >>> from nbdist.recsys.models import SASRec, draw_rows
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> items = {"movie": torch.arange(2, 12)}
         >>> def predict(model, batch):
         ...     return model(batch, draw_rows(items, 64)["movie"])

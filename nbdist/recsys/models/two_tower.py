@@ -78,7 +78,8 @@ class TwoTower(nn.Module):
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.models import TwoTower, softmax_logits
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return softmax_logits(*model(batch), batch["movie"])
         >>> def train():

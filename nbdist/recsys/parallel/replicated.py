@@ -30,7 +30,7 @@ class Replicated:
     Examples:
         >>> import torch
         >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.training import replicate
+        >>> from nbdist.recsys.sharding import replicate
         >>> def save_and_load():
         ...     model = torch.nn.Linear(1, 1)
         ...     replicated = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
@@ -146,7 +146,7 @@ def replicate(
         >>> import torch
         >>> import torch.distributed as dist
         >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.training import replicate
+        >>> from nbdist.recsys.sharding import replicate
         >>> def train():
         ...     model = torch.nn.Linear(1, 1)
         ...     replicated = replicate(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))

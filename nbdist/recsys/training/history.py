@@ -23,7 +23,8 @@ class Record:
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():
@@ -64,7 +65,8 @@ class History:
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():

@@ -128,7 +128,8 @@ def fit(
         >>> import torch
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():

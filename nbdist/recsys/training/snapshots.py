@@ -33,7 +33,8 @@ class Snapshots:
         >>> import torch
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.training import Snapshots, fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import Snapshots, fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train(steps):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import AUC, MRR, NDCG, HitRate, Recall, ranking_metrics
-from nbdist.recsys.training import evaluate, fit, replicate
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import evaluate, fit
 
 
 def ragged(lists: list[list[int]]) -> Ragged:

@@ -23,8 +23,8 @@ from nbdist.recsys.loader import MemoryLoader, ParquetLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows, padded
 from nbdist.recsys.retrieval import top_k
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
 
 WARM = "import torchrec.distributed"

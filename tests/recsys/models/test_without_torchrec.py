@@ -61,7 +61,8 @@ def test_click_models_train(bare: Session, name: str, tmp_path: Path) -> None:
         from nbdist.recsys import models
         from nbdist.recsys.loader import MemoryLoader
         from nbdist.recsys.metrics import AUC
-        from nbdist.recsys.training import evaluate, fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import evaluate, fit
 
         def predict(model: Any, batch: Any) -> Any:
             return model(batch), batch["liked"]
@@ -93,7 +94,8 @@ def test_two_towers_train_and_find(bare: Session) -> None:
     def train() -> Any:
         from nbdist.recsys.loader import MemoryLoader
         from nbdist.recsys.models import TwoTower, draw_rows, softmax_logits
-        from nbdist.recsys.training import fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import fit
 
         likes = {"user": torch.arange(100) % 20, "movie": torch.arange(100) % 10}
         items = {"movie": torch.arange(10)}
@@ -130,7 +132,8 @@ def test_sasrec_trains(bare: Session) -> None:
     def train() -> Any:
         from nbdist.recsys.loader import MemoryLoader, Ragged
         from nbdist.recsys.models import SASRec, draw_rows
-        from nbdist.recsys.training import fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import fit
 
         def predict(model: Any, batch: Any) -> Any:
             return model(batch, draw_rows({"movie": torch.arange(2, 12)}, 64)["movie"])

@@ -17,7 +17,7 @@ from nbdist.recsys.parallel.common_tables import CommonTables
 from nbdist.recsys.parallel.copied_tables import CopiedTables
 from nbdist.recsys.parallel.replicated import Replicated
 from nbdist.recsys.parallel.row_steps import step_rows
-from nbdist.recsys.training import replicate
+from nbdist.recsys.sharding import replicate
 
 ROWS = 3_000
 States = dict[str, torch.Tensor]

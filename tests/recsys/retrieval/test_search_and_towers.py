@@ -19,8 +19,8 @@ from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import Tower, TwoTower, draw_rows, softmax_logits
 from nbdist.recsys.retrieval import ItemIndex, top_k
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
 
 # --- search ---

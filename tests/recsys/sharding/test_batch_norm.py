@@ -14,8 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.metrics import RMSE
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import evaluate, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import evaluate
 
 pytestmark = pytest.mark.slow
 

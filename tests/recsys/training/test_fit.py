@@ -20,8 +20,9 @@ from torch import nn
 
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
+from nbdist.recsys.sharding import replicate
 from nbdist.recsys.sharding.sharded import kernels
-from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
+from nbdist.recsys.training import Snapshots, evaluate, fit, warmup_decay
 from nbdist.recsys.training.history import History, Record
 
 WARM = "import torchrec.distributed"
