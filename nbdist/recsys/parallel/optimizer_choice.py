@@ -25,7 +25,7 @@ _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagr
 
 
 def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -> MakeOptimizer:
-    """What makes the optimizer, by its name or as it is given.
+    """Return a function that makes the optimizer: the named one, or `optimizer` itself.
 
     Raises:
         ValueError: No optimizer has that name, or a callable comes with `lr` or `eps`.
@@ -43,7 +43,7 @@ def described(make: MakeOptimizer) -> tuple[str, float, float]:
     """Name, learning rate and eps of the optimizer that a callable makes, for tables that FBGEMM updates.
 
     Raises:
-        ValueError: It makes another optimizer than those of `BY_NAME`, or one with further options.
+        ValueError: `make` makes an optimizer that is not in `BY_NAME`, or one with further options.
     """
     parameter = nn.Parameter(torch.zeros(1))
     made = make([parameter])
@@ -66,7 +66,7 @@ def described(make: MakeOptimizer) -> tuple[str, float, float]:
 
 
 def check_alone(lr: Any, eps: Any) -> None:
-    """Raise `ValueError` for `lr` or `eps` beside a callable, which has its own."""
+    """Raise `ValueError` for an `lr` or `eps` that comes with a callable, which sets its own."""
     for name, value in (("lr", lr), ("eps", eps)):
         if value is not None:
             raise ValueError(f"`{name}` must be left out where `optimizer` is a callable, got {value}: set it there")

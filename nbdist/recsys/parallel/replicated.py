@@ -46,16 +46,16 @@ class Replicated:
     optimizer: torch.optim.Optimizer
     module: nn.Module
     """The model that was given."""
-    tables: CommonTables | CopiedTables | None = None
+    _tables: CommonTables | CopiedTables | None = None
     """Those with sparse gradients, which DistributedDataParallel leaves alone."""
 
     @property
-    def fused(self) -> bool:
+    def _fused(self) -> bool:
         """Whether there are tables that are updated in the backward pass: none."""
         return False
 
     @property
-    def ahead(self) -> None:
+    def _ahead(self) -> None:
         """What sends ids to the ranks that hold their rows: nothing, for all do."""
 
     def clip_gradients(self, norm: float) -> float:
@@ -65,11 +65,11 @@ class Replicated:
             Their norm before.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if self.tables is None:
+        if self._tables is None:
             return float(nn.utils.clip_grad_norm_(every, norm))
-        self.tables.exchange()
-        dense = [one.grad for one in every if one not in self.tables and one.grad is not None]
-        total = float((self.tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
+        self._tables.exchange()
+        dense = [one.grad for one in every if one not in self._tables and one.grad is not None]
+        total = float((self._tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
         for one in every:
             if one.grad is not None:
                 one.grad.mul_(min(1.0, norm / (total + 1e-6)))
@@ -110,8 +110,8 @@ class Replicated:
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state([self._named()], there, folder)
-            if self.tables is not None:
-                self.tables.adopt(self.optimizer)
+            if self._tables is not None:
+                self._tables.adopt(self.optimizer)
 
     def _weights(self) -> dict[str, Any]:
         return dict(states.get_model_state_dict(self.model))

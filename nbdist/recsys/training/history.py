@@ -142,11 +142,11 @@ class History:
                 axes.set_ylim(bottom=0)
         return figure
 
-    def to_json(self) -> list[dict[str, Any]]:
+    def _to_json(self) -> list[dict[str, Any]]:
         return [asdict(record) for record in self.records]
 
     @classmethod
-    def from_json(cls, records: list[dict[str, Any]]) -> History:
+    def _from_json(cls, records: list[dict[str, Any]]) -> History:
         return cls(Record(**record) for record in records)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ Inside a rank::
         history = fit(sharded, predict, rows, valid, steps=2000, log_every=200, schedule=warmup_decay(2000, warmup=200))
         return history, sharded.gather()
 
-It is a convenience: what it uses (`evaluate`, `Snapshots`, loaders, metrics, `shard`) works in a loop of one's own too.
+It is a convenience: what it uses (`evaluate`, loaders, metrics, `shard`) works in a loop of one's own too.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def fit(
     check_precision(precision)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"`max_grad_norm` must be above 0, got {max_grad_norm}")
-    if model.fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
+    if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
         what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
         raise ValueError(
             f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
@@ -165,7 +165,7 @@ def fit(
     factor = schedule or (lambda step: 1.0)
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
-    pipelined = pipelined and model.ahead is not None and bool(train.keyed) and train.transform is None
+    pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
     run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
     log_every = log_every or run.steps_an_epoch
     eval_every = eval_every or log_every
@@ -187,7 +187,7 @@ def fit(
             run.record(valid if evaluated else None, metrics)
         if snapshots and snapshots.keep_best and evaluated and _improved(run.history, metrics, snapshots.keep_best):
             run.snapshot(snapshots)
-            snapshots.mark_best(run.step)
+            snapshots._mark_best(run.step)
         return _stale(run.history, metrics, patience)
 
     def pauses(step: int) -> bool:

@@ -113,7 +113,7 @@ class Run:
         """Begin to send the ids of a batch to the ranks that hold their rows, if it has as many rows on all ranks."""
         if numbered is None or not self._alike[numbered[0]] or not isinstance(numbered[1], Batch):
             return None
-        features, ahead = numbered[1].prepared, self.model.ahead
+        features, ahead = numbered[1].prepared, self.model._ahead
         if features is None or ahead is None:
             return None
         ahead.start(features)
@@ -168,13 +168,13 @@ class Run:
             "random": random_state(),
             "since": (float(self._loss), self._rows, self._seconds),
         }
-        common = {"history": self.history.to_json(), "epoch": self.epoch, "origin": self._origin}
-        snapshots.save(self.model, self.step, common, own)
+        common = {"history": self.history._to_json(), "epoch": self.epoch, "origin": self._origin}
+        snapshots._save(self.model, self.step, common, own)
         self._since = time.perf_counter()
 
     def restore(self, snapshots: Snapshots) -> str:
         """Go on from the newest snapshot, if there is one and that is wanted; says so, or nothing."""
-        found = snapshots.load(self.model)
+        found = snapshots._load(self.model)
         if found is None:
             return ""
         common, own = found
@@ -186,13 +186,13 @@ class Run:
                 f"all rows"
             )
         self.step = self._saved = common["step"]
-        self.history = History.from_json(common["history"])
+        self.history = History._from_json(common["history"])
         self.train.load_state_dict(own["loader"])
         since = [own["since"]]
         if rank < there:
             set_random_state(own["random"])
         if there != here:  # one has what all had
-            since = [one["since"] for one in snapshots.own_of_all(common)] if rank == 0 else []
+            since = [one["since"] for one in snapshots._own_of_all(common)] if rank == 0 else []
         self._loss.fill_(sum(loss for loss, _, _ in since))
         self._rows = sum(rows for _, rows, _ in since)
         self._seconds = max([seconds for _, _, seconds in since], default=0.0)

@@ -75,7 +75,7 @@ def on_every_rank(model: nn.Module, optimizer: Make, copied: bool) -> Replicated
     """In a rank: with tables in common; or with copies, as on GPUs and on several machines."""
     options = {"process_group": dist.new_group()} if copied else {}
     replicated = replicate(model, optimizer, **options)
-    assert type(replicated.tables) is (CopiedTables if copied else CommonTables)
+    assert type(replicated._tables) is (CopiedTables if copied else CommonTables)
     return replicated
 
 
@@ -293,6 +293,6 @@ def test_tables_with_a_largest_norm_are_copied(sessions: Sessions) -> None:
         replicated = replicate(nn.Embedding(10, 2, sparse=True, max_norm=1.0), sgd)
         replicated.model(torch.tensor([dist.get_rank()])).sum().backward()
         replicated.optimizer.step()
-        return type(replicated.tables) is CopiedTables
+        return type(replicated._tables) is CopiedTables
 
     assert sessions[2].run_all(train) == [True, True]

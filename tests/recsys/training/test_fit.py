@@ -526,7 +526,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
         assert all(record.metrics["valid_loss"] > 0 for record in one)
     why = "AUC of 100 rows with 100 labels of 1: it needs both labels"
     assert f"auc after step 4 could not be computed: {why}" in sessions[2].logs(0)[before:]
-    assert why in history._repr_html_() and History.from_json(history.to_json())[0].failed == {"auc": why}
+    assert why in history._repr_html_() and History._from_json(history._to_json())[0].failed == {"auc": why}
     with pytest.raises(ValueError, match=f"auc: {why}"):
         sessions[2].run(one_label, True)
 
@@ -724,7 +724,7 @@ def test_a_history_to_look_at() -> None:
     figure = history.plot()
     assert [axes.get_title() for axes in figure.axes] == ["loss", "auc", "learning rate", "rows/s"]
     assert [len(axes.lines) for axes in figure.axes] == [2, 1, 2, 1]
-    assert History.from_json(history.to_json()).records == history.records
+    assert History._from_json(history._to_json()).records == history.records
     assert History()._repr_html_() == "" and "no records" in repr(History()) and History().plot().axes
 
 
