@@ -69,7 +69,7 @@ def test_click_models_train(bare: Session, name: str, tmp_path: Path) -> None:
 
         def build() -> Any:
             kind = getattr(models, name)
-            model = kind({"user": 20, "movie": 10, "genres": 10}, ["age"], embedding_dim=8, layers=[16])
+            model = kind({"user": 20, "movie": 10, "genres": 10}, ["age"], embedding_dim=8, top_mlp=[16])
             return replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.03))
 
         torch.manual_seed(0)

@@ -156,7 +156,7 @@ def test_the_own_item_is_no_negative() -> None:
 
 
 def test_towers_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="a tower needs a column"):
+    with pytest.raises(ValueError, match="`cardinalities` must have a column"):
         Tower({})
     with pytest.raises(ValueError, match="'movie' is in both towers"):
         TwoTower({"user": 2, "movie": 3}, {"movie": 3})
