@@ -102,7 +102,7 @@ class History:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row per record, for each of its numbers a column; of several learning rates, `lr_2` is the next one."""
+        """Return a row for each record, a column for each number; `lr_2` is the second of several learning rates."""
         import pandas as pd
 
         rows = []

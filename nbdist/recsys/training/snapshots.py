@@ -173,7 +173,7 @@ class Snapshots:
         return common, own
 
     def _own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each of the ranks had for itself of which `_load` gave this in `common`."""
+        """Load `own` of each rank that took the snapshot, whose `common` is what `_load` gave."""
         folder = Path(self.folder) / f"step-{common['step']}"
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 
