@@ -11,8 +11,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
-from nbdist.recsys.parallel.replicated import replicate
-from nbdist.recsys.sharding import shard
+from nbdist.recsys.sharding import replicate, shard
 
 USERS, MOVIES = 120, 80
 

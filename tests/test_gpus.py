@@ -441,7 +441,7 @@ def test_a_streamed_file(tmp_path: Any) -> None:
 def train_sparse() -> tuple[float, float, bool]:
     """The losses before and after some steps of tables with sparse gradients."""
     pytest.importorskip("torchmetrics")
-    from nbdist.recsys.training import replicate
+    from nbdist.recsys.sharding import replicate
 
     torch.manual_seed(0)
     model = replicate(torch.nn.Embedding(100, 4, sparse=True), lambda some: torch.optim.Adagrad(some, lr=0.5))
@@ -543,11 +543,11 @@ def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
         return model(keyed_jagged(batch, ["user"])).values().sum(1), batch["liked"]
 
     train = MemoryLoader(rows, 1000 // dist.get_world_size(), shuffle=True, keyed=["user"])
-    history = fit(sharded, predict, train, MemoryLoader(rows, 4000), epochs=2, pipelined=pipelined, show=False)
+    history = fit(sharded, predict, train, MemoryLoader(rows, 4000), epochs=2, pipelined=pipelined, progress=False)
     plain = sharded.gather()
     with torch.no_grad():
         loss = 0.0 if plain is None else float(log_loss(*predict(plain, {k: v.cpu() for k, v in rows.items()})))
-    return history.values("valid loss"), loss
+    return history.values("valid_loss"), loss
 
 
 @pytest.fixture

@@ -29,8 +29,8 @@ from nbdist import Session
 from nbdist.recsys.datasets import movielens
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import evaluate, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import evaluate
 from nbdist.recsys.training.loop import log_loss
 
 WIDTH, EPOCHS = 16, 3
@@ -134,7 +134,7 @@ def on_ranks(folder: str, batch: int, rate: float, common: bool = False) -> Curv
         predicted, keyed = predict, KEYS
     train = MemoryLoader(rows.train, size, shuffle=True, seed=0, keyed=keyed)
     test = MemoryLoader(rows.test, 4096, remainder="pad", keyed=keyed)
-    watch = Watch(len(train), lambda: evaluate(model.model, predicted, test, {"auc": AUC()})["auc"])
+    watch = Watch(len(train), lambda: evaluate(model, predicted, test, {"auc": AUC()})["auc"])
     for _ in range(MORE):
         for some in train:
             model.optimizer.zero_grad()

@@ -22,7 +22,8 @@ from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import TwoTower, softmax_logits
 from nbdist.recsys.retrieval import top_k
-from nbdist.recsys.training import fit, replicate, warmup_decay
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import fit, warmup_decay
 
 K = 10
 METRICS = (f"recall@{K}", f"ndcg@{K}", f"mrr@{K}")
@@ -120,7 +121,7 @@ def train(
 
     rows = MemoryLoader(likes.train, batch_size, shuffle=True, seed=0)
     schedule = warmup_decay(epochs * len(rows), warmup=20)
-    fit(parallel, predict, rows, epochs=epochs, loss=cross_entropy, schedule=schedule, show=False)
+    fit(parallel, predict, rows, epochs=epochs, loss=cross_entropy, schedule=schedule, progress=False)
     return parallel.gather()
 
 

@@ -27,11 +27,12 @@ from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows
 from nbdist.recsys.retrieval import top_k
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import fit
 
 K = 10
 BATCH, NEGATIVES, TEMPERATURE = 128, 1024, 0.05
-METRICS = (f"hit rate@{K}", f"ndcg@{K}")
+METRICS = (f"hit_rate@{K}", f"ndcg@{K}")
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def train(published: Published, data: Data, epochs: int, every: int) -> list[tup
         return module(batch, draw_rows(data.items, NEGATIVES)["movie"])
 
     for epoch in range(every, epochs + 1, every):
-        fit(parallel, predict, rows, epochs=every, loss=cross_entropy, show=False)
+        fit(parallel, predict, rows, epochs=every, loss=cross_entropy, progress=False)
         plain: Any = parallel.gather()
         if plain is None:
             continue  # another rank judges, and this one waits in its next step
@@ -185,7 +186,7 @@ def measure(name: str, session: Session, epochs: int | None, every: int) -> list
         f"{published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax of cosines at a "
         f"temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
         "",
-        f"| | {' | '.join(METRICS)} |",
+        f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),
         f"| nbdist, epoch {epoch} of {epochs} ({how}) | {figures[0]} |",
         f"| published: {published.where} | {figures[1]} |",

@@ -28,8 +28,8 @@ from benchmarks import plots
 from benchmarks.machine import conditions, save
 from nbdist import RankDied, Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import fit
 from nbdist.recsys.training.loop import log_loss
 
 TABLES = {"user": 162_541, "movie": 59_047}  # MovieLens 25M
@@ -175,9 +175,9 @@ def helped(width: int, rows: int, steps: int) -> Turn:
     """In a rank: the same by `fit`; sharded."""
     clock, batches = Clock(), rows_for(WARM + steps, rows, tuple(TABLES))
     model = sharded(width, batches.batch_size)
-    fit(model, predict, batches, steps=WARM, show=False)
+    fit(model, predict, batches, steps=WARM, progress=False)
     clock.start()
-    return clock.stop(fit(model, predict, batches, steps=steps, show=False)[-1].loss)
+    return clock.stop(fit(model, predict, batches, steps=steps, progress=False)[-1].loss)
 
 
 def one_process(width: int, rows: int, steps: int) -> Turn:

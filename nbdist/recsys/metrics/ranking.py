@@ -149,7 +149,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         k: How many of the ranked items count. None: all.
 
     Returns:
-        "recall@k", "ndcg@k", "hit rate@k" and "mrr@k": means over the users who took something.
+        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something.
 
     Raises:
         ValueError: `ranked` and `relevant` are of different numbers of users, k is more than there are, or no user on
@@ -162,7 +162,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         >>> ranked = torch.tensor([[4, 8], [6, 5]])
         >>> taken = Ragged(torch.tensor([8, 5, 1]), torch.tensor([0, 1, 3]))  # 8 by the one, 5 and 1 by the other
         >>> ranking_metrics(ranked, taken)
-        {'recall@2': 0.75, 'ndcg@2': 0.508..., 'hit rate@2': 1.0, 'mrr@2': 0.5}
+        {'recall@2': 0.75, 'ndcg@2': 0.508..., 'hit_rate@2': 1.0, 'mrr@2': 0.5}
     """
     k = ranked.shape[1] if k is None else k
     if len(ranked) != len(relevant.lengths):
@@ -172,7 +172,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
     metrics: dict[str, Any] = {
         f"recall@{k}": Recall(k),
         f"ndcg@{k}": NDCG(k),
-        f"hit rate@{k}": HitRate(k),
+        f"hit_rate@{k}": HitRate(k),
         f"mrr@{k}": MRR(k),
     }
     if not sum(ranks.all_gather(len(relevant.values))):

@@ -18,13 +18,14 @@ class DCNv2(nn.Module):
     The paper's stacked form: each cross layer has products of one order more.
 
     Args:
-        columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
-        numbers: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
+        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
+            vectors.
+        dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         crosses: How many cross layers.
         low_rank: Their matrices as products of two narrow ones, of this width: a quarter of the width of all
             embeddings is advised. None: whole matrices.
-        layers: Widths of the layers between the crosses and the logit.
+        top_mlp: Widths of the layers between the crosses and the logit.
         device: Of the tables: "meta" where they are sharded and too large for one rank.
 
     Raises:
@@ -41,28 +42,28 @@ class DCNv2(nn.Module):
 
     def __init__(
         self,
-        columns: Mapping[str, int],
-        numbers: Sequence[str] = (),
+        cardinalities: Mapping[str, int],
+        dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,
         crosses: int = 3,
         low_rank: int | None = None,
-        layers: Sequence[int] = (128, 64),
+        top_mlp: Sequence[int] = (128, 64),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         if crosses < 1 or (low_rank is not None and low_rank < 1):
             raise ValueError(f"crosses={crosses}, low_rank={low_rank}: at least 1")
-        self.features = Features(columns, numbers, embedding_dim, device)
-        width = len(columns) * embedding_dim + len(numbers)
+        self.features = Features(cardinalities, dense_features, embedding_dim, device)
+        width = len(cardinalities) * embedding_dim + len(dense_features)
         self.crosses = Crosses(width, crosses, low_rank)
-        self.layers = linear_layers([width, *layers, 1])
+        self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         crossed = self.crosses(torch.cat([vectors.flatten(1), numbers], dim=1))
-        return self.layers(crossed).squeeze(1)  # type: ignore[no-any-return]
+        return self.top_mlp(crossed).squeeze(1)  # type: ignore[no-any-return]
 
 
 class Crosses(nn.Module):

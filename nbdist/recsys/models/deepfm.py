@@ -18,10 +18,11 @@ class DeepFM(nn.Module):
     function of its embedding, and not a table of its own: one of a single column cannot be sharded.
 
     Args:
-        columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
-        numbers: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
+        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
+            vectors.
+        dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        layers: Widths of the layers over the embeddings.
+        top_mlp: Widths of the layers over the embeddings.
         device: Of the tables: "meta" where they are sharded and too large for one rank.
 
     Raises:
@@ -30,35 +31,37 @@ class DeepFM(nn.Module):
     Examples:
         >>> import torch
         >>> from nbdist.recsys.models import DeepFM
-        >>> model = DeepFM({"user": 10, "movie": 20}, embedding_dim=8, layers=[16])
+        >>> model = DeepFM({"user": 10, "movie": 20}, embedding_dim=8, top_mlp=[16])
         >>> model({"user": torch.tensor([2, 7]), "movie": torch.tensor([3, 3])}).shape
         torch.Size([2])
     """
 
     def __init__(
         self,
-        columns: Mapping[str, int],
-        numbers: Sequence[str] = (),
+        cardinalities: Mapping[str, int],
+        dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,
-        layers: Sequence[int] = (128, 64),
+        top_mlp: Sequence[int] = (128, 64),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.features = Features(columns, numbers, embedding_dim, device)
-        self.numbers = nn.Parameter(torch.empty(len(numbers), embedding_dim)) if numbers else None
-        if self.numbers is not None:
-            nn.init.normal_(self.numbers, std=embedding_dim**-0.5)
-        width = (len(columns) + len(numbers)) * embedding_dim
+        self.features = Features(cardinalities, dense_features, embedding_dim, device)
+        self.dense_embeddings = (
+            nn.Parameter(torch.empty(len(dense_features), embedding_dim)) if dense_features else None
+        )
+        if self.dense_embeddings is not None:
+            nn.init.normal_(self.dense_embeddings, std=embedding_dim**-0.5)
+        width = (len(cardinalities) + len(dense_features)) * embedding_dim
         self.linear = nn.Linear(width, 1)
-        self.deep = linear_layers([width, *layers, 1])
+        self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
-        if self.numbers is not None:
-            vectors = torch.cat([vectors, numbers[:, :, None] * self.numbers], dim=1)  # (rows, fields, dim)
+        if self.dense_embeddings is not None:
+            vectors = torch.cat([vectors, numbers[:, :, None] * self.dense_embeddings], dim=1)  # (rows, fields, dim)
         # The inner products of all pairs: half of what the square of their sum has more than their squares.
         products = (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2  # (rows,)
         flat = vectors.flatten(1)
-        return (self.linear(flat) + self.deep(flat)).squeeze(1) + products  # type: ignore[no-any-return]
+        return (self.linear(flat) + self.top_mlp(flat)).squeeze(1) + products  # type: ignore[no-any-return]

@@ -17,12 +17,13 @@ class DLRM(nn.Module):
     The products, and that vector, go through layers.
 
     Args:
-        columns: Column of codes → how many there are. Its table is called like it; a list is the mean of its vectors.
-        numbers: Columns of numbers, one per row, such as `etl.Log` leaves them. Without any, there are products of
-            embeddings alone.
+        cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
+            vectors.
+        dense_features: Columns of numbers, one per row, such as `etl.Log` leaves them. Without any, there are products
+            of embeddings alone.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        bottom: Widths of the layers between the numbers and their vector.
-        layers: Widths of the layers between the products and the logit.
+        bottom_mlp: Widths of the layers between the numbers and their vector.
+        top_mlp: Widths of the layers between the products and the logit.
         device: Of the tables: "meta" where they are sharded and too large for one rank.
 
     Raises:
@@ -41,10 +42,10 @@ class DLRM(nn.Module):
         ...     torch.manual_seed(0)
         ...     user, movie = torch.arange(400) % 20, torch.arange(400) % 9
         ...     rows = {"user": user, "movie": movie, "liked": user % 2 == movie % 2}
-        ...     model = DLRM({"user": 20, "movie": 9}, embedding_dim=8, layers=[16])
+        ...     model = DLRM({"user": 20, "movie": 9}, embedding_dim=8, top_mlp=[16])
         ...     options = {"optimizer": "adagrad", "lr": 0.3, "dense_optimizer": torch.optim.Adam}
         ...     model = shard(model, {"user": "row_wise"}, batch_size=50, **options)
-        ...     history = fit(model, predict, MemoryLoader(rows, 50, shuffle=True), epochs=40, show=False)
+        ...     history = fit(model, predict, MemoryLoader(rows, 50, shuffle=True), epochs=40, progress=False)
         ...     return history[-1].loss, model.gather()
         >>> loss, model = in_ddp(2, train)
         >>> loss < 0.1
@@ -56,32 +57,37 @@ class DLRM(nn.Module):
 
     def __init__(
         self,
-        columns: Mapping[str, int],
-        numbers: Sequence[str] = (),
+        cardinalities: Mapping[str, int],
+        dense_features: Sequence[str] = (),
         *,
         embedding_dim: int = 64,
-        bottom: Sequence[int] = (64,),
-        layers: Sequence[int] = (128, 64),
+        bottom_mlp: Sequence[int] = (64,),
+        top_mlp: Sequence[int] = (128, 64),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        if len(columns) == 1 and not numbers:
-            raise ValueError("one column and no numbers: there is nothing to take products of")
-        self.features = Features(columns, numbers, embedding_dim, device)
-        self.bottom: nn.Sequential | None = None
-        if numbers:
-            self.bottom = nn.Sequential(*linear_layers([len(numbers), *bottom, embedding_dim]), nn.ReLU())
-        vectors = len(columns) + bool(numbers)
+        if len(cardinalities) == 1 and not dense_features:
+            raise ValueError(
+                "`cardinalities` must have two columns or more where there are no `dense_features`, got one: there is "
+                "nothing to take products of"
+            )
+        self.features = Features(cardinalities, dense_features, embedding_dim, device)
+        self.bottom_mlp: nn.Sequential | None = None
+        if dense_features:
+            self.bottom_mlp = nn.Sequential(
+                *linear_layers([len(dense_features), *bottom_mlp, embedding_dim]), nn.ReLU()
+            )
+        vectors = len(cardinalities) + bool(dense_features)
         pairs = vectors * (vectors - 1) // 2
-        self.layers = linear_layers([pairs + (embedding_dim if numbers else 0), *layers, 1])
+        self.top_mlp = linear_layers([pairs + (embedding_dim if dense_features else 0), *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
         """Logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
-        if self.bottom is not None:
-            vectors = torch.cat([self.bottom(numbers)[:, None], vectors], dim=1)
+        if self.bottom_mlp is not None:
+            vectors = torch.cat([self.bottom_mlp(numbers)[:, None], vectors], dim=1)
         first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, device=vectors.device)
         products = torch.bmm(vectors, vectors.transpose(1, 2))[:, first, second]  # (rows, pairs)
-        if self.bottom is not None:
+        if self.bottom_mlp is not None:
             products = torch.cat([vectors[:, 0], products], dim=1)  # (rows, dim + pairs)
-        return self.layers(products).squeeze(1)  # type: ignore[no-any-return]
+        return self.top_mlp(products).squeeze(1)  # type: ignore[no-any-return]

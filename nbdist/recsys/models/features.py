@@ -16,8 +16,8 @@ class Features(nn.Module):
     """The columns that a click model takes of a batch.
 
     Args:
-        columns: Column of codes → how many there are. A list is the mean of its vectors.
-        numbers: Columns of numbers.
+        cardinalities: Column of codes → how many there are. A list is the mean of its vectors.
+        dense_features: Columns of numbers.
         embedding_dim: Columns of each table.
         device: Of the tables.
 
@@ -26,21 +26,25 @@ class Features(nn.Module):
     """
 
     def __init__(
-        self, columns: Mapping[str, int], numbers: Sequence[str], embedding_dim: int, device: torch.device | str
+        self,
+        cardinalities: Mapping[str, int],
+        dense_features: Sequence[str],
+        embedding_dim: int,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
-        if not columns:
-            raise ValueError("a click model needs a column of codes")
-        if both := columns.keys() & set(numbers):
-            raise ValueError(f"column {min(both)!r} is one of codes and one of numbers: choose")
-        self.columns, self.numbers = list(columns), list(numbers)
-        self.embeddings = PooledTables(columns, embedding_dim=embedding_dim, device=device)
+        if not cardinalities:
+            raise ValueError("`cardinalities` must have a column of codes, got none")
+        if both := cardinalities.keys() & set(dense_features):
+            raise ValueError(f"column {min(both)!r} is in `cardinalities` and in `dense_features`: choose")
+        self.columns, self.dense_features = list(cardinalities), list(dense_features)
+        self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
 
     def forward(self, batch: Columns) -> tuple[Tensor, Tensor]:
         """Vectors, shape (rows, columns, embedding_dim), and numbers, float32, shape (rows, numbers)."""
         pooled: Tensor = self.embeddings(batch)
         numbers = [pooled[:, :0]]  # so that there is one
-        for name in self.numbers:
+        for name in self.dense_features:
             column = batch.get(name)
             if not isinstance(column, Tensor) or column.ndim != 1:
                 raise ValueError(f"the batch has no column {name!r} with one number per row, but {', '.join(batch)}")

@@ -35,7 +35,8 @@ class SASRec(nn.Module):
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader, Ragged
         >>> from nbdist.recsys.models import SASRec, draw_rows
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> items = {"movie": torch.arange(2, 12)}
         >>> def predict(model, batch):
         ...     return model(batch, draw_rows(items, 64)["movie"])
@@ -46,7 +47,7 @@ class SASRec(nn.Module):
         ...     rows = {"history": Ragged(walks.flatten(), torch.arange(61) * 6)}
         ...     model = SASRec(12, length=8, embedding_dim=16, blocks=1)
         ...     model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.01))
-        ...     fit(model, predict, MemoryLoader(rows, 15), epochs=40, loss=cross_entropy, show=False)
+        ...     fit(model, predict, MemoryLoader(rows, 15), epochs=40, loss=cross_entropy, progress=False)
         ...     return model.gather()
         >>> model = in_ddp(2, train).eval()
         >>> query = model.query({"history": Ragged(torch.tensor([4, 5, 6]), torch.tensor([0, 3]))})

@@ -33,13 +33,15 @@ class Table:
     """What gives a part of the table, shape (rows, embedding_dim), its initial values, in place."""
 
 
-def _describe(columns: Mapping[str, int], embedding_dim: int, init: Callable[[Tensor], Any] | None) -> list[Table]:
+def _describe(
+    cardinalities: Mapping[str, int], embedding_dim: int, init: Callable[[Tensor], Any] | None
+) -> list[Table]:
     """A table for each column."""
-    for name in columns:
+    for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
             raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
     found = []
-    for name, size in columns.items():
+    for name, size in cardinalities.items():
         bound = math.sqrt(1 / size)
         fill = init or functools.partial(nn.init.uniform_, a=-bound, b=bound)
         found.append(Table(name, size, embedding_dim, [name], fill))
@@ -50,7 +52,7 @@ class PooledTables(nn.Module):
     """A table for each column of codes, called like it: for each row one vector a column, pooled where it has a list.
 
     Args:
-        columns: Column of codes → how many there are.
+        cardinalities: Column of codes → how many there are.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         mode: What the vectors of a list become: their "mean" or their "sum"; zeros where the list is empty.
         init: What gives a part of a table, shape (rows, embedding_dim), its initial values, in place. None: uniform
@@ -72,7 +74,7 @@ class PooledTables(nn.Module):
 
     def __init__(
         self,
-        columns: Mapping[str, int],
+        cardinalities: Mapping[str, int],
         *,
         embedding_dim: int = 64,
         mode: str = "mean",
@@ -82,11 +84,11 @@ class PooledTables(nn.Module):
         super().__init__()
         if mode not in ("mean", "sum"):
             raise ValueError(f"`mode` must be 'mean' or 'sum', got {mode!r}")
-        self.mode, self.tables = mode, _describe(columns, embedding_dim, init)
+        self.mode, self.tables = mode, _describe(cardinalities, embedding_dim, init)
         self.embedding_bags = nn.ModuleDict(
             {
                 name: nn.EmbeddingBag(size, embedding_dim, mode=mode, include_last_offset=True, device=device)
-                for name, size in columns.items()
+                for name, size in cardinalities.items()
             }
         )
         _fill(self.embedding_bags, self.tables)
@@ -113,7 +115,7 @@ class SequenceTables(nn.Module):
     """A table for each column of lists of codes, called like it: a vector for each code.
 
     Args:
-        columns: Column of codes → how many there are.
+        cardinalities: Column of codes → how many there are.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         init: See `PooledTables`.
         device: See `PooledTables`.
@@ -132,16 +134,16 @@ class SequenceTables(nn.Module):
 
     def __init__(
         self,
-        columns: Mapping[str, int],
+        cardinalities: Mapping[str, int],
         *,
         embedding_dim: int = 64,
         init: Callable[[Tensor], Any] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.tables = _describe(columns, embedding_dim, init)
+        self.tables = _describe(cardinalities, embedding_dim, init)
         self.embeddings = nn.ModuleDict(
-            {name: nn.Embedding(size, embedding_dim, device=device) for name, size in columns.items()}
+            {name: nn.Embedding(size, embedding_dim, device=device) for name, size in cardinalities.items()}
         )
         _fill(self.embeddings, self.tables)
 

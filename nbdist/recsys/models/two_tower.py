@@ -16,7 +16,7 @@ class Tower(nn.Module):
     """A vector for each row: embeddings of its columns, the mean of those in a list, and layers over them.
 
     Args:
-        columns: Column of codes → how many there are. Its table is called like it.
+        cardinalities: Column of codes → how many there are. Its table is called like it.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         layers: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
             embeddings.
@@ -35,18 +35,18 @@ class Tower(nn.Module):
 
     def __init__(
         self,
-        columns: Mapping[str, int],
+        cardinalities: Mapping[str, int],
         *,
         embedding_dim: int = 64,
         layers: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        if not columns:
-            raise ValueError("a tower needs a column")
-        self.columns = list(columns)
-        self.embeddings = PooledTables(columns, embedding_dim=embedding_dim, device=device)
-        self.layers = linear_layers([len(columns) * embedding_dim, *layers]) if layers else None
+        if not cardinalities:
+            raise ValueError("`cardinalities` must have a column of codes, got none")
+        self.columns = list(cardinalities)
+        self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
+        self.layers = linear_layers([len(cardinalities) * embedding_dim, *layers]) if layers else None
 
     def forward(self, batch: Columns) -> Tensor:
         """The vectors of a batch, shape (rows, the last width); it may have other columns, too."""
@@ -78,14 +78,15 @@ class TwoTower(nn.Module):
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.models import TwoTower, softmax_logits
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return softmax_logits(*model(batch), batch["movie"])
         >>> def train():
         ...     likes = {"user": torch.arange(100) % 20, "movie": torch.arange(100) % 10}
         ...     model = TwoTower({"user": 20}, {"movie": 10}, embedding_dim=8)
         ...     model = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-        ...     fit(model, predict, MemoryLoader(likes, 25), epochs=40, loss=cross_entropy, show=False)
+        ...     fit(model, predict, MemoryLoader(likes, 25), epochs=40, loss=cross_entropy, progress=False)
         ...     return model.gather()
         >>> model = in_ddp(2, train)
         >>> users, movies = torch.arange(20), torch.arange(10)

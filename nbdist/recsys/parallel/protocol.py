@@ -33,11 +33,11 @@ class Parallel(Protocol):
         """Of all its parameters on this rank."""
 
     @property
-    def fused(self) -> bool:
+    def _fused(self) -> bool:
         """Whether there are tables that are updated in the backward pass already, before any `step`."""
 
     @property
-    def ahead(self) -> Ahead | None:
+    def _ahead(self) -> Ahead | None:
         """What sends ids of the next batch to the ranks that hold their rows; None where nothing is sent."""
 
     def clip_gradients(self, norm: float) -> float:

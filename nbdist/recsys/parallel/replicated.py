@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
 from .growth import Growth
+from .optimizer_choice import MakeOptimizer, maker
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Replicated:
     Examples:
         >>> import torch
         >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.training import replicate
+        >>> from nbdist.recsys.sharding import replicate
         >>> def save_and_load():
         ...     model = torch.nn.Linear(1, 1)
         ...     replicated = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=1e-3))
@@ -46,16 +46,16 @@ class Replicated:
     optimizer: torch.optim.Optimizer
     module: nn.Module
     """The model that was given."""
-    tables: CommonTables | CopiedTables | None = None
+    _tables: CommonTables | CopiedTables | None = None
     """Those with sparse gradients, which DistributedDataParallel leaves alone."""
 
     @property
-    def fused(self) -> bool:
+    def _fused(self) -> bool:
         """Whether there are tables that are updated in the backward pass: none."""
         return False
 
     @property
-    def ahead(self) -> None:
+    def _ahead(self) -> None:
         """What sends ids to the ranks that hold their rows: nothing, for all do."""
 
     def clip_gradients(self, norm: float) -> float:
@@ -65,11 +65,11 @@ class Replicated:
             Their norm before.
         """
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if self.tables is None:
+        if self._tables is None:
             return float(nn.utils.clip_grad_norm_(every, norm))
-        self.tables.exchange()
-        dense = [one.grad for one in every if one not in self.tables and one.grad is not None]
-        total = float((self.tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
+        self._tables.exchange()
+        dense = [one.grad for one in every if one not in self._tables and one.grad is not None]
+        total = float((self._tables.squared_norm() + sum(one.double().square().sum() for one in dense)).sqrt())
         for one in every:
             if one.grad is not None:
                 one.grad.mul_(min(1.0, norm / (total + 1e-6)))
@@ -110,8 +110,8 @@ class Replicated:
         if optimizer:
             growth.pad_states(there, growing, folder)
             optimizers.set_state([self._named()], there, folder)
-            if self.tables is not None:
-                self.tables.adopt(self.optimizer)
+            if self._tables is not None:
+                self._tables.adopt(self.optimizer)
 
     def _weights(self) -> dict[str, Any]:
         return dict(states.get_model_state_dict(self.model))
@@ -121,7 +121,16 @@ class Replicated:
 
 
 def replicate(
-    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], **options: Any
+    model: nn.Module,
+    optimizer: str | MakeOptimizer,
+    *,
+    lr: float | None = None,
+    eps: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
 ) -> Replicated:
     """Put a copy of `model` on every rank, embedding tables included. All ranks have to call it.
 
@@ -135,18 +144,27 @@ def replicate(
 
     Args:
         model: Any module, with values. It is moved to the rank's device.
-        optimizer: Makes the optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`.
-        **options: For `DistributedDataParallel`.
+        optimizer: "sgd", "adagrad" or "adam"; or, as for `shard`, what makes an optimizer of parameters, such as
+            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`: any optimizer will do.
+        lr: Learning rate, for an optimizer by name. None: 0.01.
+        eps: What is added to the denominator, for those optimizers by name that have one. None: 1e-8.
+        process_group: Of the ranks that have copies. None: of all ranks.
+        bucket_cap_mb: MiB of gradients that are sent together. None: torch's choice. This and what follows is for
+            `DistributedDataParallel`, which explains it.
+        find_unused_parameters: Whether some parameters have no gradient in some steps.
+        gradient_as_bucket_view: Whether gradients lie in what is sent, which takes less memory.
+        static_graph: Whether each step uses the same parameters.
 
     Raises:
-        ValueError: Something of the model is on the meta device.
+        ValueError: Something of the model is on the meta device; `optimizer` is no callable and no such name, or is a
+            callable and comes with `lr` or `eps`; or it is "adam", and a table says `sparse=True`.
         RuntimeError: Outside a process group.
 
     Examples:
         >>> import torch
         >>> import torch.distributed as dist
         >>> from nbdist import in_ddp
-        >>> from nbdist.recsys.training import replicate
+        >>> from nbdist.recsys.sharding import replicate
         >>> def train():
         ...     model = torch.nn.Linear(1, 1)
         ...     replicated = replicate(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -162,25 +180,38 @@ def replicate(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta":
             raise ValueError(f"{name} is on the meta device and has no values to copy: build the model on the CPU")
-    device = collective_device()
+    make, device = maker(optimizer, lr, eps), collective_device()
+    if optimizer == "adam" and (sparse := sparse_tables(model)[0]):
+        raise ValueError(
+            f"`optimizer` must be sgd, adagrad or a callable where a table says sparse=True, as {next(iter(sparse))} "
+            "does, got 'adam': torch has it for dense gradients alone"
+        )
     model.to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sparse, possible = sparse_tables(model)
     group = None
-    if device.type == "cpu" and possible and "process_group" not in options:
-        group = options["process_group"] = shared_group()
+    if device.type == "cpu" and possible and process_group is None:
+        group = process_group = shared_group()
     tables: CommonTables | CopiedTables | None = None
     if sparse and group is not None:
         tables = CommonTables(sparse, group.collectives)
     elif sparse:
-        tables = CopiedTables(sparse, options.get("process_group"))
+        tables = CopiedTables(sparse, process_group)
     parallel = model
     if tables is None or any(parameter not in tables for parameter in trained):
         if tables is not None:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sparse))
-        parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
+        parallel = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
         vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
-    replicated = Replicated(parallel, optimizer(trained), model, tables)
+    replicated = Replicated(parallel, make(trained), model, tables)
     if tables is not None:
         tables.attach(replicated.optimizer)
     return replicated

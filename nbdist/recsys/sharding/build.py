@@ -30,6 +30,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from ...devices import collective_device
 from ...shm.process_group import shared_group
 from ...system.huge_pages import gather
+from ..parallel.optimizer_choice import MakeOptimizer
 from .annotations import annotate_for_profilers_alone
 from .batches_ahead import InputsAhead
 from .collections import columns_of, find_tables, plain_collections, replace, to_torchrec
@@ -70,7 +71,7 @@ def build(
     optimizer: str | Mapping[str, str],
     lr: float | Mapping[str, float],
     eps: float,
-    dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    dense_optimizer: MakeOptimizer | None,
     fused: bool | None,
     memory: int | None,
     checked: bool,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..parallel.optimizer_choice import EPS, LR, MakeOptimizer, check_alone, described
 from ..versions import check_torchrec
 from .sharded import Sharded
 
@@ -17,10 +17,10 @@ def shard(
     strategies: Mapping[str, str] | None = None,
     *,
     batch_size: int,
-    optimizer: str | Mapping[str, str] = "rowwise_adagrad",
-    lr: float | Mapping[str, float] = 0.01,
-    eps: float = 1e-8,
-    dense_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: str | MakeOptimizer | Mapping[str, str] = "rowwise_adagrad",
+    lr: float | Mapping[str, float] | None = None,
+    eps: float | None = None,
+    dense_optimizer: MakeOptimizer | None = None,
     fused: bool | None = None,
     memory: int | None = None,
     checked: bool = True,
@@ -42,13 +42,16 @@ def shard(
             Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
             warned of.
         batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: One of `OPTIMIZERS`, fused into the tables' backward pass where FBGEMM can; or table name or glob →
-            one. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. All leave alone the rows that a
-            batch does not touch, as `torch.optim.SparseAdam` does.
-        lr: Learning rate of the tables; or table name or glob → one.
-        eps: What is added to the denominator, for those optimizers that have one.
+        optimizer: Of the tables: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table name or
+            glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
+            `replicate`, what makes an optimizer of parameters: torch's SGD, Adagrad or Adam, with no options but `lr`
+            and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of tables leave
+            alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
+        lr: Learning rate of the tables, for an optimizer by name; or table name or glob → learning rate. None: 0.01.
+        eps: What is added to the denominator, for those optimizers by name that have one. None: 1e-8.
         dense_optimizer: Makes the optimizer of all other parameters, such as
-            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any.
+            `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any and `optimizer` is a
+            name.
         fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
             this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
             accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
@@ -84,13 +87,17 @@ def shard(
     check_torchrec()
     from .build import build
 
+    if callable(optimizer):
+        check_alone(lr, eps)
+        dense_optimizer = dense_optimizer or optimizer
+        optimizer, lr, eps = described(optimizer)
     return build(
         model,
         strategies or {},
         batch_size=batch_size,
         optimizer=optimizer,
-        lr=lr,
-        eps=eps,
+        lr=LR if lr is None else lr,
+        eps=EPS if eps is None else eps,
         dense_optimizer=dense_optimizer,
         fused=fused,
         memory=memory,

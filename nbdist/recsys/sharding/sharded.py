@@ -57,11 +57,11 @@ class Sharded:
     """`step` it as usual. Fused tables are updated in the backward pass already; it does the others, the copies of
     data_parallel tables and the model's other parameters, and passes changed learning rates on."""
     plan: Plan
-    template: nn.Module
+    _template: nn.Module
     """The model as it was, its parameters on the meta device."""
-    fused: bool = True
+    _fused: bool = True
     """Whether there are tables that are updated in the backward pass."""
-    ahead: InputsAhead | None = None
+    _ahead: InputsAhead | None = None
     """What sends ids of the next batch to the ranks that hold their rows, for `fit`; None on a single rank."""
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class Sharded:
             >>> in_ddp(2, step)  # of four gradients that are 1
             2.0
         """
-        if self.fused:
+        if self._fused:
             raise RuntimeError(
                 "clip_gradients() needs gradients that wait for the step, and tables of this model are updated in the "
                 "backward pass already: use shard(..., fused=False)"
@@ -134,7 +134,7 @@ class Sharded:
                 whole[key] = table
         if not on_rank_0:
             return None
-        plain = copy.deepcopy(self.template)
+        plain = copy.deepcopy(self._template)
         trained = dict(self.model.module.named_buffers())
         module: Any
         for module in plain.modules():
@@ -153,7 +153,7 @@ class Sharded:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
-        share_buffers(self.model, [name for name, _ in self.template.named_buffers()])  # any rank's may be written
+        share_buffers(self.model, [name for name, _ in self._template.named_buffers()])  # any rank's may be written
         state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
         checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..parallel.optimizer_choice import BY_NAME
+
 T = TypeVar("T")
 
 STRATEGIES = (
@@ -46,8 +48,8 @@ def _rowwise_adagrad(params: Any, lr: float, eps: float) -> torch.optim.Optimize
 # The fused ones that FBGEMM has for CPUs. They leave alone the rows that a batch does not touch, and so do their dense
 # counterparts, given to the tables that every rank has a copy of; Adam and the others would move those rows.
 EVERYWHERE: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda params, lr, eps: torch.optim.SGD(params, lr=lr),
-    "adagrad": lambda params, lr, eps: torch.optim.Adagrad(params, lr=lr, eps=eps),
+    "sgd": BY_NAME["sgd"],
+    "adagrad": BY_NAME["adagrad"],
     "rowwise_adagrad": _rowwise_adagrad,
 }
 

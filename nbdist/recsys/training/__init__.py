@@ -1,10 +1,9 @@
 """A training loop for click models on ranks: evaluation, learning rates, a live table, snapshots, early stop."""
 
-from ..parallel.replicated import Replicated, replicate
 from .evaluation import evaluate
 from .history import History, Record
 from .loop import fit
 from .schedule import Schedule, warmup_decay
 from .snapshots import Snapshots
 
-__all__ = ["History", "Record", "Replicated", "Schedule", "Snapshots", "evaluate", "fit", "replicate", "warmup_decay"]
+__all__ = ["History", "Record", "Schedule", "Snapshots", "evaluate", "fit", "warmup_decay"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,28 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
+from ..parallel.protocol import Parallel
 
 Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"]
 """Model and batch → predictions, such as logits of shape (rows,), and targets; and, for metrics of ranked rows such as
 `NDCG`, whose rows they are: integers, shape (rows,), such as the users."""
 
+Precision: TypeAlias = Literal["bf16", "fp32"]
+
+
+def check_precision(precision: str | None) -> None:
+    """Raise `ValueError` for what is no `Precision`."""
+    if precision not in (None, "bf16", "fp32"):
+        raise ValueError(f'`precision` must be "bf16", "fp32" or None, got {precision!r}')
+
 
 def evaluate(
-    model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], *, bf16: bool = False
+    model: Parallel | nn.Module,
+    predict: Predict,
+    loader: Loader,
+    metrics: Mapping[str, Metric],
+    *,
+    precision: Precision | None = None,
 ) -> dict[str, float]:
     """The metrics of a model over all rows of a loader, on all ranks; the model is in evaluation mode meanwhile.
 
@@ -33,19 +47,19 @@ def evaluate(
     All ranks have to call it, and get the same numbers.
 
     Args:
-        model: The module, such as `model` of what `shard` or `replicate` gave.
+        model: What `shard` or `replicate` gave, as for `fit`; or a module, which is called as it is.
         predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
             and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users.
         loader: The rows, on the device that the model is on; each rank has its share.
         metrics: Name → metric. They are moved to the rank's device and reset before.
-        bf16: Run `predict` under autocast to bfloat16.
+        precision: "bf16": run `predict` under autocast to bfloat16. "fp32" or None: without autocast.
 
     Returns:
         Name → value.
 
     Raises:
-        ValueError: Outside a process group; and where a metric cannot be computed of such rows, such as an AUC where
-            all labels are the same.
+        ValueError: Outside a process group; for another `precision`; and where a metric cannot be computed of such
+            rows, such as an AUC where all labels are the same.
 
     Examples:
         >>> import torch
@@ -62,7 +76,9 @@ def evaluate(
         >>> in_ddp(2, error)
         {'rmse': 1.0}
     """
-    values, failed = measure(model, predict, loader, metrics, bf16)
+    check_precision(precision)
+    module = model if isinstance(model, nn.Module) else model.model
+    values, failed = measure(module, predict, loader, metrics, precision)
     for name, why in failed.items():
         raise ValueError(f"{name}: {why}")
     return values
@@ -70,7 +86,7 @@ def evaluate(
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], bf16: bool
+    model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], precision: Precision | None
 ) -> tuple[dict[str, float], dict[str, str]]:
     """What `evaluate` gives, with NaN for what cannot be computed, and why not."""
     was_training = model.training
@@ -79,7 +95,7 @@ def measure(
         metric.to(collective_device()).reset()
     try:
         for batch in loader:
-            found = forward(model, predict, batch, bf16)
+            found = forward(model, predict, batch, precision)
             if loader.repeats:
                 found = tuple(one[: -loader.repeats] for one in found)
             for name, metric in metrics.items():
@@ -105,8 +121,8 @@ def measure(
     return dict(zip(metrics, values.tolist(), strict=True)), ranks.on_rank_0(lambda: failed)
 
 
-def forward(model: nn.Module, predict: Predict, batch: Any, bf16: bool) -> tuple[Tensor, ...]:
+def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Tensor, ...]:
     """Predictions, in single precision, and targets of a batch; and the users, if `predict` tells them."""
-    with torch.autocast(collective_device().type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+    with torch.autocast(collective_device().type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
         predictions, *others = predict(model, batch)
     return predictions.float(), *others

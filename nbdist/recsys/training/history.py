@@ -23,14 +23,15 @@ class Record:
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():
         ...     x = torch.randn(400, 2)
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
         ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, show=False)
+        ...     return fit(model, predict, rows, rows, steps=10, metrics={"auc": AUC()}, progress=False)
         >>> record = in_ddp(2, train)[-1]
         >>> record.step, record.epoch, record.rates
         (10, 1.0, [0.1])
@@ -64,14 +65,15 @@ class History:
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
         >>> from nbdist.recsys.metrics import AUC
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():
         ...     x = torch.randn(400, 2)
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > torch.randn(400)}, 20)
         ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        ...     return fit(model, predict, rows, rows, steps=10, every=5, metrics={"auc": AUC()}, show=False)
+        ...     return fit(model, predict, rows, rows, steps=10, log_every=5, metrics={"auc": AUC()}, progress=False)
         >>> history = in_ddp(2, train)
         >>> history.frame[["step", "epoch", "lr"]]
            step  epoch   lr
@@ -100,7 +102,7 @@ class History:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row per record, for each of its numbers a column; of several learning rates, `lr 2` is the next one."""
+        """Return a row for each record, a column for each number; `lr_2` is the second of several learning rates."""
         import pandas as pd
 
         rows = []
@@ -108,12 +110,12 @@ class History:
             rates = {_rate(i): rate for i, rate in enumerate(record.rates)}
             rows.append(
                 {"step": record.step, "epoch": record.epoch, "loss": record.loss, **record.metrics, **rates}
-                | {"rows/s": record.rows_per_second}
+                | {"rows_per_second": record.rows_per_second}
             )
         return pd.DataFrame(rows)
 
     def plot(self) -> Figure:
-        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``... loss`` are in one plot."""
+        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one plot."""
         from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
 
         steps = [record.step for record in self.records]
@@ -140,11 +142,11 @@ class History:
                 axes.set_ylim(bottom=0)
         return figure
 
-    def to_json(self) -> list[dict[str, Any]]:
+    def _to_json(self) -> list[dict[str, Any]]:
         return [asdict(record) for record in self.records]
 
     @classmethod
-    def from_json(cls, records: list[dict[str, Any]]) -> History:
+    def _from_json(cls, records: list[dict[str, Any]]) -> History:
         return cls(Record(**record) for record in records)
 
     def __repr__(self) -> str:
@@ -192,7 +194,7 @@ def failures(record: Record) -> list[str]:
 
 
 def _rate(number: int) -> str:
-    return f"lr {number + 1}" if number else "lr"
+    return f"lr_{number + 1}" if number else "lr"
 
 
 def text_row(row: list[str]) -> str:

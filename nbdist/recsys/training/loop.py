@@ -10,10 +10,10 @@ Inside a rank::
     def train():
         sharded = shard(Model(), batch_size=2048, dense_optimizer=torch.optim.Adam)  # or replicate(Model(), ...)
         rows, valid = ParquetLoader("train/*.parquet", 2048, shuffle=True), ParquetLoader("valid/*.parquet", 8192)
-        history = fit(sharded, predict, rows, valid, steps=2000, every=200, schedule=warmup_decay(2000, warmup=200))
+        history = fit(sharded, predict, rows, valid, steps=2000, log_every=200, schedule=warmup_decay(2000, warmup=200))
         return history, sharded.gather()
 
-It is a convenience: what it uses (`evaluate`, `Snapshots`, loaders, metrics, `shard`) works in a loop of one's own too.
+It is a convenience: what it uses (`evaluate`, loaders, metrics, `shard`) works in a loop of one's own too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
 from .display import RunDisplay
-from .evaluation import Predict
+from .evaluation import Precision, Predict, check_precision
 from .history import History
 from .run import Run
 from .schedule import Schedule
@@ -56,25 +56,26 @@ def fit(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    every: int | None = None,
-    evaluate_every: int | None = None,
+    log_every: int | None = None,
+    eval_every: int | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = log_loss,
     metrics: Mapping[str, Metric] | None = None,
     schedule: Schedule | None = None,
-    clip: float | None = None,
-    accumulate: int = 1,
-    bf16: bool = False,
+    max_grad_norm: float | None = None,
+    gradient_accumulation_steps: int = 1,
+    precision: Precision | None = None,
     snapshots: Snapshots | None = None,
     patience: int | None = None,
     pipelined: bool | None = None,
-    show: bool = True,
+    progress: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks have to call it, with the same arguments.
 
     The gradient of a step is that of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot that
     grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
 
-    A run that is resumed ends with the same weights and history as one that was never broken off (but for `rows/s`):
+    A run that is resumed ends with the same weights and history as one that was never broken off, but for
+    `rows_per_second`:
     model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
     follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
 
@@ -95,22 +96,24 @@ def fit(
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".
         steps: How long to train: in steps,
         epochs: or in epochs. One of the two.
-        every: Steps from one record to the next. None: an epoch. The last step has one too.
-        evaluate_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
+        log_every: Steps from one record to the next. None: an epoch. The last step has one too.
+        eval_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
             Otherwise those between have the training loss alone.
         loss: Of predictions (float32) and targets: the mean over the rows of a batch.
-        metrics: Name → metric to evaluate. None: "valid loss" and "auc", for logits and labels.
+        metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
         schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`.
-        clip: The norm of all gradients together, over ranks and tables, that a step's are scaled down to if they have a
-            larger one.
-        accumulate: Batches of each rank that make a step: the gradient is that of the mean loss over the rows of all of
-            them. The last step of an epoch has what is left. What is said of steps, such as `every`, is said of those.
-        bf16: Run `predict` under autocast to bfloat16. What stays in float32 is torch's choice.
+        max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
+            down to if they have a larger one. None: gradients are not scaled.
+        gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
+            the rows of all these batches. The last step of an epoch has what is left. Counts of steps, such as
+            `log_every`, count these steps.
+        precision: "bf16": run `predict` under autocast to bfloat16; what stays in float32 is torch's choice. "fp32" or
+            None: without autocast.
         snapshots: Where and when to take them, and whether to resume.
         patience: Stop when so many evaluations in a row have not improved the last of the metrics.
         pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
             this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
-        show: Whether rank 0 shows anything.
+        progress: Whether rank 0 shows anything.
 
     Returns:
         The records of the run, on every rank.
@@ -125,7 +128,8 @@ def fit(
         >>> import torch
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.training import fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train():
@@ -134,21 +138,22 @@ def fit(
         ...     rows = {"x": x, "liked": x[:, 0] > torch.randn(400)}
         ...     model = replicate(torch.nn.Linear(2, 1), lambda parameters: torch.optim.Adam(parameters, lr=0.1))
         ...     batches, valid = MemoryLoader(rows, 20, shuffle=True), MemoryLoader(rows, 200)
-        ...     return fit(model, predict, batches, valid, epochs=2, show=False)
+        ...     return fit(model, predict, batches, valid, epochs=2, progress=False)
         >>> in_ddp(2, train)
-        step    epoch    loss    valid loss    auc    learning rate    rows/s
+        step    epoch    loss    valid_loss    auc    learning rate    rows/s
           10     1.00  0...          0...    0...              0.1       ...
           20     2.00  0...          0...    0...              0.1       ...
     """
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
     metrics = _default_metrics(loss, valid) if metrics is None else metrics
-    counts = {"steps": steps, "epochs": epochs, "every": every, "evaluate_every": evaluate_every, "patience": patience}
-    _check(train, valid, counts | {"accumulate": accumulate}, metrics, snapshots)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip={clip}: a norm above 0")
-    if model.fused and (clip is not None or accumulate > 1):
-        what = "clip=" if clip is not None else "accumulate="
+    counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
+    _check(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
+    check_precision(precision)
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"`max_grad_norm` must be above 0, got {max_grad_norm}")
+    if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
+        what = "max_grad_norm=" if max_grad_norm is not None else "gradient_accumulation_steps="
         raise ValueError(
             f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
             "already: use shard(..., fused=False)"
@@ -160,32 +165,34 @@ def fit(
     factor = schedule or (lambda step: 1.0)
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
-    pipelined = pipelined and model.ahead is not None and bool(train.keyed) and train.transform is None
-    run = Run(model, predict, train, loss, factor, bf16, clip, accumulate, pipelined)
-    every = every or run.steps_an_epoch
-    evaluate_every = evaluate_every or every
+    pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
+    run = Run(model, predict, train, loss, factor, precision, max_grad_norm, gradient_accumulation_steps, pipelined)
+    log_every = log_every or run.steps_an_epoch
+    eval_every = eval_every or log_every
     resumed = run.restore(snapshots) if snapshots is not None else ""
     first = run.step
     total = steps if steps is not None else run.steps_of(epochs or 0)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
     rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
-    display = RunDisplay(run.history, total, list(metrics) if valid else []) if show and dist.get_rank() == 0 else None
+    display = (
+        RunDisplay(run.history, total, list(metrics) if valid else []) if progress and dist.get_rank() == 0 else None
+    )
     if display and resumed:
         display.note(resumed)
 
     def record() -> bool:
         """Add to the history what the last step calls for; whether training is to stop."""
-        evaluated = run.step % evaluate_every == 0 or run.step == total
-        if not run.recorded and (evaluated or run.step % every == 0):
+        evaluated = run.step % eval_every == 0 or run.step == total
+        if not run.recorded and (evaluated or run.step % log_every == 0):
             run.record(valid if evaluated else None, metrics)
         if snapshots and snapshots.keep_best and evaluated and _improved(run.history, metrics, snapshots.keep_best):
             run.snapshot(snapshots)
-            snapshots.mark_best(run.step)
+            snapshots._mark_best(run.step)
         return _stale(run.history, metrics, patience)
 
     def pauses(step: int) -> bool:
         """Whether something is done after a step that has to find the loader where the training is."""
-        each = [evaluate_every, *([snapshots.every or evaluate_every] if snapshots else [])]
+        each = [eval_every, *([snapshots.every or eval_every] if snapshots else [])]
         return step == total or any(step % every == 0 for every in each)
 
     upcoming: list[tuple[int, Any]] = []
@@ -200,7 +207,7 @@ def fit(
             upcoming = next(groups) if pipelined and not alone else []
             run.train_on(group, upcoming[0] if upcoming else None)
             if snapshots:
-                due = run.step == total or run.step % (snapshots.every or evaluate_every) == 0
+                due = run.step == total or run.step % (snapshots.every or eval_every) == 0
                 warned = warned or (not told and preempted())
                 if due or (warned and not upcoming):  # that batch would be missing afterwards
                     run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
@@ -225,7 +232,7 @@ def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
     while True:
         run.note_sizes()
         batches = enumerate(loader, first)
-        while group := list(itertools.islice(batches, run.accumulate)):
+        while group := list(itertools.islice(batches, run.gradient_accumulation_steps)):
             yield group
         first = 0
 
@@ -253,7 +260,7 @@ def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None
 def _default_metrics(loss: Callable[[Tensor, Tensor], Tensor], valid: Loader | None) -> Mapping[str, Metric]:
     if loss is not log_loss and valid is not None:
         raise ValueError('with a loss of your own, say what to evaluate: metrics={"rmse": RMSE()}')
-    return {"valid loss": LogLoss(logits=True), "auc": AUC()}
+    return {"valid_loss": LogLoss(logits=True), "auc": AUC()}
 
 
 def _check(
@@ -276,7 +283,7 @@ def _check(
             )
     if valid is not None and valid.remainder == "drop":
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
-    for name in ("patience", "evaluate_every"):
+    for name in ("patience", "eval_every"):
         if counts[name] is not None and (valid is None or not metrics):
             raise ValueError(f"{name}= needs valid= and a metric to go by")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):

@@ -20,7 +20,7 @@ from ..io.partition import Partition
 from ..loader.base import Loader
 from ..loader.columns import Batch
 from ..parallel.protocol import Ahead, Parallel
-from .evaluation import Predict, forward, measure
+from .evaluation import Precision, Predict, forward, measure
 from .history import History, Record
 from .schedule import Schedule
 from .snapshots import Snapshots, random_state, set_random_state
@@ -36,15 +36,15 @@ class Run:
         train: Loader,
         loss: Callable[[Tensor, Tensor], Tensor],
         schedule: Schedule,
-        bf16: bool,
-        clip: float | None = None,
-        accumulate: int = 1,
+        precision: Precision | None,
+        max_grad_norm: float | None = None,
+        gradient_accumulation_steps: int = 1,
         pipelined: bool = False,
     ) -> None:
-        self.model, self.predict, self.train, self.loss, self.bf16 = model, predict, train, loss, bf16
-        self.schedule, self.clip = schedule, clip
-        self.accumulate, self.pipelined = accumulate, pipelined
-        self.steps_an_epoch = math.ceil(len(train) / accumulate)
+        self.model, self.predict, self.train, self.loss = model, predict, train, loss
+        self.schedule, self.precision, self.max_grad_norm = schedule, precision, max_grad_norm
+        self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
+        self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)
         """A step after which so many epochs were over; and the part of an epoch that a step before it is, which differs
         in one that was begun on other ranks."""
@@ -96,7 +96,7 @@ class Run:
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
             with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
-                loss = self.loss(*forward(module, self.predict, batch, self.bf16)[:2])
+                loss = self.loss(*forward(module, self.predict, batch, self.precision)[:2])
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
                 (loss * (self._sizes[number] * self._ranks / total)).backward()
@@ -104,8 +104,8 @@ class Run:
                     ahead.proceed()
             self._loss += loss.detach() * self._sizes[number]
             self._rows += self._sizes[number]
-        if self.clip is not None:
-            self.model.clip_gradients(self.clip)
+        if self.max_grad_norm is not None:
+            self.model.clip_gradients(self.max_grad_norm)
         optimizer.step()
         self.step += 1
 
@@ -113,7 +113,7 @@ class Run:
         """Begin to send the ids of a batch to the ranks that hold their rows, if it has as many rows on all ranks."""
         if numbered is None or not self._alike[numbered[0]] or not isinstance(numbered[1], Batch):
             return None
-        features, ahead = numbered[1].prepared, self.model.ahead
+        features, ahead = numbered[1].prepared, self.model._ahead
         if features is None or ahead is None:
             return None
         ahead.start(features)
@@ -135,7 +135,7 @@ class Run:
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
         if valid is not None:
-            found, failed = measure(self.model.model, self.predict, valid, metrics, self.bf16)
+            found, failed = measure(self.model.model, self.predict, valid, metrics, self.precision)
         factor = self.schedule(self.step - 1)  # of the last step, also where the run was resumed after it
         # FBGEMM's are single precision: 0.1 is not quite what it was.
         rates = {
@@ -168,13 +168,13 @@ class Run:
             "random": random_state(),
             "since": (float(self._loss), self._rows, self._seconds),
         }
-        common = {"history": self.history.to_json(), "epoch": self.epoch, "origin": self._origin}
-        snapshots.save(self.model, self.step, common, own)
+        common = {"history": self.history._to_json(), "epoch": self.epoch, "origin": self._origin}
+        snapshots._save(self.model, self.step, common, own)
         self._since = time.perf_counter()
 
     def restore(self, snapshots: Snapshots) -> str:
         """Go on from the newest snapshot, if there is one and that is wanted; says so, or nothing."""
-        found = snapshots.load(self.model)
+        found = snapshots._load(self.model)
         if found is None:
             return ""
         common, own = found
@@ -186,13 +186,13 @@ class Run:
                 f"all rows"
             )
         self.step = self._saved = common["step"]
-        self.history = History.from_json(common["history"])
+        self.history = History._from_json(common["history"])
         self.train.load_state_dict(own["loader"])
         since = [own["since"]]
         if rank < there:
             set_random_state(own["random"])
         if there != here:  # one has what all had
-            since = [one["since"] for one in snapshots.own_of_all(common)] if rank == 0 else []
+            since = [one["since"] for one in snapshots._own_of_all(common)] if rank == 0 else []
         self._loss.fill_(sum(loss for loss, _, _ in since))
         self._rows = sum(rows for _, rows, _ in since)
         self._seconds = max([seconds for _, _, seconds in since], default=0.0)
@@ -210,7 +210,7 @@ class Run:
     def _begin_again(self, epoch: float) -> None:
         """Count the epochs by the steps that they have now, after so much of them."""
         over = math.ceil(round(epoch, 9))  # when what is left of this one is over
-        left = math.ceil(len(self.train) / self.accumulate) if self.train.begun_elsewhere else 0
+        left = math.ceil(len(self.train) / self.gradient_accumulation_steps) if self.train.begun_elsewhere else 0
         self._origin = (self.step + left, over, (over - epoch) / left if left else 0.0)
 
     def _stop_clock(self) -> None:

@@ -33,7 +33,8 @@ class Snapshots:
         >>> import torch
         >>> from nbdist import in_ddp
         >>> from nbdist.recsys.loader import MemoryLoader
-        >>> from nbdist.recsys.training import Snapshots, fit, replicate
+        >>> from nbdist.recsys.sharding import replicate
+        >>> from nbdist.recsys.training import Snapshots, fit
         >>> def predict(model, batch):
         ...     return model(batch["x"]).squeeze(1), batch["liked"]
         >>> def train(steps):
@@ -41,7 +42,7 @@ class Snapshots:
         ...     rows = MemoryLoader({"x": x, "liked": x[:, 0] > 0}, 5, shuffle=True, seed=1)
         ...     model = replicate(torch.nn.Linear(1, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         ...     snapshots = Snapshots("run", every=5, resume=True)
-        ...     return fit(model, predict, rows, steps=steps, every=5, snapshots=snapshots, show=False)
+        ...     return fit(model, predict, rows, steps=steps, log_every=5, snapshots=snapshots, progress=False)
         >>> history = in_ddp(2, train, 10)
         >>> [folder.name for folder in Snapshots("run").all()]
         ['step-5', 'step-10']
@@ -85,7 +86,7 @@ class Snapshots:
             )
         return found
 
-    def mark_best(self, step: int) -> None:
+    def _mark_best(self, step: int) -> None:
         """Say that the snapshot of a step is the best so far. All ranks have to call it."""
         if dist.get_rank() == 0:
             scratch = Path(self.folder) / f".{_BEST}.tmp"
@@ -105,7 +106,7 @@ class Snapshots:
         path = Path(self.folder) / f"step-{marked['step']}"
         return path if path.exists() else None
 
-    def save(self, model: Parallel, step: int, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    def _save(self, model: Parallel, step: int, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Take one. All ranks have to call it.
 
         Args:
@@ -144,11 +145,11 @@ class Snapshots:
                 shutil.rmtree(gone)
         dist.barrier()  # it is there when any rank goes on
 
-    def load(self, model: Parallel) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _load(self, model: Parallel) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Load the newest, if the run is to be resumed and there is one. All ranks have to call it.
 
         Returns:
-            `common`, with `step` and `world_size`, and `own` as `save` got them. On another number of ranks `own` is
+            `common`, with `step` and `world_size`, and `own` as `_save` got them. On another number of ranks `own` is
             that of the rank with the same number, or begins with rank 0's again where there were fewer.
 
         Raises:
@@ -171,8 +172,8 @@ class Snapshots:
         own: dict[str, Any] = torch.load(newest / _of(dist.get_rank() % common["world_size"]), weights_only=True)
         return common, own
 
-    def own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What each of the ranks had for itself of which `load` gave this in `common`."""
+    def _own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Load `own` of each rank that took the snapshot, whose `common` is what `_load` gave."""
         folder = Path(self.folder) / f"step-{common['step']}"
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import AUC, MRR, NDCG, HitRate, Recall, ranking_metrics
-from nbdist.recsys.training import evaluate, fit, replicate
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import evaluate, fit
 
 
 def ragged(lists: list[list[int]]) -> Ragged:
@@ -22,7 +23,7 @@ def ragged(lists: list[list[int]]) -> Ragged:
 
 
 def naive(ranked: list[list[int]], relevant: list[list[int]], k: int) -> dict[str, float]:
-    found: dict[str, list[float]] = {name: [] for name in ("recall", "ndcg", "hit rate", "mrr")}
+    found: dict[str, list[float]] = {name: [] for name in ("recall", "ndcg", "hit_rate", "mrr")}
     for row, taken in zip(ranked, relevant, strict=True):
         if not taken:
             continue
@@ -30,7 +31,7 @@ def naive(ranked: list[list[int]], relevant: list[list[int]], k: int) -> dict[st
         best = sum(1 / math.log2(place + 2) for place in range(min(k, len(taken))))
         found["recall"].append(len(hits) / len(taken))
         found["ndcg"].append(sum(1 / math.log2(place + 2) for place in hits) / best)
-        found["hit rate"].append(float(bool(hits)))
+        found["hit_rate"].append(float(bool(hits)))
         found["mrr"].append(1 / (hits[0] + 1) if hits else 0.0)
     return {f"{name}@{k}": sum(values) / len(values) for name, values in found.items()}
 
@@ -120,10 +121,10 @@ def test_in_a_training_run(session: Session) -> None:
         torch.nn.init.ones_(linear.weight)
         model = replicate(linear, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
         loader, metrics = MemoryLoader(rows, 5), {"auc": AUC(), "ndcg": NDCG(3), "mrr": MRR(), "recall": Recall(1)}
-        history = fit(model, predict, loader, loader, steps=1, metrics=metrics, show=False)
-        padded = evaluate(model.model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
+        history = fit(model, predict, loader, loader, steps=1, metrics=metrics, progress=False)
+        padded = evaluate(model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
         with pytest.raises(TypeError, match="mrr: MRR ranks the rows of each user: predict has to return who they are"):
-            evaluate(model.model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
+            evaluate(model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
         return history[-1].metrics, padded
 
     (metrics, padded), others = session.run_all(run)

@@ -25,10 +25,10 @@ from nbdist.recsys.triton import export_ensemble
 WARM = "import torchrec.distributed"
 SIZES = {"user": 30, "movie": 20, "genres": 8}
 MODELS = {
-    "dlrm": lambda numbers: DLRM(SIZES, numbers, embedding_dim=8, bottom=[16], layers=[16, 8]),
-    "dcnv2": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, layers=[16]),
-    "low rank": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, low_rank=4, layers=[16]),
-    "deepfm": lambda numbers: DeepFM(SIZES, numbers, embedding_dim=8, layers=[16]),
+    "dlrm": lambda numbers: DLRM(SIZES, numbers, embedding_dim=8, bottom_mlp=[16], top_mlp=[16, 8]),
+    "dcnv2": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, top_mlp=[16]),
+    "low rank": lambda numbers: DCNv2(SIZES, numbers, embedding_dim=8, crosses=2, low_rank=4, top_mlp=[16]),
+    "deepfm": lambda numbers: DeepFM(SIZES, numbers, embedding_dim=8, top_mlp=[16]),
 }
 
 
@@ -68,10 +68,10 @@ def test_dlrm_has_the_products_of_all_pairs() -> None:
         model = build("dlrm", numbers)
         vectors, values = parts(model, batch)
         if numbers:
-            vectors = torch.cat([model.bottom(values)[:, None], vectors], dim=1)
+            vectors = torch.cat([model.bottom_mlp(values)[:, None], vectors], dim=1)
         pairs = itertools.combinations(range(vectors.shape[1]), 2)
         products = torch.stack([(vectors[:, a] * vectors[:, b]).sum(1) for a, b in pairs], dim=1)
-        expected = model.layers(torch.cat([vectors[:, 0], products], dim=1) if numbers else products).squeeze(1)
+        expected = model.top_mlp(torch.cat([vectors[:, 0], products], dim=1) if numbers else products).squeeze(1)
         torch.testing.assert_close(model(batch), expected)
 
 
@@ -86,7 +86,7 @@ def test_dcnv2_crosses_with_the_first_layer() -> None:
             net = model.crosses
             whole = net.outer[layer] if name == "dcnv2" else net.outer[layer] @ net.inner[layer]
             x = first * (x @ whole.T + net.bias[layer]) + x
-        torch.testing.assert_close(model(batch), model.layers(x).squeeze(1))
+        torch.testing.assert_close(model(batch), model.top_mlp(x).squeeze(1))
 
 
 @torch.no_grad()
@@ -94,18 +94,18 @@ def test_deepfm_adds_the_inner_products() -> None:
     batch = rows(9)
     model = build("deepfm", ["age", "year"])
     vectors, values = parts(model, batch)
-    fields = torch.cat([vectors, values[:, :, None] * model.numbers], dim=1)  # (rows, 5, 8)
+    fields = torch.cat([vectors, values[:, :, None] * model.dense_embeddings], dim=1)  # (rows, 5, 8)
     inner = sum((fields[:, a] * fields[:, b]).sum(1) for a, b in itertools.combinations(range(5), 2))
     flat = fields.flatten(1)
-    expected = model.linear(flat).squeeze(1) + inner + model.deep(flat).squeeze(1)
+    expected = model.linear(flat).squeeze(1) + inner + model.top_mlp(flat).squeeze(1)
     torch.testing.assert_close(model(batch), expected)
 
 
 def test_models_that_make_no_sense() -> None:
     for make in (DLRM, DCNv2, DeepFM):
-        with pytest.raises(ValueError, match="needs a column of codes"):
+        with pytest.raises(ValueError, match="must have a column of codes"):
             make({}, ["age", "year"])
-        with pytest.raises(ValueError, match="'age' is one of codes and one of numbers"):
+        with pytest.raises(ValueError, match="'age' is in `cardinalities` and in `dense_features`"):
             make({"age": 3, "user": 4}, ["age"])
         for name in ("items", "keys", "a.b", ""):
             with pytest.raises(ValueError, match="no table can be called"):
@@ -140,7 +140,7 @@ def test_the_same_losses_as_in_one_process(session: Session, name: str) -> None:
     def train() -> Any:
         options = {"optimizer": "adagrad", "lr": 0.1, "dense_optimizer": adagrad}
         model = shard(build(name, ["age", "year"]), strategies, batch_size=20, **options)
-        history = fit(model, predict, MemoryLoader(rows(300), 20), steps=12, every=1, show=False)
+        history = fit(model, predict, MemoryLoader(rows(300), 20), steps=12, log_every=1, progress=False)
         return [record.loss for record in history], model.gather()
 
     losses, trained = session.run(train)

@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_can_be_sharded_otherwise(session: Session) ->
         try:
             shard(model, batch_size=4, memory=100)
         except ValueError as error:
-            return str(error), type(model.bags).__name__, type(shard(model, batch_size=4).template.bags).__name__
+            return str(error), type(model.bags).__name__, type(shard(model, batch_size=4)._template.bags).__name__
         return None
 
     message, *kinds = session.run(ask)

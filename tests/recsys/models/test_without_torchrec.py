@@ -61,25 +61,26 @@ def test_click_models_train(bare: Session, name: str, tmp_path: Path) -> None:
         from nbdist.recsys import models
         from nbdist.recsys.loader import MemoryLoader
         from nbdist.recsys.metrics import AUC
-        from nbdist.recsys.training import evaluate, fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import evaluate, fit
 
         def predict(model: Any, batch: Any) -> Any:
             return model(batch), batch["liked"]
 
         def build() -> Any:
             kind = getattr(models, name)
-            model = kind({"user": 20, "movie": 10, "genres": 10}, ["age"], embedding_dim=8, layers=[16])
+            model = kind({"user": 20, "movie": 10, "genres": 10}, ["age"], embedding_dim=8, top_mlp=[16])
             return replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.03))
 
         torch.manual_seed(0)
         model = build()
         # `keyed=` is for TorchRec, and does no harm.
         train = MemoryLoader(rows(), 50, shuffle=True, seed=1, keyed=["user", "movie", "genres"])
-        fit(model, predict, train, epochs=15, show=False)
+        fit(model, predict, train, epochs=15, progress=False)
         model.save(tmp_path / "checkpoint")
         other = build()
         other.load(tmp_path / "checkpoint")
-        auc = [evaluate(one.model, predict, MemoryLoader(rows(), 50), {"auc": AUC()})["auc"] for one in (model, other)]
+        auc = [evaluate(one, predict, MemoryLoader(rows(), 50), {"auc": AUC()})["auc"] for one in (model, other)]
         return auc, model.gather()
 
     auc, model = bare.run(train)
@@ -93,7 +94,8 @@ def test_two_towers_train_and_find(bare: Session) -> None:
     def train() -> Any:
         from nbdist.recsys.loader import MemoryLoader
         from nbdist.recsys.models import TwoTower, draw_rows, softmax_logits
-        from nbdist.recsys.training import fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import fit
 
         likes = {"user": torch.arange(100) % 20, "movie": torch.arange(100) % 10}
         items = {"movie": torch.arange(10)}
@@ -105,7 +107,14 @@ def test_two_towers_train_and_find(bare: Session) -> None:
         torch.manual_seed(0)
         model = TwoTower({"user": 20}, {"movie": 10}, embedding_dim=8)
         parallel = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-        fit(parallel, predict, MemoryLoader(likes, 25), epochs=40, loss=torch.nn.functional.cross_entropy, show=False)
+        fit(
+            parallel,
+            predict,
+            MemoryLoader(likes, 25),
+            epochs=40,
+            loss=torch.nn.functional.cross_entropy,
+            progress=False,
+        )
         return parallel.gather()
 
     from nbdist.recsys.retrieval import ItemIndex
@@ -123,7 +132,8 @@ def test_sasrec_trains(bare: Session) -> None:
     def train() -> Any:
         from nbdist.recsys.loader import MemoryLoader, Ragged
         from nbdist.recsys.models import SASRec, draw_rows
-        from nbdist.recsys.training import fit, replicate
+        from nbdist.recsys.sharding import replicate
+        from nbdist.recsys.training import fit
 
         def predict(model: Any, batch: Any) -> Any:
             return model(batch, draw_rows({"movie": torch.arange(2, 12)}, 64)["movie"])
@@ -139,9 +149,9 @@ def test_sasrec_trains(bare: Session) -> None:
             predict,
             MemoryLoader(lists, 15),
             epochs=20,
-            every=1,
+            log_every=1,
             loss=torch.nn.functional.cross_entropy,
-            show=False,
+            progress=False,
         )
         return history[0].loss, history[-1].loss
 

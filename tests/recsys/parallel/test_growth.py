@@ -14,8 +14,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from nbdist import Session
 from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import keyed_jagged
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import replicate
+from nbdist.recsys.sharding import replicate, shard
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from clicks import build, loaders, predict
 from torch import nn
 
 from nbdist import Session
-from nbdist.recsys.training import replicate
+from nbdist.recsys.sharding import replicate
 
 pytestmark = pytest.mark.slow
 

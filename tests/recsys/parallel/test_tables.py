@@ -17,7 +17,7 @@ from nbdist.recsys.parallel.common_tables import CommonTables
 from nbdist.recsys.parallel.copied_tables import CopiedTables
 from nbdist.recsys.parallel.replicated import Replicated
 from nbdist.recsys.parallel.row_steps import step_rows
-from nbdist.recsys.training import replicate
+from nbdist.recsys.sharding import replicate
 
 ROWS = 3_000
 States = dict[str, torch.Tensor]
@@ -75,7 +75,7 @@ def on_every_rank(model: nn.Module, optimizer: Make, copied: bool) -> Replicated
     """In a rank: with tables in common; or with copies, as on GPUs and on several machines."""
     options = {"process_group": dist.new_group()} if copied else {}
     replicated = replicate(model, optimizer, **options)
-    assert type(replicated.tables) is (CopiedTables if copied else CommonTables)
+    assert type(replicated._tables) is (CopiedTables if copied else CommonTables)
     return replicated
 
 
@@ -293,6 +293,6 @@ def test_tables_with_a_largest_norm_are_copied(sessions: Sessions) -> None:
         replicated = replicate(nn.Embedding(10, 2, sparse=True, max_norm=1.0), sgd)
         replicated.model(torch.tensor([dist.get_rank()])).sum().backward()
         replicated.optimizer.step()
-        return type(replicated.tables) is CopiedTables
+        return type(replicated._tables) is CopiedTables
 
     assert sessions[2].run_all(train) == [True, True]

@@ -19,8 +19,8 @@ from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.models import Tower, TwoTower, draw_rows, softmax_logits
 from nbdist.recsys.retrieval import ItemIndex, top_k
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import fit, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import fit
 from nbdist.recsys.triton import export_ensemble
 
 # --- search ---
@@ -160,7 +160,7 @@ def test_the_own_item_is_no_negative() -> None:
 
 
 def test_towers_that_make_no_sense() -> None:
-    with pytest.raises(ValueError, match="a tower needs a column"):
+    with pytest.raises(ValueError, match="`cardinalities` must have a column"):
         Tower({})
     with pytest.raises(ValueError, match="'movie' is in both towers"):
         TwoTower({"user": 2, "movie": 3}, {"movie": 3})
@@ -216,7 +216,7 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
             return softmax_logits(*module(batch, negatives), ids, shares)
 
         loader = MemoryLoader(rows, 50, shuffle=True, seed=1)
-        fit(model, predict, loader, epochs=10, loss=cross_entropy, show=False)
+        fit(model, predict, loader, epochs=10, loss=cross_entropy, progress=False)
         return model.gather()
 
     warm("import torchrec.distributed")

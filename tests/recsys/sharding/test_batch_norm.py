@@ -14,8 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
 from nbdist.recsys.metrics import RMSE
-from nbdist.recsys.sharding import shard
-from nbdist.recsys.training import evaluate, replicate
+from nbdist.recsys.sharding import replicate, shard
+from nbdist.recsys.training import evaluate
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +63,7 @@ def train(how: str, folder: Path | None = None) -> tuple[dict[str, torch.Tensor]
         model.optimizer.step()
     if folder is not None:
         model.save(folder)
-    found = evaluate(model.model, predict, MemoryLoader(rows(), 16), {"rmse": RMSE()})["rmse"]
+    found = evaluate(model, predict, MemoryLoader(rows(), 16), {"rmse": RMSE()})["rmse"]
     buffers = {name: buffer.clone() for name, buffer in model.model.module.named_buffers() if name.startswith("over")}
     return buffers, found, model.gather()
 

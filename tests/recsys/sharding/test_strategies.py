@@ -293,7 +293,7 @@ def test_an_optimizer_for_each_table(sessions: Sessions) -> None:
             case.loss(case.output(model.model, dist.get_rank(), step), dist.get_rank(), step).backward()
             model.optimizer.step()
         rates = sorted({round(group["lr"], 6) for group in model.optimizer.param_groups})
-        return model.gather(), model.fused, rates
+        return model.gather(), model._fused, rates
 
     named = {"table_0": "adam", "table_1": "sgd", "*": "adagrad"}
     rates = {"table_0": 0.02, "table_[12]": 0.1}

@@ -20,8 +20,9 @@ from torch import nn
 
 from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
+from nbdist.recsys.sharding import replicate
 from nbdist.recsys.sharding.sharded import kernels
-from nbdist.recsys.training import Snapshots, evaluate, fit, replicate, warmup_decay
+from nbdist.recsys.training import Snapshots, evaluate, fit, warmup_decay
 from nbdist.recsys.training.history import History, Record
 
 WARM = "import torchrec.distributed"
@@ -57,7 +58,7 @@ def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, Sta
 def test_the_same_on_any_number_of_ranks_and_either_way(sessions: Sessions) -> None:
     aucs = {}
     for nranks, how in itertools.product((1, 2, 4), HOWS):
-        history, _ = sessions[nranks].run(train, how, 8192, 512 // nranks, epochs=4, show=False)
+        history, _ = sessions[nranks].run(train, how, 8192, 512 // nranks, epochs=4, progress=False)
         assert [record.step for record in history] == [16, 32, 48, 64]
         aucs[nranks, how] = history[-1].metrics["auc"]
     assert min(aucs.values()) > 0.85, aucs
@@ -72,7 +73,9 @@ def test_the_schedule_holds_for_tables_and_dense_layers(sessions: Sessions, how:
     """Against a plain loop in this process, over the rows of both ranks; the last batches are uneven."""
     rows, batch, steps = 325, 64, 7
     schedule = warmup_decay(steps, warmup=3, final=0.1)
-    history, trained = sessions[2].run(train, how, rows, batch, steps=steps, every=2, schedule=schedule, show=False)
+    history, trained = sessions[2].run(
+        train, how, rows, batch, steps=steps, log_every=2, schedule=schedule, progress=False
+    )
     torch.manual_seed(1)
     model = Clicks()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
@@ -112,7 +115,7 @@ def test_evaluation_is_of_every_row_once(sessions: Sessions) -> None:
             assert not module.training and not torch.is_grad_enabled()
             return module(batch[0]), batch[1]
 
-        found = evaluate(model.model, line, MemoryLoader((x, x + 1), 10), {"rmse": RMSE()})
+        found = evaluate(model, line, MemoryLoader((x, x + 1), 10), {"rmse": RMSE()})
         weight, bias = (p.item() for p in model.model.parameters())
         whole = ((weight * x + bias - x - 1) ** 2).mean().sqrt().item()
         return found, rows, abs(found["rmse"] - whole) < 1e-4 and model.model.training
@@ -130,7 +133,7 @@ def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: Sessions, rows:
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
         x = torch.rand(rows, 1, generator=torch.Generator().manual_seed(0)) * 10
         line = lambda module, batch: (module(batch[0]), batch[1])  # noqa: E731
-        return evaluate(model.model, line, MemoryLoader((x, x**2), 2, remainder=remainder), {"rmse": RMSE()})["rmse"]
+        return evaluate(model, line, MemoryLoader((x, x**2), 2, remainder=remainder), {"rmse": RMSE()})["rmse"]
 
     assert sessions[4].run(check, "pad") == pytest.approx(sessions[1].run(check, "keep"), abs=1e-6)
 
@@ -150,7 +153,7 @@ def test_other_losses_and_metrics(sessions: Sessions) -> None:
             epochs=120,
             loss=nn.functional.mse_loss,
             metrics={"rmse": RMSE()},
-            show=False,
+            progress=False,
         )
         return history, float(model.model.module.weight)
 
@@ -165,7 +168,7 @@ def test_parts_of_the_ranks_own(sessions: Sessions) -> None:
     def own(rows: tuple[int, int]) -> tuple[History, States]:
         part = {name: column[: rows[dist.get_rank()]] for name, column in clicks(325, dist.get_rank()).items()}
         model = build("replicated")
-        history = fit(model, predict, MemoryLoader(part, 32, rank=0, world_size=1), epochs=2, show=False)
+        history = fit(model, predict, MemoryLoader(part, 32, rank=0, world_size=1), epochs=2, progress=False)
         return history, model.model.module.state_dict()
 
     (history, first), (_, second) = sessions[2].run_all(own, (320, 320))
@@ -190,7 +193,7 @@ def test_parts_of_the_ranks_own(sessions: Sessions) -> None:
 
 @pytest.mark.long("larger trainings")
 def test_autocast(sessions: Sessions) -> None:
-    def dtypes(bf16: bool) -> tuple[set[torch.dtype], float]:
+    def dtypes(precision: str | None) -> tuple[set[torch.dtype], float]:
         model, seen = build("sharded"), set()
 
         def watch(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,11 +201,11 @@ def test_autocast(sessions: Sessions) -> None:
             seen.add(logits.dtype)
             return logits, labels
 
-        history = fit(model, watch, *loaders(6000, 128), epochs=3, bf16=bf16, show=False)
+        history = fit(model, watch, *loaders(6000, 128), epochs=3, precision=precision, progress=False)
         assert {p.dtype for p in model.model.parameters()} == {torch.float32}
         return seen, history[-1].metrics["auc"]
 
-    (half, auc), (full, expected) = sessions[2].run(dtypes, True), sessions[2].run(dtypes, False)
+    (half, auc), (full, expected) = sessions[2].run(dtypes, "bf16"), sessions[2].run(dtypes, "fp32")
     assert half == {torch.bfloat16} and full == {torch.float32}
     assert auc == pytest.approx(expected, abs=0.01) and auc > 0.7
 
@@ -213,7 +216,7 @@ def test_early_stop(sessions: Sessions, tmp_path: Path) -> None:
 
     def stopped(resume: bool) -> History:
         schedule = lambda step: float(step < 6)  # noqa: E731
-        options = {"steps": 1000, "every": 3, "schedule": schedule, "patience": 2, "show": False}
+        options = {"steps": 1000, "log_every": 3, "schedule": schedule, "patience": 2, "progress": False}
         return train("sharded", 2000, 64, snapshots=Snapshots(tmp_path, resume=resume), **options)[0]
 
     history = sessions[2].run(stopped, False)
@@ -226,7 +229,13 @@ def test_early_stop(sessions: Sessions, tmp_path: Path) -> None:
 
 # --- gradients that wait for the step ---
 
-LONG: dict[str, Any] = {"dropout": 0.2, "steps": 23, "every": 4, "schedule": warmup_decay(23, warmup=5), "show": False}
+LONG: dict[str, Any] = {
+    "dropout": 0.2,
+    "steps": 23,
+    "log_every": 4,
+    "schedule": warmup_decay(23, warmup=5),
+    "progress": False,
+}
 WAITING: dict[str, dict[str, Any]] = {"sharded": {"tables": {"fused": False}}, "replicated": {}}
 
 
@@ -234,9 +243,9 @@ WAITING: dict[str, dict[str, Any]] = {"sharded": {"tables": {"fused": False}}, "
 @pytest.mark.parametrize("how", HOWS)
 def test_accumulated_batches_are_one_large_batch(sessions: Sessions, how: str) -> None:
     """325 rows: the last step of an epoch has fewer batches, and fewer rows in them."""
-    options = {"steps": 7, "every": 2, "show": False, **WAITING[how]}
+    options = {"steps": 7, "log_every": 2, "progress": False, **WAITING[how]}
     large, expected = sessions[2].run(train, how, 325, 96, **options)
-    history, weights = sessions[2].run(train, how, 325, 32, accumulate=3, **options)
+    history, weights = sessions[2].run(train, how, 325, 32, gradient_accumulation_steps=3, **options)
     torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
     assert [(r.step, r.epoch) for r in history] == [(r.step, r.epoch) for r in large]
     assert [r.loss for r in history] == pytest.approx([r.loss for r in large], abs=1e-5)
@@ -246,8 +255,8 @@ def test_accumulated_batches_are_one_large_batch(sessions: Sessions, how: str) -
 @pytest.mark.parametrize("how", HOWS)
 def test_gradients_are_clipped_by_the_norm_of_all(sessions: Sessions, how: str) -> None:
     """Against a plain loop in this process, over the rows of both ranks."""
-    clip, steps = 0.02, 6
-    _, trained = sessions[2].run(train, how, 400, 50, steps=steps, clip=clip, show=False, **WAITING[how])
+    limit, steps = 0.02, 6
+    _, trained = sessions[2].run(train, how, 400, 50, steps=steps, max_grad_norm=limit, progress=False, **WAITING[how])
     torch.manual_seed(1)
     model, norms = Clicks(), []
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, eps=1e-8)
@@ -256,14 +265,14 @@ def test_gradients_are_clipped_by_the_norm_of_all(sessions: Sessions, how: str) 
         optimizer.zero_grad()
         logits, labels = predict(model, {name: torch.cat([part[name] for part in pair]) for name in pair[0]})
         nn.functional.binary_cross_entropy_with_logits(logits, labels.float()).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
         optimizer.step()
-    assert min(norms) > clip, "each step was"
+    assert min(norms) > limit, "each step was"
     torch.testing.assert_close(trained, dict(model.state_dict()), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=r"clip= needs gradients that wait .*: use shard\(..., fused=False\)"):
-        sessions[2].run(train, "sharded", 400, 50, steps=steps, clip=clip, show=False)
-    with pytest.raises(ValueError, match=r"accumulate= needs gradients that wait"):
-        sessions[2].run(train, "sharded", 400, 50, steps=steps, accumulate=2, show=False)
+    with pytest.raises(ValueError, match=r"max_grad_norm= needs gradients that wait .*: use shard\(..., fused=False\)"):
+        sessions[2].run(train, "sharded", 400, 50, steps=steps, max_grad_norm=limit, progress=False)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps= needs gradients that wait"):
+        sessions[2].run(train, "sharded", 400, 50, steps=steps, gradient_accumulation_steps=2, progress=False)
 
 
 def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
@@ -289,7 +298,12 @@ def ahead(function: Any, *args: Any, **options: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ids_that_are_sent_ahead_change_nothing(sessions: Sessions, tmp_path: Path, accumulate: int) -> None:
     """Ten full batches and an uneven one an epoch, evaluations and snapshots between; broken off and resumed."""
-    options: dict[str, Any] = {"keyed": ["user", "movie"], "accumulate": accumulate, **LONG, **WAITING["sharded"]}
+    options: dict[str, Any] = {
+        "keyed": ["user", "movie"],
+        "gradient_accumulation_steps": accumulate,
+        **LONG,
+        **WAITING["sharded"],
+    }
     one = sessions[2].run(ahead, train, "sharded", 1300, 64, **options)
     assert one[0] == 0, "on CPUs it has to be asked for"
     history, expected = one[1]
@@ -305,9 +319,9 @@ def test_ids_that_are_sent_ahead_change_nothing(sessions: Sessions, tmp_path: Pa
     assert numbers(found) == numbers(history)
     torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     # A model that makes its ids itself takes nothing of it; nor does one that has nothing sharded.
-    options = {"pipelined": True, "steps": 5, "show": False, "keyed": ["movie", "user"]}
+    options = {"pipelined": True, "steps": 5, "progress": False, "keyed": ["movie", "user"]}
     taken, (_, weights) = sessions[2].run(ahead, train, "sharded", 400, 50, **options)
-    torch.testing.assert_close(weights, sessions[2].run(train, "sharded", 400, 50, steps=5, show=False)[1])
+    torch.testing.assert_close(weights, sessions[2].run(train, "sharded", 400, 50, steps=5, progress=False)[1])
     assert taken == 0 and sessions[2].run(ahead, train, "replicated", 400, 50, **options)[0] == 0
 
 
@@ -338,16 +352,16 @@ def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
     sessions: Sessions, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In mid-epoch on fewer ranks and then on more than at first, each time with as many rows in a step."""
-    rows, a_step, options = 8192, 512, {"epochs": 4, "every": 8, "metrics": None}
-    undisturbed, _ = sessions[2].run(train, how, rows, a_step // 2, show=False, **options)
-    other_order, _ = sessions[2].run(train, how, rows, a_step // 2, show=False, seed=4, **options)
+    rows, a_step, options = 8192, 512, {"epochs": 4, "log_every": 8, "metrics": None}
+    undisturbed, _ = sessions[2].run(train, how, rows, a_step // 2, progress=False, **options)
+    other_order, _ = sessions[2].run(train, how, rows, a_step // 2, progress=False, seed=4, **options)
     elastic = {"snapshots": Snapshots(tmp_path, every=5, resume=True), **options}
     with pytest.raises(ZeroDivisionError):
-        sessions[2].run(train, how, rows, a_step // 2, breaks_after=22, show=False, **elastic)
+        sessions[2].run(train, how, rows, a_step // 2, breaks_after=22, progress=False, **elastic)
     with pytest.raises(ZeroDivisionError):
-        sessions[1].run(train, how, rows, a_step, breaks_after=23, show=True, **elastic)
+        sessions[1].run(train, how, rows, a_step, breaks_after=23, progress=True, **elastic)
     assert "resumed after step 20 of 2 ranks; the rest of the epoch is divided among 1" in capsys.readouterr().out
-    history, _ = sessions[4].run(train, how, rows, a_step // 4, show=False, **elastic)
+    history, _ = sessions[4].run(train, how, rows, a_step // 4, progress=False, **elastic)
     assert [(r.step, r.epoch) for r in history] == [(r.step, r.epoch) for r in undisturbed]
     losses, without, noise = (torch.tensor([r.loss for r in h]) for h in (history, undisturbed, other_order))
     torch.testing.assert_close(losses[:2], without[:2], rtol=0, atol=0)
@@ -361,7 +375,7 @@ def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
 @pytest.mark.slow
 def test_other_batches_make_other_epochs(sessions: Sessions, tmp_path: Path) -> None:
     """On half as many ranks with the same batches, an epoch has twice the steps, and the run as many epochs."""
-    options = {"epochs": 3, "show": False, "snapshots": Snapshots(tmp_path, every=4, resume=True)}
+    options = {"epochs": 3, "progress": False, "snapshots": Snapshots(tmp_path, every=4, resume=True)}
     with pytest.raises(ZeroDivisionError):
         sessions[2].run(train, "replicated", 1200, 100, breaks_after=10, **options)
     history, _ = sessions[1].run(train, "replicated", 1200, 100, **options)
@@ -376,7 +390,7 @@ def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: Sessions, tmp_path: P
 
     def own() -> None:
         rows = MemoryLoader(clicks(128, dist.get_rank()), 32, rank=0, world_size=1)
-        fit(build("replicated"), predict, rows, epochs=1, snapshots=snapshots, show=False)
+        fit(build("replicated"), predict, rows, epochs=1, snapshots=snapshots, progress=False)
 
     sessions[2].run(own)
     with pytest.raises(ValueError, match="taken on 2 ranks with rows of their own, and here are 1"):
@@ -401,7 +415,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
         os.environ[preemption.NOTICES] = "1"
         try:
             rows = MemoryLoader(clicks(1200, 1), 64)
-            fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), show=False)
+            fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), progress=False)
         finally:
             del os.environ[preemption.NOTICES]
             preemption.told = False
@@ -413,7 +427,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
 @pytest.mark.long("larger trainings")
 def test_adam_clipped_and_accumulated_is_resumed_bit_for_bit(sessions: Sessions, tmp_path: Path) -> None:
     options = LONG | {"tables": {"optimizer": {"user": "adam", "*": "adagrad"}, "lr": 0.01, "fused": False}}
-    options |= {"clip": 0.05, "accumulate": 2}
+    options |= {"max_grad_norm": 0.05, "gradient_accumulation_steps": 2}
     history, expected = sessions[2].run(train, "sharded", 1200, 32, **options)
     options["snapshots"] = Snapshots(tmp_path, every=3, keep=1, resume=True)
     with pytest.raises(ZeroDivisionError):
@@ -441,10 +455,10 @@ def test_the_best_snapshot_is_kept(sessions: Sessions, tmp_path: Path) -> None:
             return logits, ~labels if module.training and seen > 12 else labels
 
         snapshots = Snapshots(folder, every=5, keep=1, keep_best="auc", resume=True)
-        options = {"steps": 24, "every": 2, "evaluate_every": 4, "snapshots": snapshots, "show": False}
+        options = {"steps": 24, "log_every": 2, "eval_every": 4, "snapshots": snapshots, "progress": False}
         history = fit(model, forward, *loaders(1200, 64), **options)
         model.load(snapshots.best())
-        auc = evaluate(model.model, predict, loaders(1200, 64)[1], {"auc": AUC()})["auc"]
+        auc = evaluate(model, predict, loaders(1200, 64)[1], {"auc": AUC()})["auc"]
         return history, auc, snapshots.best()
 
     history, auc, best = sessions[2].run(turning, 10**9, tmp_path / "whole")
@@ -480,7 +494,7 @@ def test_an_evaluation_that_fails_costs_no_training(sessions: Sessions, tmp_path
             return noisy(module, batch)
 
         snapshots = folder and Snapshots(folder, resume=True)
-        history = fit(model, forward, *loaders(1200, 64), steps=12, every=4, snapshots=snapshots, show=False)
+        history = fit(model, forward, *loaders(1200, 64), steps=12, log_every=4, snapshots=snapshots, progress=False)
         whole = model.gather()
         return history, {} if whole is None else dict(whole.state_dict())
 
@@ -501,18 +515,18 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
         rows = clicks(100, 2)
         valid = MemoryLoader({**rows, "liked": torch.ones_like(rows["liked"])}, 64)
         if alone:
-            evaluate(model.model, predict, valid, {"auc": AUC()})
-        return fit(model, predict, train, valid, steps=4, every=2, patience=1)
+            evaluate(model, predict, valid, {"auc": AUC()})
+        return fit(model, predict, train, valid, steps=4, log_every=2, patience=1)
 
     before = len(sessions[2].logs(0))
     history, other = sessions[2].run_all(one_label, False)
     assert [record.step for record in history] == [2, 4], "what is no number is never better: it stops after two"
     for one in (history, other):
         assert all(set(record.failed) == {"auc"} and math.isnan(record.metrics["auc"]) for record in one)
-        assert all(record.metrics["valid loss"] > 0 for record in one)
+        assert all(record.metrics["valid_loss"] > 0 for record in one)
     why = "AUC of 100 rows with 100 labels of 1: it needs both labels"
     assert f"auc after step 4 could not be computed: {why}" in sessions[2].logs(0)[before:]
-    assert why in history._repr_html_() and History.from_json(history.to_json())[0].failed == {"auc": why}
+    assert why in history._repr_html_() and History._from_json(history._to_json())[0].failed == {"auc": why}
     with pytest.raises(ValueError, match=f"auc: {why}"):
         sessions[2].run(one_label, True)
 
@@ -521,7 +535,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
 def test_what_is_kept(sessions: Sessions, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "by it"
     snapshots = Snapshots(folder, every=2, keep=3)
-    run = sessions[2].run(train, "sharded", 1200, 64, steps=11, snapshots=snapshots, show=False)
+    run = sessions[2].run(train, "sharded", 1200, 64, steps=11, snapshots=snapshots, progress=False)
     assert len(run[0]) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["step-10", "step-11", "step-8"]
 
@@ -537,13 +551,13 @@ def test_what_is_kept(sessions: Sessions, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_snapshots_that_do_not_fit(sessions: Sessions, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, every=2, resume=True)
-    sessions[2].run(train, "sharded", 1200, 64, steps=4, snapshots=snapshots, show=False)
+    sessions[2].run(train, "sharded", 1200, 64, steps=4, snapshots=snapshots, progress=False)
     with pytest.raises(ValueError, match=r"has snapshots of a run, the newest step-4: say resume=True"):
-        sessions[2].run(train, "sharded", 1200, 64, steps=8, snapshots=Snapshots(tmp_path), show=False)
+        sessions[2].run(train, "sharded", 1200, 64, steps=8, snapshots=Snapshots(tmp_path), progress=False)
     with pytest.raises(ValueError, match=r"loader with rows=1200, this one has 1300"):
-        sessions[2].run(train, "sharded", 1300, 64, steps=8, snapshots=snapshots, show=False)
+        sessions[2].run(train, "sharded", 1300, 64, steps=8, snapshots=snapshots, progress=False)
     with pytest.raises(ValueError, match="does not fit"):
-        sessions[2].run(train, "replicated", 1200, 64, steps=8, snapshots=snapshots, show=False)
+        sessions[2].run(train, "replicated", 1200, 64, steps=8, snapshots=snapshots, progress=False)
 
 
 @pytest.mark.slow
@@ -605,17 +619,18 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: Sessions, tmp_path: P
         ({}, "steps= or epochs="),
         ({"steps": 3, "epochs": 2}, "one of the two"),
         ({"steps": 0}, "steps=0: at least 1"),
-        ({"epochs": 1, "every": 0}, "every=0"),
+        ({"epochs": 1, "log_every": 0}, "log_every=0"),
         ({"epochs": 1, "patience": 0}, "patience=0"),
         ({"epochs": 1, "patience": 1, "valid": None}, "patience= needs valid="),
         ({"epochs": 1, "loss": nn.functional.mse_loss}, r"metrics=\{"),
         ({"epochs": 1, "train": [1, 2, 3]}, "train is a list: a ParquetLoader or MemoryLoader"),
-        ({"epochs": 1, "evaluate_every": 2, "valid": None}, "evaluate_every= needs valid="),
-        ({"epochs": 1, "accumulate": 0}, "accumulate=0: at least 1"),
-        ({"epochs": 1, "clip": 0.0}, "clip=0.0: a norm above 0"),
+        ({"epochs": 1, "eval_every": 2, "valid": None}, "eval_every= needs valid="),
+        ({"epochs": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: at least 1"),
+        ({"epochs": 1, "max_grad_norm": 0.0}, "`max_grad_norm` must be above 0, got 0.0"),
+        ({"epochs": 1, "precision": "fp16"}, '`precision` must be "bf16", "fp32" or None, got \'fp16\''),
         (
             {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
-            "keep_best='ndcg' needs valid=, .* valid loss, auc",
+            "keep_best='ndcg' needs valid=, .* valid_loss, auc",
         ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
     ],
@@ -688,19 +703,28 @@ def test_shapes() -> None:
 
 def test_a_history_to_look_at() -> None:
     history = History(
-        Record(10 * i, i / 2, 0.7 / i, {"valid loss": 0.7, "auc": 0.5 + i / 1000}, [0.1, 0.001], 12_345.6)
+        Record(10 * i, i / 2, 0.7 / i, {"valid_loss": 0.7, "auc": 0.5 + i / 1000}, [0.1, 0.001], 12_345.6)
         for i in range(1, 26)
     )
     assert len(history) == 25 and history[-1].step == 250 and history.values("auc")[0] == 0.501
     page = history._repr_html_()
     assert page.count("<tr>") == 1 + 20 and "<td>250</td>" in page and "<td>10</td>" not in page
-    assert "5 earlier ones" in page and "<th>valid loss</th>" in page and "0.1, 0.001" in page
+    assert "5 earlier ones" in page and "<th>valid_loss</th>" in page and "0.1, 0.001" in page
     assert repr(history).count("\n") == 25 and "12,346" in repr(history)
-    assert list(history.frame.columns) == ["step", "epoch", "loss", "valid loss", "auc", "lr", "lr 2", "rows/s"]
+    assert list(history.frame.columns) == [
+        "step",
+        "epoch",
+        "loss",
+        "valid_loss",
+        "auc",
+        "lr",
+        "lr_2",
+        "rows_per_second",
+    ]
     figure = history.plot()
     assert [axes.get_title() for axes in figure.axes] == ["loss", "auc", "learning rate", "rows/s"]
     assert [len(axes.lines) for axes in figure.axes] == [2, 1, 2, 1]
-    assert History.from_json(history.to_json()).records == history.records
+    assert History._from_json(history._to_json()).records == history.records
     assert History()._repr_html_() == "" and "no records" in repr(History()) and History().plot().axes
 
 
@@ -709,7 +733,7 @@ def test_shown_as_lines_where_there_is_no_notebook(sessions: Sessions, tmp_path:
     session = sessions[2]
     before = len(session.logs(0))
     for steps in (4, 8):
-        session.run(train, "replicated", 1200, 64, steps=steps, every=2, snapshots=Snapshots(tmp_path, resume=True))
+        session.run(train, "replicated", 1200, 64, steps=steps, log_every=2, snapshots=Snapshots(tmp_path, resume=True))
     lines = session.logs(0)[before:].splitlines()
     assert "rank 1" not in session.logs(1)
     # The snapshot of step 4 was taken before its evaluation, which is made up for.
@@ -733,7 +757,7 @@ def slowly(model, batch):
     return predict(model, batch)
 
 def train():
-    return fit(build("replicated"), slowly, *loaders(2400, 64), steps=30, every=10)
+    return fit(build("replicated"), slowly, *loaders(2400, 64), steps=30, log_every=10)
 
 history = in_ddp(2, train)
 """

@@ -41,10 +41,10 @@ def train(folder: Path | None, pids: Path | None = None) -> tuple[list[Any], dic
         noisy,
         *loaders(3000, 64),
         steps=STEPS,
-        every=20,
+        log_every=20,
         schedule=warmup_decay(STEPS, warmup=10),
         snapshots=folder and Snapshots(folder, every=7, resume=True),
-        show=False,
+        progress=False,
     )
     whole = model.gather()
     return [(r.step, r.loss, r.metrics) for r in history], {} if whole is None else dict(whole.state_dict())

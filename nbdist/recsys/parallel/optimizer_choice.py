@@ -1,0 +1,72 @@
+"""The optimizer of a model on all ranks, as a user gives it: a name with a learning rate, or what makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+"""Parameters → their optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
+
+LR, EPS = 0.01, 1e-8
+"""Of an optimizer by name, where nothing else is said."""
+
+BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, lr, eps: torch.optim.SGD(parameters, lr=lr),
+    "adagrad": lambda parameters, lr, eps: torch.optim.Adagrad(parameters, lr=lr, eps=eps),
+    "adam": lambda parameters, lr, eps: torch.optim.Adam(parameters, lr=lr, eps=eps),
+}
+"""Those that torch has for parameters of any kind."""
+
+_CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", torch.optim.Adam: "adam"}
+
+
+def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -> MakeOptimizer:
+    """Return a function that makes the optimizer: the named one, or `optimizer` itself.
+
+    Raises:
+        ValueError: No optimizer has that name, or a callable comes with `lr` or `eps`.
+    """
+    if callable(optimizer):
+        check_alone(lr, eps)
+        return optimizer
+    if optimizer not in BY_NAME:
+        raise ValueError(f"`optimizer` must be a callable or one of {', '.join(BY_NAME)}, got {optimizer!r}")
+    make = BY_NAME[optimizer]
+    return lambda parameters: make(parameters, lr=LR if lr is None else lr, eps=EPS if eps is None else eps)
+
+
+def described(make: MakeOptimizer) -> tuple[str, float, float]:
+    """Name, learning rate and eps of the optimizer that a callable makes, for tables that FBGEMM updates.
+
+    Raises:
+        ValueError: `make` makes an optimizer that is not in `BY_NAME`, or one with further options.
+    """
+    parameter = nn.Parameter(torch.zeros(1))
+    made = make([parameter])
+    name = _CLASSES.get(type(made))
+    if name is None:
+        raise ValueError(
+            f"`optimizer` must make torch's {', '.join(kind.__name__ for kind in _CLASSES)} for tables that are "
+            f"sharded, got {type(made).__name__}: give a name for the tables, and the callable as dense_optimizer"
+        )
+    options: dict[str, Any] = made.defaults
+    lr, eps = float(options["lr"]), float(options.get("eps", EPS))
+    usual = BY_NAME[name]([parameter], lr=lr, eps=eps).defaults
+    other = [key for key, value in options.items() if key not in ("lr", "eps") and value != usual.get(key)]
+    if other:
+        raise ValueError(
+            f"`optimizer` must make {type(made).__name__} with no options but lr and eps for tables that are sharded, "
+            f"got {other[0]}={options[other[0]]}: give a name for the tables, and the callable as dense_optimizer"
+        )
+    return name, lr, eps
+
+
+def check_alone(lr: Any, eps: Any) -> None:
+    """Raise `ValueError` for an `lr` or `eps` that comes with a callable, which sets its own."""
+    for name, value in (("lr", lr), ("eps", eps)):
+        if value is not None:
+            raise ValueError(f"`{name}` must be left out where `optimizer` is a callable, got {value}: set it there")
