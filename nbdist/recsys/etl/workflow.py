@@ -9,11 +9,11 @@ A workflow learns vocabularies from the training rows and does the same to any o
         Drop("rating", "timestamp"),
     )
     workflow.fit("ratings/train/*.parquet")
-    workflow.transform("ratings/train/*.parquet", "out/train", files=8)
-    workflow.transform("ratings/valid.parquet", "out/valid", files=2, shuffle=False)
+    workflow.write("ratings/train/*.parquet", "out/train", files=8)
+    workflow.write("ratings/valid.parquet", "out/valid", files=2, shuffle=False)
     workflow.save("out/workflow")
 
-In a function that runs on all ranks, `fit` and `transform` divide the rows among them; what comes out is the same.
+In a function that runs on all ranks, `fit` and `write` divide the rows among them; what comes out is the same.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Workflow:
         ...     Drop("rating", "timestamp"),
         ... )
         >>> workflow = workflow.fit(ratings)
-        >>> [str(file) for file in workflow.transform(ratings, "train", files=2)]
+        >>> [str(file) for file in workflow.write(ratings, "train", files=2)]
         ['train/part-00000.parquet', 'train/part-00001.parquet']
         >>> workflow.outputs
         {'user': 'int64', 'movie': 'int64', 'label': 'bool'}
@@ -163,15 +163,18 @@ class Workflow:
         """The `Vocabulary` of each categorified column."""
         return self.state.vocabularies
 
-    def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-        """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept, and all of them.
+    def transform(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
+        """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
 
-        It is for rows to be answered, not for those to be trained from: a `Filter` is left out, and a `TargetEncoding`
-        gives what it has learned from all training rows.
+        It is for rows to be answered, not for those to be trained from, which `write` makes: a `Filter` is left out,
+        and a `TargetEncoding` gives what it has learned from all training rows.
 
         Args:
             frame: Needs no more columns than those wanted are made of: rows to predict need no label.
             columns: Which of the `outputs` are wanted, in this order. None: all.
+
+        Returns:
+            A lazy frame of the `columns`: nothing is computed until its `collect` is called.
 
         Raises:
             RuntimeError: not fitted.
@@ -182,7 +185,7 @@ class Workflow:
         self._check_inputs(frame.collect_schema(), self.needs(wanted), "the frame")
         return pipeline(self.steps, self.state, wanted)(frame.lazy())
 
-    def transform(
+    def write(
         self,
         source: Source,
         folder: str | os.PathLike[str],
@@ -219,7 +222,7 @@ class Workflow:
             seed: What the random order follows from.
             row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
             compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
-            overwrite: Whether to replace a folder that a transform has written.
+            overwrite: Whether to replace a folder that `write` has written.
             memory: Bytes that a rank may use for rows, beside vocabularies and joined tables.
             engine: As for `fit`.
             progress: As for `fit`.
@@ -230,8 +233,8 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `lazy` and `fit`;
-                or `training` is not said, and needed, or said of other rows.
+            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `transform` and
+                `fit`; or `training` is not said, and needed, or said of other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(engine)
         described = output.OutputFiles(files, row_group_size, compression, seed if shuffle else None)
@@ -243,7 +246,7 @@ class Workflow:
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory": memory, "training": training}
         with opened(source) as given:
             self._check_inputs(given.schema, self._inputs(self.steps, wanted), given.where)
-            ranks.agree("transform", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
+            ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory, chosen, progress)
                 steps = pipeline(rest, self.state, wanted, bool(training))

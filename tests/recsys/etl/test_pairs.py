@@ -145,7 +145,7 @@ def fitted(first: str, second: str, train: pl.DataFrame) -> Workflow | None:
 
 def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
     """A server's answer is polars'; it may refuse what is null, or was before the last step."""
-    expected = workflow.lazy(asked).collect()
+    expected = workflow.transform(asked).collect()
     served = []
     for name in workflow.outputs:
         try:

@@ -130,7 +130,7 @@ def coded(source: str, movies: str, folder: str) -> tuple[int, ...]:
     pq.ParquetFile.read_row_groups = counting
     try:
         workflow = Workflow(Join(movies, on="rating"), Categorify("kind"), Compute(good=pl.col("rating") > 3))
-        workflow.fit(source, progress=False).transform(source, folder, files=2, progress=False)
+        workflow.fit(source, progress=False).write(source, folder, files=2, progress=False)
     finally:
         pq.ParquetFile.read_row_groups = original
     return tuple(sorted(fetched))

@@ -168,7 +168,7 @@ def workflow(split: Any) -> Workflow:
 
 
 def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
-    return workflow.lazy(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
+    return workflow.transform(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
 
 
 @pytest.mark.long("larger trainings")

@@ -28,7 +28,7 @@ class Compute(Step):
         >>> from nbdist.recsys.etl import Compute, Workflow
         >>> rows = pl.DataFrame({"rating": [5.0, 2.0]})
         >>> workflow = Workflow(Compute(label=pl.col("rating") > 3)).fit(rows)
-        >>> workflow.lazy(rows).collect().rows()
+        >>> workflow.transform(rows).collect().rows()
         [(5.0, True), (2.0, False)]
     """
 

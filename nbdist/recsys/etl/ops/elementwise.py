@@ -66,7 +66,7 @@ class FillMissing(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import FillMissing, Workflow
         >>> rows = pl.DataFrame({"age": [30.0, None, float("nan")]})
-        >>> Workflow(FillMissing("age", value=40)).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(FillMissing("age", value=40)).fit(rows).transform(rows).collect()["age"].to_list()
         [30.0, 40.0, 40.0]
     """
 
@@ -97,7 +97,7 @@ class Log(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Log, Workflow
         >>> rows = pl.DataFrame({"price": [0.0, 99.0]})
-        >>> Workflow(Log("price")).fit(rows).lazy(rows).collect()["price"].round(3).to_list()
+        >>> Workflow(Log("price")).fit(rows).transform(rows).collect()["price"].round(3).to_list()
         [0.0, 4.605]
     """
 
@@ -122,7 +122,7 @@ class Clip(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Clip, Workflow
         >>> rows = pl.DataFrame({"age": [-1, 30, 230]})
-        >>> Workflow(Clip("age", least=0, most=100)).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(Clip("age", least=0, most=100)).fit(rows).transform(rows).collect()["age"].to_list()
         [0, 30, 100]
     """
 
@@ -161,7 +161,7 @@ class Bucketize(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Bucketize, Workflow
         >>> rows = pl.DataFrame({"age": [7, 18, 70, None]})
-        >>> Workflow(Bucketize("age", boundaries=[18, 65])).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(Bucketize("age", boundaries=[18, 65])).fit(rows).transform(rows).collect()["age"].to_list()
         [1, 2, 3, 0]
     """
 
@@ -198,7 +198,7 @@ class ListSlice(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import ListSlice, Workflow
         >>> rows = pl.DataFrame({"history": [[1, 2, 3], [4]]})
-        >>> Workflow(ListSlice("history", last=2)).fit(rows).lazy(rows).collect()["history"].to_list()
+        >>> Workflow(ListSlice("history", last=2)).fit(rows).transform(rows).collect()["history"].to_list()
         [[2, 3], [4]]
     """
 

@@ -37,7 +37,8 @@ class JoinGroupby(StatisticsStep):
         >>> from nbdist.recsys.etl import JoinGroupby, Workflow
         >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob"], "price": [3.0, 1.0, 2.0]})
         >>> workflow = Workflow(JoinGroupby("user", columns="price", stats=["count", "mean"])).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"user": ["bob", "eve"]}), ["user_count", "user_price_mean"]).collect().rows()
+        >>> users = pl.DataFrame({"user": ["bob", "eve"]})
+        >>> workflow.transform(users, ["user_count", "user_price_mean"]).collect().rows()
         [(2, 1.5), (0, 2.0)]
     """
 

@@ -72,7 +72,7 @@ class Normalize(_Scale):
         >>> from nbdist.recsys.etl import Normalize, Workflow
         >>> rows = pl.DataFrame({"age": [20, 30, 40]})
         >>> workflow = Workflow(Normalize("age")).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"age": [30, 50]})).collect()["age"].to_list()
+        >>> workflow.transform(pl.DataFrame({"age": [30, 50]})).collect()["age"].to_list()
         [0.0, 2.0]
     """
 
@@ -100,7 +100,7 @@ class NormalizeMinMax(_Scale):
         >>> from nbdist.recsys.etl import NormalizeMinMax, Workflow
         >>> rows = pl.DataFrame({"age": [20, 30, 40]})
         >>> workflow = Workflow(NormalizeMinMax("age")).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"age": [25, 50]})).collect()["age"].to_list()
+        >>> workflow.transform(pl.DataFrame({"age": [25, 50]})).collect()["age"].to_list()
         [0.25, 1.5]
     """
 

@@ -24,7 +24,7 @@ class Round(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Round, Workflow
         >>> rows = pl.DataFrame({"price": [1.26, 0.75, -2.0]})
-        >>> Workflow(Round("price", decimals=1)).fit(rows).lazy(rows).collect()["price"].to_list()
+        >>> Workflow(Round("price", decimals=1)).fit(rows).transform(rows).collect()["price"].to_list()
         [1.3, 0.8, -2.0]
     """
 

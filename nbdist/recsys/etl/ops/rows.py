@@ -24,8 +24,8 @@ class Filter(RowStep):
     """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
 
     It says which rows are learnt from and written: the steps after it do not see the others, those before it do.
-    `Workflow.lazy` and servers, which answer every row that they are asked, leave it out; so what it reads need not be
-    there in a request.
+    `Workflow.transform` and servers, which answer every row that they are asked, leave it out; so what it reads need
+    not be there in a request.
 
     Args:
         condition: A row for which it is null is left out. It may not depend on other rows, nor be random, nor hold
@@ -41,7 +41,7 @@ class Filter(RowStep):
         >>> workflow = Workflow(Filter(pl.col("rating") > 0), Categorify("user")).fit(rows)
         >>> workflow.rows, workflow.vocabularies["user"].mapping()
         (2, {'bob': 2})
-        >>> [pl.read_parquet(file).rows() for file in workflow.transform(rows, "train", files=1, shuffle=False)]
+        >>> [pl.read_parquet(file).rows() for file in workflow.write(rows, "train", files=1, shuffle=False)]
         [[(2, 4), (2, 5)]]
     """
 
@@ -104,7 +104,7 @@ class DifferenceLag(RowStep):
         >>> from nbdist.recsys.etl import DifferenceLag, Workflow
         >>> rows = pl.DataFrame({"user": [1, 1, 2], "timestamp": [100, 160, 900]})
         >>> workflow = Workflow(DifferenceLag("timestamp", by="user")).fit(rows)
-        >>> workflow.lazy(rows).collect()["timestamp_difference_lag_1"].to_list()
+        >>> workflow.transform(rows).collect()["timestamp_difference_lag_1"].to_list()
         [None, 60, None]
     """
 

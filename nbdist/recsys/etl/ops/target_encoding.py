@@ -28,9 +28,9 @@ class TargetEncoding(StatisticsStep):
     target is null or NaN do not count.
 
     A training row must not see its own target. So training rows are divided at random into `folds`, and
-    ``Workflow.transform(..., training=True)`` gives each the mean of the rows in the other folds;
-    ``training=False``, `Workflow.lazy` and servers give what was learnt from all. A row's fold follows from its number
-    in the input, so that `transform` has to be given the rows, in the order, that `fit` was.
+    ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,
+    `Workflow.transform` and servers give what was learnt from all. A row's fold follows from its number in the input,
+    so that `write` has to be given the rows, in the order, that `fit` was.
 
     Args:
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
@@ -50,7 +50,7 @@ class TargetEncoding(StatisticsStep):
         >>> from nbdist.recsys.etl import TargetEncoding, Workflow
         >>> rows = pl.DataFrame({"movie": [1, 1, 1, 2], "label": [True, True, False, False]})
         >>> workflow = Workflow(TargetEncoding("movie", target="label", smoothing=1)).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"movie": [1, 2, 3]}), ["TE_movie_label"]).collect().to_series().to_list()
+        >>> workflow.transform(pl.DataFrame({"movie": [1, 2, 3]}), ["TE_movie_label"]).collect().to_series().to_list()
         [0.625, 0.25, 0.5]
     """
 

@@ -8,7 +8,7 @@ import polars as pl
 from nbdist.recsys.etl import Categorify, Workflow
 
 frame = pl.DataFrame({"user": range(1_000_000)})
-Workflow(Categorify("user")).fit(frame, progress=False).transform(
+Workflow(Categorify("user")).fit(frame, progress=False).write(
     frame, sys.argv[1], files=50, row_group_size=2000, memory=1 << 20, progress=False
 )
 
@@ -49,7 +49,7 @@ for name in ("small", "large"):  # the first one brings in what is there once
         write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=40, **options)
     else:
         workflow.fit(files, memory=16 << 20, progress=False)
-        workflow.transform(files, f"{out}/{name}", **options)
+        workflow.write(files, f"{out}/{name}", **options)
 done.set()
 thread.join()
 print(most - before)
