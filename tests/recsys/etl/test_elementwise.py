@@ -40,9 +40,9 @@ SCHEMA = {
 STEPS = (
     Bucketize("age", boundaries=[-5, 18.5, 65]),
     FillMissing("visits", value=3),
-    Clip("visits", least=2, most=90),
+    Clip("visits", min_value=2, max_value=90),
     FillMissing("price", value=1),
-    Clip("price", least=0),
+    Clip("price", min_value=0),
     Log("visits", "price"),
     Bucketize("rate", boundaries=[0, 0.1]),
     ListSlice("history", last=2),
@@ -155,8 +155,8 @@ def test_a_null_that_no_server_can_take_the_logarithm_of(tmp_path: Path) -> None
     [
         (lambda: FillMissing("a", value=math.nan), "value=nan: a number is needed"),
         (lambda: FillMissing(value=1), "no columns are named"),
-        (lambda: Clip("a"), "give least=, most=, or both"),
-        (lambda: Clip("a", least=2, most=1), "least=2 is more than most=1"),
+        (lambda: Clip("a"), "give min_value=, max_value=, or both"),
+        (lambda: Clip("a", min_value=2, max_value=1), "min_value=2 is more than max_value=1"),
         (lambda: Bucketize("a", boundaries=[]), "rising numbers are needed"),
         (lambda: Bucketize("a", boundaries=[1, 1]), "rising numbers are needed"),
         (lambda: ListSlice("a"), "one of the two, at least 1"),
@@ -174,9 +174,9 @@ def test_arguments_that_make_no_sense(make: Any, message: str) -> None:
     [
         (Log("name"), "Log: column 'name' is String: numbers are needed"),
         (ListSlice("age", last=1), "ListSlice: column 'age' is Int8: lists are needed"),
-        (Clip("nowhere", least=1), "no column 'nowhere'"),
+        (Clip("nowhere", min_value=1), "no column 'nowhere'"),
         (FillMissing("age", value=1.5), r"value=1.5 is not one of Int8"),
-        (Clip("age", most=0.5), r"0.5 is not one of Int8"),
+        (Clip("age", max_value=0.5), r"0.5 is not one of Int8"),
         (FillMissing("age", value=300), "FillMissing"),
     ],
 )

@@ -616,7 +616,7 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
         Join(table, on="movie"),
         FillMissing("age", "year", value=40),
         Log("price"),
-        Clip("score", least=0, most=5),
+        Clip("score", min_value=0, max_value=5),
         Bucketize("height", boundaries=[150, 170, 190]),
         HashedCross("user", "genre", name="taste", num_buckets=40),
         TargetEncoding("movie", ("user", "genre"), target="label", folds=3),

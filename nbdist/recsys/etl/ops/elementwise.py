@@ -108,12 +108,12 @@ class Log(ColumnStep):
 
 
 class Clip(ColumnStep):
-    """Replace numbers that are too small or too large by the least or the most.
+    """Replace numbers below a minimum by it, and numbers above a maximum by that.
 
     Args:
         *columns: Of numbers.
-        least: None: however small.
-        most: None: however large.
+        min_value: The minimum. None: no minimum.
+        max_value: The maximum. None: no maximum.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -122,27 +122,27 @@ class Clip(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Clip, Workflow
         >>> rows = pl.DataFrame({"age": [-1, 30, 230]})
-        >>> Workflow(Clip("age", least=0, most=100)).fit(rows).transform(rows).collect()["age"].to_list()
+        >>> Workflow(Clip("age", min_value=0, max_value=100)).fit(rows).transform(rows).collect()["age"].to_list()
         [0, 30, 100]
     """
 
     kind = "clip"
-    options = ("least", "most")
+    options = ("min_value", "max_value")
 
-    def __init__(self, *columns: str, least: float | None = None, most: float | None = None) -> None:
+    def __init__(self, *columns: str, min_value: float | None = None, max_value: float | None = None) -> None:
         super().__init__(*columns)
-        if least is None and most is None:
-            raise ValueError("Clip: give least=, most=, or both")
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"Clip: least={least} is more than most={most}")
-        self.least, self.most = least, most
+        if min_value is None and max_value is None:
+            raise ValueError("Clip: give min_value=, max_value=, or both")
+        if min_value is not None and max_value is not None and min_value > max_value:
+            raise ValueError(f"Clip: min_value={min_value} is more than max_value={max_value}")
+        self.min_value, self.max_value = min_value, max_value
 
     def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-        for bound in (self.least, self.most):
+        bounds = self.min_value, self.max_value
+        for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
                 raise ValueError(f"Clip: {bound} is not one of {dtype}")
-        least, most = (None if bound is None else pl.lit(bound).cast(dtype) for bound in (self.least, self.most))
-        return column.clip(least, most)
+        return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
 
 
 class Bucketize(ColumnStep):
