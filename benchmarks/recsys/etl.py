@@ -65,7 +65,7 @@ def fitted(folder: Path, lists: bool = True) -> Workflow:
 
 
 def ours(folder: Path, out: Path, lists: bool = True, **options: Any) -> None:
-    fitted(folder, lists).write(folder / "ratings", out, files=FILES, progress=False, **options)
+    fitted(folder, lists).write(folder / "ratings", out, num_files=FILES, progress=False, **options)
 
 
 #: What the profile leaves out of `ours`, each by itself.

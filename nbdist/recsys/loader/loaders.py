@@ -84,21 +84,21 @@ class MemoryLoader(Loader):
 class ParquetLoader(Loader):
     """Batches from Parquet files, which may be larger than memory.
 
-    If the rows take less than half of `memory`, each rank reads all of them once and the shuffle is as that of
+    If the rows take less than half of `memory_bytes`, each rank reads all of them once and the shuffle is as that of
     `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, divides
-    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory` allows. Files that were
-    written shuffled, with row groups that are small beside the budget, make that as good as a full shuffle.
+    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory_bytes` allows. Files that
+    were written shuffled, with row groups that are small compared to it, make that as good as a full shuffle.
 
     Args:
         files: A file, a folder, a glob pattern, or several; all with the same schema.
         batch_size: Rows per step on each rank.
         columns: Which columns to read. None: all. Numbers, booleans, lists of them; no nulls.
-        memory: Bytes that a rank may use for rows.
+        memory_bytes: Bytes that a rank may use for rows.
         **options: Those of `Loader`.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory` is too little
-            for the largest row group.
+        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory_bytes` is too
+            little for the largest row group.
 
     Examples:
         >>> import polars as pl
@@ -117,13 +117,13 @@ class ParquetLoader(Loader):
         batch_size: int,
         *,
         columns: Sequence[str] | None = None,
-        memory: int = 1 << 29,
+        memory_bytes: int = 1 << 29,
         **options: Any,
     ) -> None:
         self._files = ParquetFiles(files, columns)
         self.table: Columns | None = None
         size, rows = self._files.size, self.rows
-        self.whole = size + 8 * rows <= memory // 2
+        self.whole = size + 8 * rows <= memory_bytes // 2
         """Whether all rows are held in memory."""
         largest = max(self._files.groups, key=lambda group: group.size)
         # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
@@ -131,14 +131,14 @@ class ParquetLoader(Loader):
         ahead = 2 if options.get("prefetch") is None else options["prefetch"]
         beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
         # Allocators keep a little more than they are asked for.
-        self.window = memory - memory // 16 - beside
+        self.window = memory_bytes - memory_bytes // 16 - beside
         """Bytes of the rows that are held otherwise."""
         if not self.whole and self.window < largest.size + 8 * largest.rows:
             need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
-                f"{largest.size} bytes; with memory={memory} it cannot be read. Say memory={need} or more, or write "
-                "the file with smaller row groups"
+                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "
+                "more, or write the file with smaller row groups"
             )
         super().__init__(batch_size, **options)
 

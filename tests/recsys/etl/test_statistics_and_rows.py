@@ -120,7 +120,7 @@ def test_they_are_what_a_reference_says(
 ) -> None:
     path = tmp_path_factory.mktemp("features")
     train = frame_of(seen)
-    one = Workflow(*STEPS).fit(write(path / "in", train, cuts), memory=memory, progress=False)
+    one = Workflow(*STEPS).fit(write(path / "in", train, cuts), memory_bytes=memory, progress=False)
     assert one.state.tables.keys() == Workflow(*STEPS).fit(train, progress=False).state.tables.keys()
     for name, table in Workflow(*STEPS).fit(train, progress=False).state.tables.items():
         assert table.equals(one.state.tables[name]), f"{name} does not depend on files and memory"
@@ -165,7 +165,9 @@ def test_they_are_what_a_reference_says(
         np.testing.assert_array_equal(served[name][:, 0], answers[name].to_numpy(), err_msg=name)
 
     # And so do files.
-    files = loaded.write(frame_of(asked), path / "out", training=False, shuffle=False, memory=memory, progress=False)
+    files = loaded.write(
+        frame_of(asked), path / "out", training=False, shuffle=False, memory_bytes=memory, progress=False
+    )
     assert pl.concat(map(pl.read_parquet, files)).equals(loaded.transform(frame_of(asked)).collect())
 
 
@@ -200,7 +202,9 @@ def test_means_are_out_of_fold(tmp_path: Path) -> None:
     one = Workflow(TargetEncoding("movie", target="label", smoothing=0)).fit(frame, progress=False)
     coded = {}
     for training in (True, False):
-        (file,) = one.write(frame, tmp_path / str(training), training=training, files=1, shuffle=False, progress=False)
+        (file,) = one.write(
+            frame, tmp_path / str(training), training=training, num_files=1, shuffle=False, progress=False
+        )
         coded[training] = pl.read_parquet(file)
     # The labels are random, so a movie's mean says nothing of a row; but where the row itself is in it, it does.
     correlation = {training: one.select(pl.corr("TE_movie_label", "label")).item() for training, one in coded.items()}
@@ -308,15 +312,15 @@ def test_filters_and_differences(
     folder = write(path / "in", frame, cuts)
     if not kept:
         with pytest.raises(ValueError, match="is true for none of the"):
-            one.fit(folder, memory=memory, progress=False)
+            one.fit(folder, memory_bytes=memory, progress=False)
         return
-    one.fit(folder, memory=memory, progress=False)
+    one.fit(folder, memory_bytes=memory, progress=False)
     assert one.rows == len(kept)
     codes = one.vocabularies["user"].mapping()
     expected = [(0 if user is None else codes[user], *rest) for user, *rest in expected]
     one.save(path / "saved")
     for training, each in ((None, one), (True, Workflow.load(path / "saved"))):
-        options: dict[str, Any] = {"training": training, "files": 2, "memory": memory, "progress": False}
+        options: dict[str, Any] = {"training": training, "num_files": 2, "memory_bytes": memory, "progress": False}
         files = each.write(folder, path / "plain", shuffle=False, row_group_size=2, overwrite=True, **options)
         assert [row for file in files for row in pl.read_parquet(file).rows()] == expected
         files = each.write(folder, path / "mixed", overwrite=True, **options)
@@ -352,7 +356,7 @@ def test_only_what_is_wanted_has_to_be_there(tmp_path: Path) -> None:
     ).fit(rows, progress=False)
 
     def done(columns: list[str], frame: pl.DataFrame) -> list[Any]:
-        options: dict[str, Any] = {"files": 1, "shuffle": False, "progress": False, "overwrite": True}
+        options: dict[str, Any] = {"num_files": 1, "shuffle": False, "progress": False, "overwrite": True}
         (file,) = one.write(frame, tmp_path / "out", columns=columns, **options)
         return pl.read_parquet(file).rows()
 
@@ -461,7 +465,7 @@ def test_types_of_keys(tmp_path: Path) -> None:
     ):
         rows = pl.DataFrame({"key": values, "y": [1, 2, 3, 4]}, schema={"key": dtype, "y": pl.UInt8})
         steps = JoinGroupby("key", ("key", "y"), columns="y", stats=["count", "max"]), TargetEncoding("key", target="y")
-        one = Workflow(*steps).fit(rows, memory=1, progress=False)
+        one = Workflow(*steps).fit(rows, memory_bytes=1, progress=False)
         found = one.transform(rows, ["key_count", "key_y_max", "key_y_count"]).collect()
         assert found.rows() == [(2, 4, 1), (1, 2, 1), (1, 3, 1), (2, 4, 1)]
         one.save(tmp_path / "saved", overwrite=True)

@@ -160,7 +160,7 @@ def test_any_rows_in_any_files_are_what_the_reference_says(
     frame = pl.DataFrame(rows, schema=SCHEMA)
     folder = write(base / "rows", frame, cuts, group)
     reference = Reference(rows, movies, sizes)
-    one = workflow(movies, sizes).fit(folder, memory=5000, progress=False)
+    one = workflow(movies, sizes).fit(folder, memory_bytes=5000, progress=False)
     assert {name: vocabulary.mapping() for name, vocabulary in one.vocabularies.items()} == reference.codes
     assert {name: size for name, (size, _) in one.embedding_sizes.items()} == {
         name: 2 + len(codes) for name, codes in reference.codes.items()
@@ -171,8 +171,8 @@ def test_any_rows_in_any_files_are_what_the_reference_says(
         assert (vocabulary.nulls, vocabulary.unseen) == (seen.count(0), seen.count(1)), name
     assert one.transform(frame).collect().to_dicts() == expected
 
-    options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 3, "overwrite": True}
-    paths = one.write(folder, base / "out", seed=7, memory=3000, progress=False, **options)
+    options: dict[str, Any] = {"num_files": files, "shuffle": shuffle, "row_group_size": 3, "overwrite": True}
+    paths = one.write(folder, base / "out", seed=7, memory_bytes=3000, progress=False, **options)
     found = contents(paths)
     assert sorted(found, key=lambda row: row["row"]) == expected
     assert found == expected or shuffle
@@ -236,7 +236,7 @@ def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: l
     one = Workflow(Categorify("c")).fit(base / "types", progress=False)
     expected = [[c] for c in codes] if listed else codes
     assert one.transform(frame).collect()["c"].to_list() == expected
-    paths = one.write(base / "types", base / "typed", files=2, memory=1, progress=False, overwrite=True)
+    paths = one.write(base / "types", base / "typed", num_files=2, memory_bytes=1, progress=False, overwrite=True)
     assert sorted(pl.concat(map(pl.read_parquet, paths))["c"].to_list()) == sorted(expected)
 
 
@@ -254,7 +254,7 @@ def test_columns_that_pass_through_keep_type_and_value(base: Path) -> None:
     )
     write(base / "through", frame, [20], 6)
     one = Workflow().fit(base / "through", progress=False)
-    paths = one.write(base / "through", base / "passed", files=3, memory=1, row_group_size=5, progress=False)
+    paths = one.write(base / "through", base / "passed", num_files=3, memory_bytes=1, row_group_size=5, progress=False)
     found = pl.concat(map(pl.read_parquet, paths))
     assert found.schema == frame.schema and found.sort("row").equals(frame) and not found.equals(frame)
 
@@ -284,7 +284,7 @@ def test_columns_can_have_any_name(base: Path) -> None:
     one = Workflow(Join(table, on="count"), Categorify("count", "value", "len")).fit(frame, progress=False)
     expected = {"count": [2, 2, 3], "value": [[2], [2, 3], [0]], "position": [0.5, 1.0, 1.5], "len": [2, 2, 3]}
     assert one.transform(frame).collect().to_dict(as_series=False) == expected
-    (path,) = one.write(frame, base / "named", files=1, progress=False)
+    (path,) = one.write(frame, base / "named", num_files=1, progress=False)
     assert pl.read_parquet(path).sort("position").to_dict(as_series=False) == expected
 
 
@@ -315,7 +315,7 @@ def test_lazy_frames_and_several_paths(base: Path) -> None:
     rows = frame.lazy().filter("keep")
     one = Workflow(Categorify("user")).fit(rows, progress=False)
     assert one.rows == 3 and one.vocabularies["user"].mapping() == {3: 2, 1: 3}
-    paths = one.write(rows, base / "of lazy", shuffle=False, files=1, progress=False)
+    paths = one.write(rows, base / "of lazy", shuffle=False, num_files=1, progress=False)
     assert contents(paths) == [{"user": 2, "keep": True}, {"user": 3, "keep": True}, {"user": 2, "keep": True}]
     folder = write(base / "year=2020 [x]", frame, [2], 10)  # neither a partition nor a pattern
     assert one.fit([folder / "00.parquet", str(folder / "01.parquet")], progress=False).rows == 4
@@ -369,7 +369,7 @@ def test_the_seed_decides(base: Path) -> None:
     one = Workflow().fit(frame, progress=False)
 
     def order(seed: int) -> list[int]:
-        paths = one.write(frame, base / "seeds", seed=seed, files=2, overwrite=True, progress=False)
+        paths = one.write(frame, base / "seeds", seed=seed, num_files=2, overwrite=True, progress=False)
         return [row["row"] for row in contents(paths)]
 
     assert order(1) == order(1) != order(2) and order(-1) != order(1)
@@ -673,10 +673,10 @@ def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             one.write(other, out, progress=False)
     for options, message in (
-        ({"files": 0}, "files=0: at least 1"),
+        ({"num_files": 0}, "num_files=0: at least 1"),
         ({"row_group_size": 0}, "row_group_size=0"),
         ({"compression": "rar"}, "compression='rar': one of 'zstd'"),
-        ({"engine": "warp"}, "engine='warp': 'cpu' or 'gpu'"),
+        ({"polars_engine": "warp"}, "polars_engine='warp': 'cpu' or 'gpu'"),
         ({"columns": ["item"]}, "'item' is not among the outputs, 'user', 'score', 'name'"),
         ({"columns": "user"}, "columns='user': a list"),
     ):
@@ -701,7 +701,7 @@ def test_files_that_differ(tmp_path: Path) -> None:
         one.fit(tmp_path, progress=False)
     FRAME.select("name", "user", "score").write_parquet(tmp_path / "b.parquet")  # another order is no difference
     assert one.fit(tmp_path, progress=False).transform(FRAME).collect().height == 2
-    assert one.write(tmp_path, tmp_path / "out", files=1, progress=False)
+    assert one.write(tmp_path, tmp_path / "out", num_files=1, progress=False)
 
 
 def test_a_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -727,8 +727,8 @@ def test_the_gpu_engine_is_not_replaced_by_another() -> None:
     import importlib.util
 
     if importlib.util.find_spec("cudf_polars") is None:
-        with pytest.raises(ImportError, match="engine='gpu' needs an NVIDIA GPU and cudf-polars"):
-            Workflow(Categorify("user")).fit(FRAME, engine="gpu", progress=False)
+        with pytest.raises(ImportError, match="polars_engine='gpu' needs an NVIDIA GPU and cudf-polars"):
+            Workflow(Categorify("user")).fit(FRAME, polars_engine="gpu", progress=False)
 
 
 @pytest.mark.gpu
@@ -736,8 +736,8 @@ def test_the_gpu_engine_is_not_replaced_by_another() -> None:
 def test_the_gpu_engine_gives_the_same(tmp_path: Path) -> None:
     one = Workflow(Categorify("user", "name"), Compute(label=pl.col("score") > 0.7))
     expected = one.fit(FRAME, progress=False).transform(FRAME).collect()
-    one.fit(FRAME, engine="gpu", progress=False)
-    paths = one.write(FRAME, tmp_path / "out", engine="gpu", shuffle=False, files=1, progress=False)
+    one.fit(FRAME, polars_engine="gpu", progress=False)
+    paths = one.write(FRAME, tmp_path / "out", polars_engine="gpu", shuffle=False, num_files=1, progress=False)
     assert pl.read_parquet(paths[0]).equals(expected)
 
 
@@ -748,10 +748,10 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     one = Workflow(Categorify("user")).fit(FRAME, progress=False)
     out = tmp_path / "out"
     out.mkdir()  # empty: as good as not there
-    paths = one.write(FRAME, out, files=2, progress=False)
+    paths = one.write(FRAME, out, num_files=2, progress=False)
     with pytest.raises(FileExistsError, match="out is there already"):
         one.write(FRAME, out, progress=False)
-    assert one.write(FRAME, out, files=1, overwrite=True, progress=False) == paths[:1]
+    assert one.write(FRAME, out, num_files=1, overwrite=True, progress=False) == paths[:1]
     assert os.listdir(out) == ["part-00000.parquet"]
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds thesis.txt, which is no part-\*.parquet"):
@@ -768,7 +768,7 @@ def test_an_interrupt_leaves_what_was_there(
 ) -> None:
     frame = pl.DataFrame({"user": range(1000)})
     one = Workflow(Categorify("user")).fit(frame, progress=False)
-    (path,) = one.write(FRAME, tmp_path / "old", files=1, progress=False)
+    (path,) = one.write(FRAME, tmp_path / "old", num_files=1, progress=False)
     before, calls = path.read_bytes(), []
     owner = output.Spill if shuffle else inputs.Part
     original = owner.read
@@ -781,9 +781,9 @@ def test_an_interrupt_leaves_what_was_there(
 
     monkeypatch.setattr(owner, "read", interrupted)
     options: dict[str, Any] = {
-        "files": 4,
+        "num_files": 4,
         "row_group_size": 100,
-        "memory": 10_000,
+        "memory_bytes": 10_000,
         "shuffle": shuffle,
         "progress": False,
     }
@@ -806,4 +806,4 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
         return original(*args)
 
     monkeypatch.setattr(output.Spill, "read", meanwhile)
-    assert len(one.write(FRAME, tmp_path / "out", files=2, progress=False)) == 2
+    assert len(one.write(FRAME, tmp_path / "out", num_files=2, progress=False)) == 2

@@ -104,10 +104,15 @@ def test_any_number_of_ranks_gives_the_same(
     for number, start in enumerate(range(0, rows, 2000)):
         frame[start : start + 2000].write_parquet(inputs / f"{number}.parquet", row_group_size=group)
 
-    def run(folder: Path, memory: int = 50_000) -> tuple[dict[str, dict[Any, int]], list[Path]]:
-        one = workflow().fit(inputs, memory=memory)
+    def run(folder: Path, memory_bytes: int = 50_000) -> tuple[dict[str, dict[Any, int]], list[Path]]:
+        one = workflow().fit(inputs, memory_bytes=memory_bytes)
         one.save(folder / "workflow")
-        options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 200, "memory": memory}
+        options: dict[str, Any] = {
+            "num_files": files,
+            "shuffle": shuffle,
+            "row_group_size": 200,
+            "memory_bytes": memory_bytes,
+        }
         paths = one.write(inputs, folder / "out", seed=3, **options)
         return {name: vocabulary.mapping() for name, vocabulary in one.vocabularies.items()}, paths
 
@@ -118,7 +123,7 @@ def test_any_number_of_ranks_gives_the_same(
     assert found.sort("row").equals(expected) and (found.equals(expected) or shuffle)
     assert len(paths) == min(files, rows)
     (tmp_path / "whole").mkdir()
-    in_memory = run(tmp_path / "whole", memory=1 << 30)[1]
+    in_memory = run(tmp_path / "whole", memory_bytes=1 << 30)[1]
     assert [path.read_bytes() for path in in_memory] == [path.read_bytes() for path in paths]
     for world in (2, 3):
         (tmp_path / str(world)).mkdir()
@@ -142,7 +147,7 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessio
     for number, (start, stop) in enumerate([(0, 1), (1, 1), (1, 800), (800, rows)]):
         frame[start:stop].write_parquet(folder / f"{number}.parquet", row_group_size=400)
 
-    def run(path: Path, memory: int = 50_000) -> list[bytes]:
+    def run(path: Path, memory_bytes: int = 50_000) -> list[bytes]:
         one = Workflow(
             DifferenceLag("row", "price", by="movie", shift=[1, -3]),
             Filter(pl.col("rating") > 1),
@@ -150,9 +155,14 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessio
             TargetEncoding("movie", ("user", "movie"), target="label", folds=3),
             FillMissing("price", value=0),
             Normalize("price", "user_price_mean", "TE_movie_label"),
-        ).fit(folder, memory=memory)
+        ).fit(folder, memory_bytes=memory_bytes)
         one.save(path / "workflow")
-        options: dict[str, Any] = {"row_group_size": 200, "memory": memory, "files": 3, "training": True}
+        options: dict[str, Any] = {
+            "row_group_size": 200,
+            "memory_bytes": memory_bytes,
+            "num_files": 3,
+            "training": True,
+        }
         files = one.write(folder, path / "out", seed=3, **options)
         files += one.write(folder, path / "plain", shuffle=False, **options)
         few = Workflow(*one.steps[2:4]).fit(frame[:2], progress=False)  # some ranks have no rows
@@ -176,7 +186,7 @@ def test_frames_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
     def run() -> tuple[list[Path], Workflow]:
         lazy = frame.lazy().filter(pl.col("row") % 2 == 0)
         other = workflow().fit(lazy)
-        return other.write(lazy, tmp_path / "out", files=2), other
+        return other.write(lazy, tmp_path / "out", num_files=2), other
 
     paths, other = sessions[2].run(run)
     assert other.rows == 500 and other.describe() == one.describe()
@@ -246,9 +256,9 @@ def test_a_rank_is_killed_in_mid_write(tmp_path: Path, rank: int) -> None:
     out = tmp_path / "data" / "out"
     options: dict[str, Any] = {
         "columns": ["row", "user", "label"],
-        "files": 6,
+        "num_files": 6,
         "row_group_size": 100,
-        "memory": 1 << 18,
+        "memory_bytes": 1 << 18,
     }
 
     def run() -> None:
@@ -309,8 +319,10 @@ def test_the_kernel_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
 def test_histories_do_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(1500).with_columns(timestamp=pl.col("rating") * 10)
 
-    def run(folder: Path, memory: int = 20_000) -> list[bytes]:
-        files = write_history(frame, folder / "out", "movie", files=4, row_group_size=100, memory=memory)
+    def run(folder: Path, memory_bytes: int = 20_000) -> list[bytes]:
+        files = write_history(
+            frame, folder / "out", "movie", num_files=4, row_group_size=100, memory_bytes=memory_bytes
+        )
         return [file.read_bytes() for file in files]
 
     for name in ("1", "whole", "2", "3"):

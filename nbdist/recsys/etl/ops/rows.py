@@ -41,7 +41,7 @@ class Filter(RowStep):
         >>> workflow = Workflow(Filter(pl.col("rating") > 0), Categorify("user")).fit(rows)
         >>> workflow.rows, workflow.vocabularies["user"].mapping()
         (2, {'bob': 2})
-        >>> [pl.read_parquet(file).rows() for file in workflow.write(rows, "train", files=1, shuffle=False)]
+        >>> [pl.read_parquet(file).rows() for file in workflow.write(rows, "train", num_files=1, shuffle=False)]
         [[(2, 4), (2, 5)]]
     """
 

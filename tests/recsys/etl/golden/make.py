@@ -260,7 +260,7 @@ def written(workflow: Workflow) -> pl.DataFrame:
     """The training rows as they are written, those that a `TargetEncoding` gives by fold included."""
     with tempfile.TemporaryDirectory() as folder:
         files = workflow.write(
-            TRAIN, Path(folder, "out"), training=True, files=2, shuffle=False, row_group_size=3, progress=False
+            TRAIN, Path(folder, "out"), training=True, num_files=2, shuffle=False, row_group_size=3, progress=False
         )
         return pl.concat(pl.read_parquet(file) for file in files)
 
