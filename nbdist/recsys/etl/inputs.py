@@ -231,7 +231,7 @@ def row_bytes(frame: pl.DataFrame) -> int:
 
 
 def rows_in(memory_bytes: int, width: int) -> int:
-    """How many rows of `width` bytes to work on at a time: they and what is made of them take `memory_bytes`."""
+    """Rows of `width` bytes to work on at a time, so that they and what is made of them take `memory_bytes`."""
     return max(1, memory_bytes // (_COPIES * width))
 
 

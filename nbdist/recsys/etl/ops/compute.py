@@ -53,7 +53,7 @@ class Compute(Step):
             expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
         return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         return [self.columns[name].alias(name) for name in names]
 
     def describe(self, number: int, state: State) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class HashedCross(Step):
         return self.columns
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_keys(self.columns, schema, where)
+        self._check_keys(self.columns, schema, where)
         return pl.Schema({**schema, self.name: pl.Int64()})
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:

@@ -20,7 +20,7 @@ class ColumnStep(Step):
     def __init__(self, *columns: str) -> None:
         self.columns = self.adds = names_of(columns)
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         """What becomes of a column of that type."""
         raise NotImplementedError
 
@@ -30,12 +30,12 @@ class ColumnStep(Step):
             if not self._takes(schema[name]):
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: {self._needed}")
         try:
-            return pl.DataFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).schema
+            return pl.DataFrame(schema=schema).with_columns(self._expressions(schema, self.adds, State())).schema
         except pl.exceptions.PolarsError as error:
             raise ValueError(f"{where}: {self}: {error}") from error
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
-        return [self.expression(pl.col(name), schema[name]).alias(name) for name in names]
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        return [self._expression(pl.col(name), schema[name]).alias(name) for name in names]
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
         return before
@@ -79,7 +79,7 @@ class FillMissing(ColumnStep):
             raise ValueError(f"FillMissing: value={value!r}: a number is needed")
         self.value = value
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if dtype.is_float():
             column = column.fill_nan(None)
         elif self.value != int(self.value):
@@ -103,7 +103,7 @@ class Log(ColumnStep):
 
     kind = "log"
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.cast(pl.Float64).log1p().cast(pl.Float32 if dtype == pl.Float32 else pl.Float64)
 
 
@@ -137,7 +137,7 @@ class Clip(ColumnStep):
             raise ValueError(f"Clip: min_value={min_value} is more than max_value={max_value}")
         self.min_value, self.max_value = min_value, max_value
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         bounds = self.min_value, self.max_value
         for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
@@ -177,7 +177,7 @@ class Bucketize(ColumnStep):
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         known = column.cast(pl.Float64).fill_nan(None)
         above = pl.sum_horizontal((known >= boundary).cast(pl.Int64) for boundary in self.boundaries)
         return pl.when(known.is_null()).then(0).otherwise(1 + above).cast(pl.Int64)
@@ -212,7 +212,7 @@ class ListSlice(ColumnStep):
             raise ValueError(f"ListSlice: first={first}, last={last}: one of the two, at least 1")
         self.first, self.last = first, last
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.list.tail(self.last) if self.last is not None else column.list.head(self.first or 0)
 
     def _takes(self, dtype: pl.DataType) -> bool:

@@ -37,7 +37,7 @@ class Round(ColumnStep):
             raise ValueError(f"Round: decimals must be an integer from 0 to 15, got {decimals!r}")
         self.decimals = decimals
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if not dtype.is_float():
             return column
         return column.cast(pl.Float64).round(self.decimals, mode="half_to_even").cast(dtype)

@@ -124,17 +124,17 @@ class DifferenceLag(RowStep):
         return [self._made[name][0], *self.by]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_numbers(self.columns, schema, where, booleans=False)
+        self._check_numbers(self.columns, schema, where, booleans=False)
         for name in self.by:
             require(name, schema, f"{where}: DifferenceLag")
-        self.check_new(schema, where)
-        return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).collect_schema()
+        self._check_new(schema, where)
+        return pl.LazyFrame(schema=schema).with_columns(self._expressions(schema, self.adds, State())).collect_schema()
 
     def over(self, given: Input, reading: Reading) -> Input:
         made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
-        return given.beside(self.expressions(given.schema, made, State()), self.shift)
+        return given.beside(self._expressions(given.schema, made, State()), self.shift)
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
         for name in names:
             column, shift = self._made[name]
