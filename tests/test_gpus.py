@@ -426,7 +426,7 @@ def test_a_streamed_file(tmp_path: Any) -> None:
     def look(device: Any) -> tuple[str, int, list[list[int]]]:
         from nbdist.recsys.loader import ParquetLoader
 
-        loader = ParquetLoader(file, 1000, shuffle=True, seed=1, memory=16 << 20, device=device, prefetch=0)
+        loader = ParquetLoader(file, 1000, shuffle=True, seed=1, memory_bytes=16 << 20, device=device, prefetch=0)
         rows = [batch["row"] for batch in loader]
         return rows[0].device.type, int(loader.whole), [batch.tolist() for batch in rows]
 

@@ -65,12 +65,12 @@ def fitted(folder: Path, lists: bool = True) -> Workflow:
 
 
 def ours(folder: Path, out: Path, lists: bool = True, **options: Any) -> None:
-    fitted(folder, lists).transform(folder / "ratings", out, files=FILES, progress=False, **options)
+    fitted(folder, lists).write(folder / "ratings", out, num_files=FILES, progress=False, **options)
 
 
 #: What the profile leaves out of `ours`, each by itself.
 WITHOUT: dict[str, Callable[[Path, Path], object]] = {
-    "what `transform` does": lambda folder, out: fitted(folder),
+    "what `write` does": lambda folder, out: fitted(folder),
     "the shuffle": partial(ours, shuffle=False),
     "compression": partial(ours, compression="none"),
     "the lists of genres": partial(ours, lists=False),

@@ -175,11 +175,11 @@ def parquet(folder: Path, rows: int, memory: int, repeats: int) -> tuple[dict[st
         pq.write_table(pa.table(part), folder / f"{number}.parquet", row_group_size=100_000)
     del part
     # What a process takes once, for the thread and the libraries, is no part of a budget for rows.
-    speed(ParquetLoader(folder / "0.parquet", BATCH, shuffle=True, memory=30 << 20), rows // 8)
+    speed(ParquetLoader(folder / "0.parquet", BATCH, shuffle=True, memory_bytes=30 << 20), rows // 8)
     with Peak() as peak:
-        speed(ParquetLoader(folder, BATCH, shuffle=True, memory=memory))
+        speed(ParquetLoader(folder, BATCH, shuffle=True, memory_bytes=memory))
     by_row = torch.utils.data.DataLoader(Rows(pq.read_table(folder / "0.parquet")), BATCH, shuffle=True)
-    ours = ParquetLoader(folder, BATCH, shuffle=True, memory=memory)
+    ours = ParquetLoader(folder, BATCH, shuffle=True, memory_bytes=memory)
     streamed = mosaicml(folder / "mds", pq.read_table(folder / "0.parquet").slice(0, rows // 200))
     contestants = {
         "ParquetLoader": lambda: speed(ours),

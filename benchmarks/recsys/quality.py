@@ -50,10 +50,10 @@ class Likes:
         split = leave_one_out(ratings.filter(pl.col("rating") > 3).join(movies, on="movie"))
         workflow = Workflow(Categorify("user", "movie", "genres")).fit(split.train, progress=False)
         columns = ["user", "movie", "genres"]
-        parts = [workflow.lazy(part, columns).collect().filter(pl.col("movie") > 1) for part in split]
+        parts = [workflow.transform(part, columns).collect().filter(pl.col("movie") > 1) for part in split]
         codes = workflow.vocabularies["movie"].mapping()
         known = movies.filter(pl.col("movie").is_in(list(codes)))
-        table = workflow.lazy(known, ["movie", "genres"]).collect().sort("movie")
+        table = workflow.transform(known, ["movie", "genres"]).collect().sort("movie")
         (columns_of_movies,) = MemoryLoader(table, len(table))
         return cls(source, workflow, *parts, columns_of_movies)
 

@@ -100,7 +100,7 @@ class Data:
         self.workflow = Workflow(Categorify(("movie", "history"))).fit(items, progress=False)
         self.size = self.workflow.vocabularies["movie"].size
         self.items = {"movie": torch.arange(2, self.size)}
-        self.histories = self.workflow.lazy(self._lists(self.train), ["history"]).collect()
+        self.histories = self.workflow.transform(self._lists(self.train), ["history"]).collect()
 
     @staticmethod
     def _lists(rows: pl.DataFrame) -> pl.DataFrame:
@@ -111,7 +111,7 @@ class Data:
         if candidates is not None:
             held = held.sample(min(len(held), 10_000), seed=0)
         asked = held.select("user", "movie").join(self._lists(before), on="user", maintain_order="left")
-        frame = self.workflow.lazy(asked, ["history", "movie"]).collect()
+        frame = self.workflow.transform(asked, ["history", "movie"]).collect()
         (batch,) = MemoryLoader(frame, len(frame))
         wanted = batch["movie"]
         with torch.no_grad():

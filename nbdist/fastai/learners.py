@@ -95,7 +95,8 @@ class TabularLoader(MemoryLoader):
             shuffle=original.shuffle,
             remainder="drop" if original.drop_last else "keep",
             device=original.device,
-            **({} if divided else {"rank": 0, "world_size": 1}),
+            rank=None if divided else 0,
+            world_size=None if divided else 1,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

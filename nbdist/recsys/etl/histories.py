@@ -99,27 +99,27 @@ def write_history(
     time: str = "timestamp",
     length: int = 50,
     name: str = "history",
-    files: int = 8,
+    num_files: int = 8,
     row_group_size: int = 1 << 17,
     compression: str = "zstd",
     overwrite: bool = False,
-    memory: int = 1 << 30,
+    memory_bytes: int = 1 << 30,
     progress: bool = True,
 ) -> list[Path]:
     """What `with_history` makes of rows that may be larger than memory, written to ``folder/part-00000.parquet`` ...
 
-    Ranks divide users and files among them; what is written does not depend on their number, nor on `memory`. The rows
-    stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
+    Ranks divide users and files among them; what is written does not depend on their number, nor on `memory_bytes`. The
+    rows stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
 
     Args:
         source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame.
         folder: Appears when all files are whole; all ranks see it.
         column, by, time, length, name: As for `with_history`.
-        files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+        num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
         row_group_size: Rows per row group.
         compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
         overwrite: Whether to replace a folder of such files.
-        memory: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
+        memory_bytes: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
         progress: Whether to show a bar; in ranks, that of rank 0.
 
     Returns:
@@ -135,20 +135,26 @@ def write_history(
         >>> from nbdist.recsys.etl import write_history
         >>> rows = pl.DataFrame({"user": [1, 2, 1, 1], "movie": [30, 10, 10, 20], "timestamp": [3, 1, 1, 2]})
         >>> rows.write_parquet("ratings.parquet")
-        >>> files = write_history("ratings.parquet", "ratings-with-history", "movie", files=2)
+        >>> files = write_history("ratings.parquet", "ratings-with-history", "movie", num_files=2)
         >>> pl.read_parquet(files)["history"].to_list()
         [[10, 20], [], [], [10]]
     """
-    described = OutputFiles(files, row_group_size, compression, None)
+    described = OutputFiles(num_files, row_group_size, compression, None)
     with opened(source) as given:
         _check(pl.LazyFrame(schema=given.schema), [column], by, time, length)
         _check_name(name, given.schema.names())
         made: dict[str, Any] = {"column": column, "by": by, "time": time, "length": length, "name": name}
-        alike = {**made, "rows": given.rows, "folder": os.fspath(folder), "memory": memory, **asdict(described)}
+        alike = {
+            **made,
+            "rows": given.rows,
+            "folder": os.fspath(folder),
+            "memory_bytes": memory_bytes,
+            **asdict(described),
+        }
         ranks.agree("write_history", **alike)
-        described = replace(described, count=min(files, given.rows))
+        described = replace(described, num_files=min(num_files, given.rows))
         with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
-            _write(given, scratch, described, memory, progress, **made)
+            _write(given, scratch, described, memory_bytes, progress, **made)
     return [Path(folder) / file for file in described.names]
 
 
@@ -156,7 +162,7 @@ def _write(
     given: Input,
     scratch: Path,
     files: OutputFiles,
-    memory: int,
+    memory_bytes: int,
     progress: bool,
     column: str,
     by: str,
@@ -168,7 +174,7 @@ def _write(
     columns = list(dict.fromkeys([by, time, column]))
     sample = given.head(given.schema.names())
     history_width = length * row_bytes(sample.select(column))
-    size = rows_in(memory, row_bytes(sample.select(columns)) + _NUMBER)
+    size = rows_in(memory_bytes, row_bytes(sample.select(columns)) + _NUMBER)
     parts = -(-given.rows // size)
     kept = pl.Schema({one: given.schema[one] for one in columns} | {ROW: pl.Int64()})
     users = Spill(scratch, "users", kept, parts)
@@ -184,8 +190,8 @@ def _write(
         users.write(share, by_user, bar.update)
     ranks.barrier()
 
-    whole_size = rows_in(memory, row_bytes(sample) + history_width)
-    buckets = divide(given.rows, files.count, files.row_group_size, whole_size)
+    whole_size = rows_in(memory_bytes, row_bytes(sample) + history_width)
+    buckets = divide(given.rows, files.num_files, files.row_group_size, whole_size)
     places = Places(buckets)
     made = pl.Schema({name: pl.List(given.schema[column])})
     lists = Spill(scratch, "histories", places.schema(made), len(buckets))

@@ -230,9 +230,9 @@ def row_bytes(frame: pl.DataFrame) -> int:
     return max(1, -(-int(frame.estimated_size()) // max(1, frame.height)))
 
 
-def rows_in(memory: int, width: int) -> int:
-    """How many rows of `width` bytes to work on at a time, so that they and what is made of them take `memory`."""
-    return max(1, memory // (_COPIES * width))
+def rows_in(memory_bytes: int, width: int) -> int:
+    """Rows of `width` bytes to work on at a time, so that they and what is made of them take `memory_bytes`."""
+    return max(1, memory_bytes // (_COPIES * width))
 
 
 @contextlib.contextmanager

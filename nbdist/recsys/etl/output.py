@@ -34,7 +34,7 @@ COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 class OutputFiles:
     """What is written, and how."""
 
-    count: int
+    num_files: int
     row_group_size: int
     """Rows per row group."""
     compression: str
@@ -44,7 +44,7 @@ class OutputFiles:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for what makes no sense."""
-        for name, value in (("files", self.count), ("row_group_size", self.row_group_size)):
+        for name, value in (("num_files", self.num_files), ("row_group_size", self.row_group_size)):
             if value < 1:
                 raise ValueError(f"{name}={value}: at least 1")
         if self.compression not in COMPRESSIONS:
@@ -53,7 +53,7 @@ class OutputFiles:
     @property
     def names(self) -> list[str]:
         """Of the files, in order."""
-        return [f"part-{number:05d}.parquet" for number in range(self.count)]
+        return [f"part-{number:05d}.parquet" for number in range(self.num_files)]
 
 
 class Bucket(NamedTuple):
@@ -88,7 +88,7 @@ def write(
         engine: Polars' engine for what is on disk.
         progress: Whether rank 0 shows bars.
     """
-    buckets = divide(given.rows, files.count, files.row_group_size, size)
+    buckets = divide(given.rows, files.num_files, files.row_group_size, size)
     if files.seed is None:
 
         def rows_of(number: int) -> pl.DataFrame:
@@ -122,7 +122,7 @@ def write_buckets(
     rows_of: Callable[[int], pl.DataFrame], buckets: Sequence[Bucket], files: OutputFiles, scratch: Path, progress: bool
 ) -> None:
     """Write this rank's share of the files, to ``scratch/whole``, of the rows of each bucket, by its number."""
-    mine = range(ranks.rank(), files.count, ranks.world_size())
+    mine = range(ranks.rank(), files.num_files, ranks.world_size())
 
     def write_file(file: int, progress: _Progress) -> None:
         frames = (rows_of(i) for i, bucket in enumerate(buckets) if bucket.file == file)

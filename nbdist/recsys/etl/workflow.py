@@ -9,11 +9,11 @@ A workflow learns vocabularies from the training rows and does the same to any o
         Drop("rating", "timestamp"),
     )
     workflow.fit("ratings/train/*.parquet")
-    workflow.transform("ratings/train/*.parquet", "out/train", files=8)
-    workflow.transform("ratings/valid.parquet", "out/valid", files=2, shuffle=False)
+    workflow.write("ratings/train/*.parquet", "out/train", num_files=8)
+    workflow.write("ratings/valid.parquet", "out/valid", num_files=2, shuffle=False)
     workflow.save("out/workflow")
 
-In a function that runs on all ranks, `fit` and `transform` divide the rows among them; what comes out is the same.
+In a function that runs on all ranks, `fit` and `write` divide the rows among them; what comes out is the same.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Workflow:
         ...     Drop("rating", "timestamp"),
         ... )
         >>> workflow = workflow.fit(ratings)
-        >>> [str(file) for file in workflow.transform(ratings, "train", files=2)]
+        >>> [str(file) for file in workflow.write(ratings, "train", num_files=2)]
         ['train/part-00000.parquet', 'train/part-00001.parquet']
         >>> workflow.outputs
         {'user': 'int64', 'movie': 'int64', 'label': 'bool'}
@@ -109,8 +109,8 @@ class Workflow:
         source: Source,
         *,
         previous: Workflow | str | os.PathLike[str] | None = None,
-        memory: int = 1 << 30,
-        engine: str = "cpu",
+        memory_bytes: int = 1 << 30,
+        polars_engine: str = "cpu",
         progress: bool = True,
     ) -> Workflow:
         """Learn vocabularies and numbers, in one pass over the rows for each step that learns, and one for a `Filter`.
@@ -122,8 +122,8 @@ class Workflow:
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
                 Columns that it did not have begin anew. `min_count` is of the rows of `source` alone. Means, sums and
                 extremes are those of the rows of both.
-            memory: Bytes that a rank may use for rows; the values to be counted come on top.
-            engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
+            memory_bytes: Bytes that a rank may use for rows; the values to be counted come on top.
+            polars_engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
             progress: Whether to show a bar; in ranks, that of rank 0.
 
         Returns:
@@ -133,7 +133,7 @@ class Workflow:
             FileNotFoundError, ValueError: naming file and column: not there, of a type that a step cannot use, another
                 schema than the first file's, no rows; or codes of `previous` could not stay.
         """
-        chosen = _engine(engine)
+        chosen = _engine(polars_engine)
         if isinstance(previous, (str, os.PathLike)):
             previous = Workflow.load(previous)
         if previous is not None and not isinstance(previous, Workflow):
@@ -149,7 +149,7 @@ class Workflow:
             known = State() if previous is None else previous.state
             for step, schema in zip(self.steps, schemas, strict=False):
                 step.check_growth(schema, known)
-            reading = Reading(rows_in(memory, row_bytes(given.head(given.schema.names()))), chosen, progress)
+            reading = Reading(rows_in(memory_bytes, row_bytes(given.head(given.schema.names()))), chosen, progress)
             self.state, rows = learn(self.steps, schemas, given, reading, known)
             self.rows = rows + (0 if previous is None else previous.rows)
             self.inputs, self.outputs = (
@@ -163,15 +163,18 @@ class Workflow:
         """The `Vocabulary` of each categorified column."""
         return self.state.vocabularies
 
-    def lazy(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-        """The steps applied to a frame, lazily, in this process alone; the order of the rows is kept, and all of them.
+    def transform(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
+        """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
 
-        It is for rows to be answered, not for those to be trained from: a `Filter` is left out, and a `TargetEncoding`
-        gives what it has learned from all training rows.
+        It is for rows to be answered, not for those to be trained from, which `write` makes: a `Filter` is left out,
+        and a `TargetEncoding` gives what it has learned from all training rows.
 
         Args:
             frame: Needs no more columns than those wanted are made of: rows to predict need no label.
             columns: Which of the `outputs` are wanted, in this order. None: all.
+
+        Returns:
+            A lazy frame of the `columns`: nothing is computed until its `collect` is called.
 
         Raises:
             RuntimeError: not fitted.
@@ -182,46 +185,46 @@ class Workflow:
         self._check_inputs(frame.collect_schema(), self.needs(wanted), "the frame")
         return pipeline(self.steps, self.state, wanted)(frame.lazy())
 
-    def transform(
+    def write(
         self,
         source: Source,
         folder: str | os.PathLike[str],
         *,
         columns: Sequence[str] | None = None,
         training: bool | None = None,
-        files: int = 8,
+        num_files: int = 8,
         shuffle: bool = True,
         seed: int = 0,
         row_group_size: int = 1 << 17,
         compression: str = "zstd",
         overwrite: bool = False,
-        memory: int = 1 << 30,
-        engine: str = "cpu",
+        memory_bytes: int = 1 << 30,
+        polars_engine: str = "cpu",
         progress: bool = True,
     ) -> list[Path]:
         """Apply the steps to all rows and write them to ``folder/part-00000.parquet`` and so on.
 
         The folder appears when all files are whole, and not before. What is in them, to the byte, follows from the
-        rows and their order in `source`, the workflow, `files`, `shuffle`, `seed`, `row_group_size` and `compression`,
-        and not from the number of ranks, `memory` or how the source is divided into files.
+        rows and their order in `source`, the workflow, `num_files`, `shuffle`, `seed`, `row_group_size` and
+        `compression`, and not from the number of ranks, `memory_bytes` or how the source is divided into files.
 
         Ranks write different files: say at least as many files as there are ranks. Shuffling on several ranks, or of
-        more rows than fit into a quarter of `memory`, needs as much room on the disk of `folder` as the columns that
-        are needed take in memory.
+        more rows than fit into a quarter of `memory_bytes`, needs as much room on the disk of `folder` as the columns
+        that are needed take in memory.
 
         Args:
             source: As for `fit`.
             columns: Which of the `outputs` to write, in this order. None: all. What they are not made of need not be
                 there, and is not read.
             training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
-            files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+            num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
             shuffle: Whether the rows come in a random order, over all files; otherwise in that of `source`.
             seed: What the random order follows from.
             row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
             compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
-            overwrite: Whether to replace a folder that a transform has written.
-            memory: Bytes that a rank may use for rows, beside vocabularies and joined tables.
-            engine: As for `fit`.
+            overwrite: Whether to replace a folder that `write` has written.
+            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables come on top.
+            polars_engine: As for `fit`.
             progress: As for `fit`.
 
         Returns:
@@ -230,22 +233,22 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `lazy` and `fit`;
-                or `training` is not said, and needed, or said of other rows.
+            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `transform` and
+                `fit`; or `training` is not said, and needed, or said of other rows.
         """
-        wanted, chosen = self._wanted(columns), _engine(engine)
-        described = output.OutputFiles(files, row_group_size, compression, seed if shuffle else None)
+        wanted, chosen = self._wanted(columns), _engine(polars_engine)
+        described = output.OutputFiles(num_files, row_group_size, compression, seed if shuffle else None)
         if training is None and uses_row_numbers(self.steps, wanted):
             raise ValueError(
                 "the workflow has a TargetEncoding: say training=True for the rows that it was fitted to, each of "
                 "which gets the mean of others then, and training=False for any other rows"
             )
-        alike = {"columns": wanted, "folder": os.fspath(folder), "memory": memory, "training": training}
+        alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
             self._check_inputs(given.schema, self._inputs(self.steps, wanted), given.where)
-            ranks.agree("transform", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
+            ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
-                given, rest = self._rows(given, wanted, bool(training), memory, chosen, progress)
+                given, rest = self._rows(given, wanted, bool(training), memory_bytes, chosen, progress)
                 steps = pipeline(rest, self.state, wanted, bool(training))
                 if training and uses_row_numbers(rest, wanted):
                     given = numbered(given, rest, self.state)
@@ -257,20 +260,20 @@ class Workflow:
                     return steps(frame.lazy()).collect(engine=chosen)
 
                 sample = given.head(raw.names())
-                size = rows_in(memory, row_bytes(sample) + row_bytes(apply(sample)))
-                whole = given.rows * (row_bytes(sample) + _POSITION) < memory // 4
-                described = replace(described, count=min(files, given.rows))
+                size = rows_in(memory_bytes, row_bytes(sample) + row_bytes(apply(sample)))
+                whole = given.rows * (row_bytes(sample) + _POSITION) < memory_bytes // 4
+                described = replace(described, num_files=min(num_files, given.rows))
                 output.write(given, raw, apply, described, scratch, size, whole, chosen, progress)
         return [Path(folder) / name for name in described.names]
 
     def _rows(
-        self, given: Input, wanted: Sequence[str], training: bool, memory: int, engine: Any, progress: bool
+        self, given: Input, wanted: Sequence[str], training: bool, memory_bytes: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
         """The rows that no `Filter` leaves out, as they are after the last step about rows; and the steps after it."""
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted), 0
-        size = rows_in(memory, row_bytes(given.head(sorted(columns[0]) or given.schema.names()[:1])))
+        size = rows_in(memory_bytes, row_bytes(given.head(sorted(columns[0]) or given.schema.names()[:1])))
         reading = Reading(size, engine, progress)
         for i, step in enumerate(self.steps):
             if isinstance(step, RowStep) and (step.selects or columns[i + 1].intersection(step.adds)):
@@ -366,11 +369,11 @@ def _engine(name: str) -> Any:
     if name == "cpu":
         return "streaming"
     if name != "gpu":
-        raise ValueError(f"engine={name!r}: 'cpu' or 'gpu'")
+        raise ValueError(f"polars_engine={name!r}: 'cpu' or 'gpu'")
     if find_spec("cudf_polars") is None:
         raise ImportError(
-            "engine='gpu' needs an NVIDIA GPU and cudf-polars (pip install cudf-polars-cu12 --extra-index-url "
-            "https://pypi.nvidia.com); engine='cpu' does not"
+            "polars_engine='gpu' needs an NVIDIA GPU and cudf-polars (pip install cudf-polars-cu12 --extra-index-url "
+            "https://pypi.nvidia.com); polars_engine='cpu' does not"
         )
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     return pl.GPUEngine(device=device, raise_on_fail=True)

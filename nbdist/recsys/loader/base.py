@@ -33,6 +33,8 @@ class Loader(Adapter):
     Each complete iteration is an epoch, and the next has a new order. One that is broken off begins anew, in the same
     order, unless `load_state_dict` or `set_epoch` says otherwise.
 
+    The signatures of `MemoryLoader` and `ParquetLoader` list the arguments with their defaults.
+
     Args:
         batch_size: Rows per step on each rank.
         shuffle: A new random order each epoch; otherwise the order of the input.
@@ -65,16 +67,16 @@ class Loader(Adapter):
         self,
         batch_size: int,
         *,
-        shuffle: bool = False,
-        seed: int | None = None,
-        remainder: str = "keep",
-        keyed: Sequence[str] = (),
-        transform: Callable[[Any], Any] | None = None,
-        device: torch.device | str | int | None = None,
-        prefetch: int | None = None,
-        pin_memory: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
+        shuffle: bool,
+        seed: int | None,
+        remainder: str,
+        keyed: Sequence[str],
+        transform: Callable[[Any], Any] | None,
+        device: torch.device | str | int | None,
+        prefetch: int | None,
+        pin_memory: bool,
+        rank: int | None,
+        world_size: int | None,
     ) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError("rank and world_size belong together: give both or neither")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ class MemoryLoader(Loader):
             not copied, unless their rows lie scattered in memory (columns of a data frame as one array: 5 to 40 times
             as long to gather), and may be on a GPU.
         batch_size: Rows per step on each rank.
-        **options: Those of `Loader`.
+        shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
+            `nbdist.recsys.loader.base.Loader`.
 
     Raises:
         TypeError, ValueError: naming the column: nothing that batches can be made of, nulls, differing row counts.
@@ -55,14 +56,41 @@ class MemoryLoader(Loader):
     _waits = False
     table: Columns
 
-    def __init__(self, data: Any, batch_size: int, **options: Any) -> None:
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        remainder: str = "keep",
+        keyed: Sequence[str] = (),
+        transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
         self._tuples = isinstance(data, (tuple, list))
         self.table = to_table(data)
         first = next(iter(self.table))
         for name, column in self.table.items():
             if rows_of(column) != self.rows:
                 raise ValueError(f"column {name!r} has {rows_of(column)} rows, {first!r} has {self.rows}")
-        super().__init__(batch_size, **options)
+        super().__init__(
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            remainder=remainder,
+            keyed=keyed,
+            transform=transform,
+            device=device,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            rank=rank,
+            world_size=world_size,
+        )
 
     @property
     def rows(self) -> int:
@@ -84,21 +112,22 @@ class MemoryLoader(Loader):
 class ParquetLoader(Loader):
     """Batches from Parquet files, which may be larger than memory.
 
-    If the rows take less than half of `memory`, each rank reads all of them once and the shuffle is as that of
-    `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, divides
-    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory` allows. Files that were
-    written shuffled, with row groups that are small beside the budget, make that as good as a full shuffle.
+    If the rows take less than half of `memory_bytes`, each rank reads all of them once and shuffles them as
+    `MemoryLoader` does. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, divides
+    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory_bytes` allows. Files that
+    were written shuffled, with row groups that are small compared to it, make that as good as a full shuffle.
 
     Args:
         files: A file, a folder, a glob pattern, or several; all with the same schema.
         batch_size: Rows per step on each rank.
         columns: Which columns to read. None: all. Numbers, booleans, lists of them; no nulls.
-        memory: Bytes that a rank may use for rows.
-        **options: Those of `Loader`.
+        memory_bytes: Bytes that a rank may use for rows.
+        shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
+            `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory` is too little
-            for the largest row group.
+        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory_bytes` is too
+            little for the largest row group.
 
     Examples:
         >>> import polars as pl
@@ -117,30 +146,51 @@ class ParquetLoader(Loader):
         batch_size: int,
         *,
         columns: Sequence[str] | None = None,
-        memory: int = 1 << 29,
-        **options: Any,
+        memory_bytes: int = 1 << 29,
+        shuffle: bool = False,
+        seed: int | None = None,
+        remainder: str = "keep",
+        keyed: Sequence[str] = (),
+        transform: Callable[[Any], Any] | None = None,
+        device: torch.device | str | int | None = None,
+        prefetch: int | None = None,
+        pin_memory: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         self._files = ParquetFiles(files, columns)
         self.table: Columns | None = None
         size, rows = self._files.size, self.rows
-        self.whole = size + 8 * rows <= memory // 2
+        self.whole = size + 8 * rows <= memory_bytes // 2
         """Whether all rows are held in memory."""
         largest = max(self._files.groups, key=lambda group: group.size)
         # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
-        ahead = 2 if options.get("prefetch") is None else options["prefetch"]
+        ahead = 2 if prefetch is None else prefetch
         beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
         # Allocators keep a little more than they are asked for.
-        self.window = memory - memory // 16 - beside
+        self.window = memory_bytes - memory_bytes // 16 - beside
         """Bytes of the rows that are held otherwise."""
         if not self.whole and self.window < largest.size + 8 * largest.rows:
             need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
-                f"{largest.size} bytes; with memory={memory} it cannot be read. Say memory={need} or more, or write "
-                "the file with smaller row groups"
+                f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "
+                "more, or write the file with smaller row groups"
             )
-        super().__init__(batch_size, **options)
+        super().__init__(
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            remainder=remainder,
+            keyed=keyed,
+            transform=transform,
+            device=device,
+            prefetch=prefetch,
+            pin_memory=pin_memory,
+            rank=rank,
+            world_size=world_size,
+        )
 
     @property
     def rows(self) -> int:

@@ -75,7 +75,7 @@ class ItemIndex:
             >>> sizes = {name: vocabulary.size for name, vocabulary in workflow.vocabularies.items()}
             >>> model = TwoTower({"user": sizes["user"]}, {"movie": sizes["movie"]})  # stands for a trained one
             >>> movies = likes.select("movie")
-            >>> ItemIndex.of(model.item, workflow.lazy(movies, ["movie"]).collect(), movies["movie"]).vectors.shape
+            >>> ItemIndex.of(model.item, workflow.transform(movies, ["movie"]).collect(), movies["movie"]).vectors.shape
             torch.Size([2, 64])
         """
         weight = next(tower.parameters(), None) if isinstance(tower, torch.nn.Module) else None

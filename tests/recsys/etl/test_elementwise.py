@@ -40,9 +40,9 @@ SCHEMA = {
 STEPS = (
     Bucketize("age", boundaries=[-5, 18.5, 65]),
     FillMissing("visits", value=3),
-    Clip("visits", least=2, most=90),
+    Clip("visits", min_value=2, max_value=90),
     FillMissing("price", value=1),
-    Clip("price", least=0),
+    Clip("price", min_value=0),
     Log("visits", "price"),
     Bucketize("rate", boundaries=[0, 0.1]),
     ListSlice("history", last=2),
@@ -88,7 +88,7 @@ def test_the_server_does_what_training_did(
     ensemble, preprocessing = served
     frame = pl.DataFrame(rows, schema=SCHEMA, orient="row")
     found = preprocessing(ensemble.request(frame))
-    for name, column in workflow.lazy(frame).collect().to_dict().items():
+    for name, column in workflow.transform(frame).collect().to_dict().items():
         if name in ("history", "tags"):
             assert [[code for code in row if code != -1] for row in found[name].tolist()] == column.to_list(), name
         else:
@@ -108,7 +108,7 @@ def test_what_they_do() -> None:
         },
         schema=SCHEMA,
     )
-    found = Workflow(*STEPS).fit(frame, progress=False).lazy(frame).collect().to_dict(as_series=False)
+    found = Workflow(*STEPS).fit(frame, progress=False).transform(frame).collect().to_dict(as_series=False)
     assert found["age"] == [0, 2, 2, 4] and found["rate"] == [0, 1, 2, 3]
     assert found["visits"] == pytest.approx([math.log(x + 1) for x in (3, 2, 90, 2)])
     assert found["price"] == pytest.approx([math.log(2), math.log(2), 0, 1], rel=1e-6)
@@ -138,7 +138,7 @@ def test_a_joined_column_is_changed_after_it_is_joined() -> None:
         "year": {1979: 2, 2000: 3},
         "cast": {"a": 2, "c": 3},
     }
-    assert one.lazy(rows).collect().rows() == [(2, 3, [3]), (1, 2, [2]), (1, 2, [2]), (3, 3, [0])]
+    assert one.transform(rows).collect().rows() == [(2, 3, [3]), (1, 2, [2]), (1, 2, [2]), (3, 3, [0])]
 
 
 def test_a_null_that_no_server_can_take_the_logarithm_of(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_null_that_no_server_can_take_the_logarithm_of(tmp_path: Path) -> None
     [
         (lambda: FillMissing("a", value=math.nan), "value=nan: a number is needed"),
         (lambda: FillMissing(value=1), "no columns are named"),
-        (lambda: Clip("a"), "give least=, most=, or both"),
-        (lambda: Clip("a", least=2, most=1), "least=2 is more than most=1"),
+        (lambda: Clip("a"), "give min_value=, max_value=, or both"),
+        (lambda: Clip("a", min_value=2, max_value=1), "min_value=2 is more than max_value=1"),
         (lambda: Bucketize("a", boundaries=[]), "rising numbers are needed"),
         (lambda: Bucketize("a", boundaries=[1, 1]), "rising numbers are needed"),
         (lambda: ListSlice("a"), "one of the two, at least 1"),
@@ -174,9 +174,9 @@ def test_arguments_that_make_no_sense(make: Any, message: str) -> None:
     [
         (Log("name"), "Log: column 'name' is String: numbers are needed"),
         (ListSlice("age", last=1), "ListSlice: column 'age' is Int8: lists are needed"),
-        (Clip("nowhere", least=1), "no column 'nowhere'"),
+        (Clip("nowhere", min_value=1), "no column 'nowhere'"),
         (FillMissing("age", value=1.5), r"value=1.5 is not one of Int8"),
-        (Clip("age", most=0.5), r"0.5 is not one of Int8"),
+        (Clip("age", max_value=0.5), r"0.5 is not one of Int8"),
         (FillMissing("age", value=300), "FillMissing"),
     ],
 )
@@ -211,11 +211,11 @@ def test_combinations_have_the_same_codes_in_the_server(
     path = tmp_path_factory.mktemp("cross")
     frame = pl.DataFrame(rows, schema=CROSS, orient="row")
     one = Workflow(HashedCross("genre", "age", "free", name="all", num_buckets=num_buckets)).fit(frame, progress=False)
-    codes = one.lazy(frame, ["all"]).collect()["all"].to_list()
+    codes = one.transform(frame, ["all"]).collect()["all"].to_list()
     assert all((code == 0) == (None in row) and 0 <= code <= num_buckets for code, row in zip(codes, rows, strict=True))
     one.save(path / "saved")
     loaded = Workflow.load(path / "saved")
-    assert repr(loaded) == repr(one) and loaded.lazy(frame, ["all"]).collect()["all"].to_list() == codes
+    assert repr(loaded) == repr(one) and loaded.transform(frame, ["all"]).collect()["all"].to_list() == codes
     result = served_steps(one, ["all"])
     result.write(path)
     assert result.inputs == {"genre": "string", "age": "int32", "free": "bool"}
@@ -228,17 +228,20 @@ def test_many_columns_together() -> None:
     """The query grew eightfold with each column: six of them took minutes."""
     rows = pl.DataFrame({name: [1, 2, None] for name in "abcdefgh"})
     one = Workflow(HashedCross(*rows.columns, name="all", num_buckets=1000)).fit(rows, progress=False)
-    first, second, third = one.lazy(rows).collect()["all"].to_list()
+    first, second, third = one.transform(rows).collect()["all"].to_list()
     assert first != second and third == 0
 
 
 def test_combinations_are_told_apart() -> None:
     rows = [(a, b) for a in range(60) for b in range(60)]
     frame = pl.DataFrame(rows, schema=["a", "b"], orient="row")
-    codes = Workflow(HashedCross("a", "b", name="c", num_buckets=1 << 40)).fit(frame, progress=False).lazy(frame)
+    codes = Workflow(HashedCross("a", "b", name="c", num_buckets=1 << 40)).fit(frame, progress=False).transform(frame)
     assert codes.collect()["c"].n_unique() == len(rows), "and (1, 2) is not (2, 1)"
     spread = (
-        Workflow(HashedCross("a", "b", name="c", num_buckets=10)).fit(frame, progress=False).lazy(frame).collect()["c"]
+        Workflow(HashedCross("a", "b", name="c", num_buckets=10))
+        .fit(frame, progress=False)
+        .transform(frame)
+        .collect()["c"]
     )
     assert spread.value_counts()["count"].min() > 280
 
@@ -269,7 +272,7 @@ def test_numbers_made_of_codes_are_served_as_numbers(tmp_path: Path, step: Any) 
     one = Workflow(Categorify("x"), step).fit(rows, progress=False)
     result = served_steps(one, ["x"])
     result.write(tmp_path)
-    expected = one.lazy(rows).collect()["x"].to_numpy()
+    expected = one.transform(rows).collect()["x"].to_numpy()
     assert result.outputs["x"].dtype == expected.dtype and result.outputs["x"].size is None
     found = Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))["x"]
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6)

@@ -20,8 +20,8 @@ def description(folder: Path) -> dict[str, Any]:
 
 def check(workflow: Workflow, name: str) -> None:
     case, folder = make.CASES[name], make.HERE / name
-    assert_frame_equal(make.lazy(workflow, case), pl.read_parquet(folder / "lazy.parquet"), rel_tol=1e-6)
-    assert_frame_equal(make.transformed(workflow), pl.read_parquet(folder / "transform.parquet"), rel_tol=1e-6)
+    assert_frame_equal(make.transformed(workflow, case), pl.read_parquet(folder / "transformed.parquet"), rel_tol=1e-6)
+    assert_frame_equal(make.written(workflow), pl.read_parquet(folder / "written.parquet"), rel_tol=1e-6)
     expected = json.loads((folder / "served.json").read_text("utf8"))
     found = make.as_json(make.served(workflow, case))
     assert found.keys() == expected.keys()

@@ -104,7 +104,7 @@ def join(columns: Columns, on: str) -> Step | None:
 MAKERS: dict[str, Callable[[Columns], Step | None]] = {
     "fill_missing": lambda c: FillMissing(*c.numbers, value=3),
     "log": lambda c: Log(*c.numbers),
-    "clip": lambda c: Clip(*c.numbers, least=1, most=100),
+    "clip": lambda c: Clip(*c.numbers, min_value=1, max_value=100),
     "round": lambda c: Round(*c.numbers, decimals=1),
     "bucketize": lambda c: Bucketize(*c.numbers, boundaries=[-1, 0.5, 7]),
     "list_slice": lambda c: ListSlice(*c.lists, last=2),
@@ -145,7 +145,7 @@ def fitted(first: str, second: str, train: pl.DataFrame) -> Workflow | None:
 
 def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
     """A server's answer is polars'; it may refuse what is null, or was before the last step."""
-    expected = workflow.lazy(asked).collect()
+    expected = workflow.transform(asked).collect()
     served = []
     for name in workflow.outputs:
         try:

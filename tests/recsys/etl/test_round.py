@@ -21,7 +21,7 @@ from nbdist.recsys.triton.served.preprocess import Preprocessing
 def test_what_it_does(tmp_path: Path) -> None:
     rows = pl.DataFrame({"a": [0.125, -0.375, math.inf, 1e300, None], "b": [0.5, 1.5, 2.5, -0.4, 0.0], "c": range(5)})
     one = Workflow(Round("a", decimals=2), Round("b", "c")).fit(rows, progress=False)
-    assert one.lazy(rows).collect().to_dict(as_series=False) == {
+    assert one.transform(rows).collect().to_dict(as_series=False) == {
         "a": [0.12, -0.38, math.inf, 1e300, None],
         "b": [0.0, 2.0, 2.0, -0.0, 0.0],
         "c": [0, 1, 2, 3, 4],
@@ -29,7 +29,7 @@ def test_what_it_does(tmp_path: Path) -> None:
     one.save(tmp_path / "saved")
     loaded = Workflow.load(tmp_path / "saved")
     assert repr(loaded) == repr(one) == "Workflow(Round('a', decimals=2), Round('b', 'c', decimals=0))"
-    assert loaded.lazy(rows).collect().equals(one.lazy(rows).collect())
+    assert loaded.transform(rows).collect().equals(one.transform(rows).collect())
 
 
 @given(st.lists(st.tuples(st.floats(), st.floats(width=32), st.integers(-5, 5)), min_size=1), st.integers(0, 15))
@@ -42,7 +42,7 @@ def test_a_server_rounds_as_training_did(
     result = served_steps(one, ["a", "b", "c"])
     result.write(path)
     found = Preprocessing(path)(Ensemble(path, "", result.inputs, "").request(frame))
-    for name, column in one.lazy(frame).collect().to_dict().items():
+    for name, column in one.transform(frame).collect().to_dict().items():
         assert found[name].dtype == column.to_numpy().dtype
         np.testing.assert_array_equal(found[name][:, 0], column.to_numpy(), err_msg=name)
 

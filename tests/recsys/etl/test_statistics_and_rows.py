@@ -120,7 +120,7 @@ def test_they_are_what_a_reference_says(
 ) -> None:
     path = tmp_path_factory.mktemp("features")
     train = frame_of(seen)
-    one = Workflow(*STEPS).fit(write(path / "in", train, cuts), memory=memory, progress=False)
+    one = Workflow(*STEPS).fit(write(path / "in", train, cuts), memory_bytes=memory, progress=False)
     assert one.state.tables.keys() == Workflow(*STEPS).fit(train, progress=False).state.tables.keys()
     for name, table in Workflow(*STEPS).fit(train, progress=False).state.tables.items():
         assert table.equals(one.state.tables[name]), f"{name} does not depend on files and memory"
@@ -132,10 +132,10 @@ def test_they_are_what_a_reference_says(
     labels = [row[5] for row in seen if row[5] is not None]
     prior = sum(labels) / len(labels)
 
-    lazy = one.lazy(frame_of(asked), MADE).collect()
+    answers = one.transform(frame_of(asked), MADE).collect()
     times, last = [row[4] for row in seen], len(seen) - 1
     deviation = statistics.stdev(times) if last else 0
-    for row, found in zip(asked, lazy.iter_rows(named=True), strict=True):
+    for row, found in zip(asked, answers.iter_rows(named=True), strict=True):
         for name, by in (("user", (row[1],)), ("user_genre", (row[1], row[2]))):
             expected = every | numbers([other[3] for other in by_key[by]])
             assert found[f"{name}_count"] == len(by_key[by])
@@ -152,7 +152,7 @@ def test_they_are_what_a_reference_says(
     one.save(path / "saved")
     loaded = Workflow.load(path / "saved")
     assert repr(loaded) == repr(one) and loaded.describe() == one.describe()
-    assert loaded.lazy(frame_of(asked), MADE).collect().equals(lazy)
+    assert loaded.transform(frame_of(asked), MADE).collect().equals(answers)
     result = served_steps(loaded, MADE)
     result.write(path)
     assert "label" not in result.inputs
@@ -161,14 +161,14 @@ def test_they_are_what_a_reference_says(
     )
     served = Preprocessing(path)(request)
     for name in MADE:
-        assert served[name].dtype == lazy[name].to_numpy().dtype
-        np.testing.assert_array_equal(served[name][:, 0], lazy[name].to_numpy(), err_msg=name)
+        assert served[name].dtype == answers[name].to_numpy().dtype
+        np.testing.assert_array_equal(served[name][:, 0], answers[name].to_numpy(), err_msg=name)
 
     # And so do files.
-    files = loaded.transform(
-        frame_of(asked), path / "out", training=False, shuffle=False, memory=memory, progress=False
+    files = loaded.write(
+        frame_of(asked), path / "out", training=False, shuffle=False, memory_bytes=memory, progress=False
     )
-    assert pl.concat(map(pl.read_parquet, files)).equals(loaded.lazy(frame_of(asked)).collect())
+    assert pl.concat(map(pl.read_parquet, files)).equals(loaded.transform(frame_of(asked)).collect())
 
 
 @given(rows.filter(learnable), st.data())
@@ -185,7 +185,7 @@ def test_no_row_sees_its_own_target(
     for label in (True, False):
         frame = frame_of([(*row[:5], label if row[0] == number else row[5]) for row in rows])
         one = Workflow(encoding).fit(frame, progress=False)
-        files = one.transform(frame, path / str(label), training=True, seed=3, progress=False)
+        files = one.write(frame, path / str(label), training=True, seed=3, progress=False)
         done = pl.concat(map(pl.read_parquet, files)).sort("row")
         assert (
             done["row"].to_list() == list(range(len(rows))) and not done[encoding.adds].null_count().sum_horizontal()[0]
@@ -202,8 +202,8 @@ def test_means_are_out_of_fold(tmp_path: Path) -> None:
     one = Workflow(TargetEncoding("movie", target="label", smoothing=0)).fit(frame, progress=False)
     coded = {}
     for training in (True, False):
-        (file,) = one.transform(
-            frame, tmp_path / str(training), training=training, files=1, shuffle=False, progress=False
+        (file,) = one.write(
+            frame, tmp_path / str(training), training=training, num_files=1, shuffle=False, progress=False
         )
         coded[training] = pl.read_parquet(file)
     # The labels are random, so a movie's mean says nothing of a row; but where the row itself is in it, it does.
@@ -257,10 +257,12 @@ def test_what_is_learnt_goes_on(tmp_path_factory: pytest.TempPathFactory, first:
         raise
     assert new.rows == both.rows
     asked = frame_of(first + second)
-    found, expected = (one.lazy(asked, [name for name in MADE if name != "price"]).collect() for one in (new, both))
+    found, expected = (
+        one.transform(asked, [name for name in MADE if name != "price"]).collect() for one in (new, both)
+    )
     for name in found.columns:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-6, atol=1e-6, err_msg=name)
-    files = new.transform(frame_of(second), path.with_name("out"), training=True, progress=False)
+    files = new.write(frame_of(second), path.with_name("out"), training=True, progress=False)
     assert sum(pl.read_parquet(file).height for file in files) == len(second), "today's rows are those in folds"
 
 
@@ -310,24 +312,24 @@ def test_filters_and_differences(
     folder = write(path / "in", frame, cuts)
     if not kept:
         with pytest.raises(ValueError, match="is true for none of the"):
-            one.fit(folder, memory=memory, progress=False)
+            one.fit(folder, memory_bytes=memory, progress=False)
         return
-    one.fit(folder, memory=memory, progress=False)
+    one.fit(folder, memory_bytes=memory, progress=False)
     assert one.rows == len(kept)
     codes = one.vocabularies["user"].mapping()
     expected = [(0 if user is None else codes[user], *rest) for user, *rest in expected]
     one.save(path / "saved")
     for training, each in ((None, one), (True, Workflow.load(path / "saved"))):
-        options: dict[str, Any] = {"training": training, "files": 2, "memory": memory, "progress": False}
-        files = each.transform(folder, path / "plain", shuffle=False, row_group_size=2, overwrite=True, **options)
+        options: dict[str, Any] = {"training": training, "num_files": 2, "memory_bytes": memory, "progress": False}
+        files = each.write(folder, path / "plain", shuffle=False, row_group_size=2, overwrite=True, **options)
         assert [row for file in files for row in pl.read_parquet(file).rows()] == expected
-        files = each.transform(folder, path / "mixed", overwrite=True, **options)
+        files = each.write(folder, path / "mixed", overwrite=True, **options)
         found = [row for file in files for row in pl.read_parquet(file).rows()]
         assert sorted(found, key=repr) == sorted(expected, key=repr)
     if not filtered:
-        assert one.lazy(frame).collect().rows() == expected
-    lazy = one.lazy(frame.drop("keep"), ["user"]).collect()
-    assert lazy.height == len(rows), "every row is answered"
+        assert one.transform(frame).collect().rows() == expected
+    answers = one.transform(frame.drop("keep"), ["user"]).collect()
+    assert answers.height == len(rows), "every row is answered"
 
 
 def test_steps_see_the_rows_that_are_left() -> None:
@@ -354,8 +356,8 @@ def test_only_what_is_wanted_has_to_be_there(tmp_path: Path) -> None:
     ).fit(rows, progress=False)
 
     def done(columns: list[str], frame: pl.DataFrame) -> list[Any]:
-        options: dict[str, Any] = {"files": 1, "shuffle": False, "progress": False, "overwrite": True}
-        (file,) = one.transform(frame, tmp_path / "out", columns=columns, **options)
+        options: dict[str, Any] = {"num_files": 1, "shuffle": False, "progress": False, "overwrite": True}
+        (file,) = one.write(frame, tmp_path / "out", columns=columns, **options)
         return pl.read_parquet(file).rows()
 
     assert done(["c_difference_lag_1"], rows.select("user", "a")) == [(None,), (2,), (None,)]
@@ -379,7 +381,7 @@ def test_a_request_has_no_row_before_it() -> None:
 def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
     one = Workflow(Normalize("x")).fit(pl.DataFrame({"x": [1, 3]}), progress=False)
     rows = pl.DataFrame({"x": [None, 2]}, schema={"x": pl.Int64})
-    assert one.lazy(rows).collect()["x"].to_list() == [None, 0.0]
+    assert one.transform(rows).collect()["x"].to_list() == [None, 0.0]
     result = served_steps(one, ["x"])
     result.write(tmp_path)
     with pytest.raises(ValueError, match="there is a null in a column that is normalized"):
@@ -447,10 +449,10 @@ def test_what_training_means_has_to_be_said(tmp_path: Path) -> None:
     rows = pl.DataFrame({"user": [1, 2, 1], "label": [0, 1, 1]})
     one = Workflow(TargetEncoding("user", target="label")).fit(rows, progress=False)
     with pytest.raises(ValueError, match="say training=True for the rows that it was fitted to"):
-        one.transform(rows, tmp_path / "out", progress=False)
+        one.write(rows, tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match="2 rows with training=True, but 'TE_user_label' was fitted to 3"):
-        one.transform(rows[:2], tmp_path / "out", training=True, progress=False)
-    one.transform(rows, tmp_path / "out", columns=["user"], progress=False)  # of which nothing is encoded
+        one.write(rows[:2], tmp_path / "out", training=True, progress=False)
+    one.write(rows, tmp_path / "out", columns=["user"], progress=False)  # of which nothing is encoded
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
@@ -463,10 +465,10 @@ def test_types_of_keys(tmp_path: Path) -> None:
     ):
         rows = pl.DataFrame({"key": values, "y": [1, 2, 3, 4]}, schema={"key": dtype, "y": pl.UInt8})
         steps = JoinGroupby("key", ("key", "y"), columns="y", stats=["count", "max"]), TargetEncoding("key", target="y")
-        one = Workflow(*steps).fit(rows, memory=1, progress=False)
-        found = one.lazy(rows, ["key_count", "key_y_max", "key_y_count"]).collect()
+        one = Workflow(*steps).fit(rows, memory_bytes=1, progress=False)
+        found = one.transform(rows, ["key_count", "key_y_max", "key_y_count"]).collect()
         assert found.rows() == [(2, 4, 1), (1, 2, 1), (1, 3, 1), (2, 4, 1)]
         one.save(tmp_path / "saved", overwrite=True)
-        assert Workflow.load(tmp_path / "saved").lazy(rows).collect().equals(one.lazy(rows).collect())
+        assert Workflow.load(tmp_path / "saved").transform(rows).collect().equals(one.transform(rows).collect())
     steps_file = json.loads((tmp_path / "saved" / "workflow.json").read_text())["steps"]
     assert [step["kind"] for step in steps_file] == ["join_groupby", "target_encoding"]

@@ -108,7 +108,7 @@ def test_what_is_exported(workflow: Workflow, model: Taste, tmp_path: Path, fill
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0, msg="the model is left as it is")
     session = onnxruntime.InferenceSession(tmp_path / "repository" / "taste_model" / "1" / "model.onnx")
     asked = pl.DataFrame({"user": [None, "a"], "movie": [77, 1], "tags": [["?"], ["x"]]}, schema=ROWS.schema)
-    (batch,) = MemoryLoader(workflow.lazy(asked).collect(), 2)
+    (batch,) = MemoryLoader(workflow.transform(asked).collect(), 2)
     request = {
         name: (column.values if isinstance(column, Ragged) else column).numpy().reshape(2, 1)
         for name, column in batch.items()

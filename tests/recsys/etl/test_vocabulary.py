@@ -127,7 +127,7 @@ def test_ranks_grow_it_as_one_process_does() -> None:
 def test_columns_with_one_vocabulary(tmp_path: Path) -> None:
     rows = pl.DataFrame({"movie": ["x", "y", None], "seen": [["z", "y"], [], None], "tag": ["y", "y", "q"]})
     one = Workflow(Categorify(("movie", "seen"), "tag", min_count={"seen": 1})).fit(rows, progress=False)
-    assert one.lazy(rows).collect().to_dict(as_series=False) == {
+    assert one.transform(rows).collect().to_dict(as_series=False) == {
         "movie": [3, 2, 0],  # y was seen twice, in both columns together
         "seen": [[4, 2], [], [0]],
         "tag": [2, 2, 3],
@@ -137,7 +137,7 @@ def test_columns_with_one_vocabulary(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "one" / "workflow.json").read_text())["steps"][0]["columns"]
     assert saved["movie"]["vocabulary"] == saved["seen"]["vocabulary"] != saved["tag"]["vocabulary"]
     loaded = Workflow.load(tmp_path / "one")
-    assert repr(loaded) == repr(one) and loaded.lazy(rows).collect().equals(one.lazy(rows).collect())
+    assert repr(loaded) == repr(one) and loaded.transform(rows).collect().equals(one.transform(rows).collect())
     grown = Workflow(*one.steps).fit(rows.with_columns(movie=pl.lit("w")), previous=loaded, progress=False)
     assert (
         grown.vocabularies["movie"].mapping()
@@ -194,13 +194,13 @@ def test_unknown_values_are_hashed(values: list[Any], listed: bool, tmp_path: Pa
     one = Workflow(Categorify("user", min_count=2, num_buckets=7)).fit(rows(day), progress=False)
     vocabulary = one.vocabularies["user"]
     assert (vocabulary.num_buckets, vocabulary.first_code, vocabulary.size) == (7, 8, 18)
-    codes = one.lazy(rows(day)).collect()["user"].explode().to_list()
+    codes = one.transform(rows(day)).collect()["user"].explode().to_list()
     assert codes[:10] == list(range(8, 18)) and set(codes[20:]) <= set(range(1, 8)) and len(set(codes[20:])) > 4
     counted = Counter(codes[20:])
     assert vocabulary.bucket_counts.to_list() == [counted[code] for code in range(1, 8)]
     one.save(tmp_path / "one")
     loaded = Workflow.load(tmp_path / "one")
-    assert loaded.lazy(rows(day)).collect()["user"].explode().to_list() == codes
+    assert loaded.transform(rows(day)).collect()["user"].explode().to_list() == codes
     assert loaded.vocabularies["user"].bucket_counts.equals(vocabulary.bucket_counts)
 
     class Model(torch.nn.Module):
@@ -222,7 +222,7 @@ def test_unknown_values_are_hashed(values: list[Any], listed: bool, tmp_path: Pa
 def test_a_vocabulary_of_buckets_alone() -> None:
     one = fitted(list(range(100)), num_buckets=5, max_size=6)
     assert one.vocabularies["user"].mapping() == {} and one.embedding_sizes["user"][0] == 6
-    codes = one.lazy(pl.DataFrame({"user": [*range(200), None]})).collect()["user"]
+    codes = one.transform(pl.DataFrame({"user": [*range(200), None]})).collect()["user"]
     assert codes[-1] == 0 and set(codes.to_list()) == set(range(6))
 
 

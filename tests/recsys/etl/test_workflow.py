@@ -160,7 +160,7 @@ def test_any_rows_in_any_files_are_what_the_reference_says(
     frame = pl.DataFrame(rows, schema=SCHEMA)
     folder = write(base / "rows", frame, cuts, group)
     reference = Reference(rows, movies, sizes)
-    one = workflow(movies, sizes).fit(folder, memory=5000, progress=False)
+    one = workflow(movies, sizes).fit(folder, memory_bytes=5000, progress=False)
     assert {name: vocabulary.mapping() for name, vocabulary in one.vocabularies.items()} == reference.codes
     assert {name: size for name, (size, _) in one.embedding_sizes.items()} == {
         name: 2 + len(codes) for name, codes in reference.codes.items()
@@ -169,10 +169,10 @@ def test_any_rows_in_any_files_are_what_the_reference_says(
     for name, vocabulary in one.vocabularies.items():
         seen = [c for row in expected for c in (row[name] if isinstance(row[name], list) else [row[name]])]
         assert (vocabulary.nulls, vocabulary.unseen) == (seen.count(0), seen.count(1)), name
-    assert one.lazy(frame).collect().to_dicts() == expected
+    assert one.transform(frame).collect().to_dicts() == expected
 
-    options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 3, "overwrite": True}
-    paths = one.transform(folder, base / "out", seed=7, memory=3000, progress=False, **options)
+    options: dict[str, Any] = {"num_files": files, "shuffle": shuffle, "row_group_size": 3, "overwrite": True}
+    paths = one.write(folder, base / "out", seed=7, memory_bytes=3000, progress=False, **options)
     found = contents(paths)
     assert sorted(found, key=lambda row: row["row"]) == expected
     assert found == expected or shuffle
@@ -182,7 +182,7 @@ def test_any_rows_in_any_files_are_what_the_reference_says(
 
     # How the rows come to it, and how many are in memory at once, makes no difference, to the byte.
     before = [path.read_bytes() for path in paths]
-    again = one.transform(frame, base / "out", seed=7, progress=False, **options)
+    again = one.write(frame, base / "out", seed=7, progress=False, **options)
     assert [path.read_bytes() for path in again] == before
 
 
@@ -190,11 +190,14 @@ def test_other_rows_have_unseen_and_null_codes(base: Path) -> None:
     train = pl.DataFrame({"user": ["b", "a", "b", None], "tags": [["x"], ["x", None], [], None]})
     one = Workflow(Categorify("user", "tags")).fit(train, progress=False)
     other = pl.DataFrame({"user": ["a", "b", "c", None], "tags": [["y", "x"], None, [], [None]]})
-    assert one.lazy(other).collect().to_dict(as_series=False) == {"user": [3, 2, 1, 0], "tags": [[1, 2], [0], [], [0]]}
+    assert one.transform(other).collect().to_dict(as_series=False) == {
+        "user": [3, 2, 1, 0],
+        "tags": [[1, 2], [0], [], [0]],
+    }
     nothing = pl.DataFrame({"user": [None], "tags": [None]}, schema=train.schema)
-    assert one.lazy(nothing).collect().to_dicts() == [{"user": 0, "tags": [0]}]
+    assert one.transform(nothing).collect().to_dicts() == [{"user": 0, "tags": [0]}]
     empty = Workflow(Categorify("user", "tags")).fit(nothing, progress=False)
-    assert empty.lazy(other).collect().to_dict(as_series=False) == {
+    assert empty.transform(other).collect().to_dict(as_series=False) == {
         "user": [1, 1, 1, 0],
         "tags": [[1, 1], [0], [], [0]],
     }
@@ -205,7 +208,7 @@ def test_integers_far_from_those_that_are_known(known: list[int]) -> None:
     one = Workflow(Categorify("id")).fit(pl.DataFrame({"id": known}), progress=False)
     ids = [-(2**63), -(2**63) + 1, -3, 0, 4, 5, 6, 7, 2**32 + 5, 2**62, 2**63 - 1, None]
     codes = codes_of(known, 1, None)
-    found = one.lazy(pl.DataFrame({"id": ids})).collect()["id"].to_list()
+    found = one.transform(pl.DataFrame({"id": ids})).collect()["id"].to_list()
     assert found == [code(codes, value) for value in ids]
 
 
@@ -232,8 +235,8 @@ def test_types_of_categories(base: Path, values: list[Any], dtype: Any, codes: l
     write(base / "types", frame, [1, 3], 2)
     one = Workflow(Categorify("c")).fit(base / "types", progress=False)
     expected = [[c] for c in codes] if listed else codes
-    assert one.lazy(frame).collect()["c"].to_list() == expected
-    paths = one.transform(base / "types", base / "typed", files=2, memory=1, progress=False, overwrite=True)
+    assert one.transform(frame).collect()["c"].to_list() == expected
+    paths = one.write(base / "types", base / "typed", num_files=2, memory_bytes=1, progress=False, overwrite=True)
     assert sorted(pl.concat(map(pl.read_parquet, paths))["c"].to_list()) == sorted(expected)
 
 
@@ -251,7 +254,7 @@ def test_columns_that_pass_through_keep_type_and_value(base: Path) -> None:
     )
     write(base / "through", frame, [20], 6)
     one = Workflow().fit(base / "through", progress=False)
-    paths = one.transform(base / "through", base / "passed", files=3, memory=1, row_group_size=5, progress=False)
+    paths = one.write(base / "through", base / "passed", num_files=3, memory_bytes=1, row_group_size=5, progress=False)
     found = pl.concat(map(pl.read_parquet, paths))
     assert found.schema == frame.schema and found.sort("row").equals(frame) and not found.equals(frame)
 
@@ -267,7 +270,7 @@ def test_steps_see_what_the_steps_before_them_made() -> None:
         Compute(movie=pl.col("movie") * 10),
         Categorify("movie"),
     ).fit(frame, progress=False)
-    assert one.lazy(frame).collect().to_dict(as_series=False) == {
+    assert one.transform(frame).collect().to_dict(as_series=False) == {
         "movie": [2, 2, 3, 4, 0],
         "genre": [3, 3, 2, 2, 2],
         "raw": ["a", "a", "b", None, None],
@@ -280,8 +283,8 @@ def test_columns_can_have_any_name(base: Path) -> None:
     table = pl.DataFrame({"count": [1, 2], "len": ["x", "y"]})
     one = Workflow(Join(table, on="count"), Categorify("count", "value", "len")).fit(frame, progress=False)
     expected = {"count": [2, 2, 3], "value": [[2], [2, 3], [0]], "position": [0.5, 1.0, 1.5], "len": [2, 2, 3]}
-    assert one.lazy(frame).collect().to_dict(as_series=False) == expected
-    (path,) = one.transform(frame, base / "named", files=1, progress=False)
+    assert one.transform(frame).collect().to_dict(as_series=False) == expected
+    (path,) = one.write(frame, base / "named", num_files=1, progress=False)
     assert pl.read_parquet(path).sort("position").to_dict(as_series=False) == expected
 
 
@@ -289,7 +292,7 @@ def test_a_dropped_column_can_come_back_from_a_table() -> None:
     frame = pl.DataFrame({"id": [1, 2], "name": ["x", "y"]})
     table = pl.DataFrame({"id": [1, 2], "name": ["b", "a"]})
     one = Workflow(Drop("name"), Join(table, on="id"), Categorify("name")).fit(frame, progress=False)
-    assert one.lazy(frame).collect().to_dict(as_series=False) == {"id": [1, 2], "name": [3, 2]}
+    assert one.transform(frame).collect().to_dict(as_series=False) == {"id": [1, 2], "name": [3, 2]}
 
 
 def test_only_what_is_wanted_has_to_be_there(base: Path) -> None:
@@ -300,10 +303,10 @@ def test_only_what_is_wanted_has_to_be_there(base: Path) -> None:
     assert one.needs(["genre", "user"]) == {"user": "int64", "movie": "int64"}
     assert one.needs(["label"]) == {"rating": "float64"} and one.needs(["one"]) == {}
     request = pl.DataFrame({"movie": [2], "user": [7], "genre": ["a"]})  # a column that the join adds: not looked at
-    assert one.lazy(request, ["genre", "user"]).collect().to_dicts() == [{"genre": 3, "user": 2}]
+    assert one.transform(request, ["genre", "user"]).collect().to_dicts() == [{"genre": 3, "user": 2}]
     with pytest.raises(ValueError, match="the frame: there is no column 'rating', but 'movie', 'user', 'genre'"):
-        one.lazy(request)
-    (path,) = one.transform(request, base / "wanted", columns=["one"], progress=False)
+        one.transform(request)
+    (path,) = one.write(request, base / "wanted", columns=["one"], progress=False)
     assert pl.read_parquet(path).to_dicts() == [{"one": 1}]
 
 
@@ -312,7 +315,7 @@ def test_lazy_frames_and_several_paths(base: Path) -> None:
     rows = frame.lazy().filter("keep")
     one = Workflow(Categorify("user")).fit(rows, progress=False)
     assert one.rows == 3 and one.vocabularies["user"].mapping() == {3: 2, 1: 3}
-    paths = one.transform(rows, base / "of lazy", shuffle=False, files=1, progress=False)
+    paths = one.write(rows, base / "of lazy", shuffle=False, num_files=1, progress=False)
     assert contents(paths) == [{"user": 2, "keep": True}, {"user": 3, "keep": True}, {"user": 2, "keep": True}]
     folder = write(base / "year=2020 [x]", frame, [2], 10)  # neither a partition nor a pattern
     assert one.fit([folder / "00.parquet", str(folder / "01.parquet")], progress=False).rows == 4
@@ -366,7 +369,7 @@ def test_the_seed_decides(base: Path) -> None:
     one = Workflow().fit(frame, progress=False)
 
     def order(seed: int) -> list[int]:
-        paths = one.transform(frame, base / "seeds", seed=seed, files=2, overwrite=True, progress=False)
+        paths = one.write(frame, base / "seeds", seed=seed, num_files=2, overwrite=True, progress=False)
         return [row["row"] for row in contents(paths)]
 
     assert order(1) == order(1) != order(2) and order(-1) != order(1)
@@ -413,7 +416,7 @@ def test_what_is_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
     other = Workflow.load(tmp_path / "one")
     assert other.describe() == one.describe() == json.loads((tmp_path / "one" / "workflow.json").read_text())
     assert list(other.outputs) == list(one.outputs) == ["user", "movie", "tags", "genres", "label", "a b"]
-    assert other.lazy(frame).collect().equals(one.lazy(frame).collect())
+    assert other.transform(frame).collect().equals(one.transform(frame).collect())
     assert repr(other) == repr(one) and other.embedding_sizes == one.embedding_sizes and other.rows == 4
     other.save(tmp_path / "other")
     for path in (tmp_path / "one").iterdir():
@@ -421,7 +424,7 @@ def test_what_is_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="overwrite=True"):
         other.save(tmp_path / "one")
     other.save(tmp_path / "one", overwrite=True)
-    assert pickle.loads(pickle.dumps(one)).lazy(frame).collect().equals(one.lazy(frame).collect())
+    assert pickle.loads(pickle.dumps(one)).transform(frame).collect().equals(one.transform(frame).collect())
 
 
 def test_it_can_be_applied_without_polars(tmp_path: Path) -> None:
@@ -446,7 +449,7 @@ def test_it_can_be_applied_without_polars(tmp_path: Path) -> None:
         return {name: row[name] for name in ("user", "movie", "tags", "genres")}
 
     wanted = ["user", "movie", "tags", "genres"]
-    assert [apply(row) for row in frame.to_dicts()] == one.lazy(frame, wanted).collect().to_dicts()
+    assert [apply(row) for row in frame.to_dicts()] == one.transform(frame, wanted).collect().to_dicts()
     assert saved["inputs"] == {"user": "int64", "movie": "int64", "rating": "float64", "tags": "list[string]"}
     assert saved["outputs"]["genres"] == "list[int64]" and saved["outputs"]["label"] == "bool"
 
@@ -577,8 +580,8 @@ ROWS = pl.DataFrame({"a": [1, 2, 3], "b": [0.5, 1.0, 1.5], "s": ["x", "y", "z"],
 def test_expressions_that_work_row_by_row(expression: pl.Expr) -> None:
     one = Workflow(Compute(x=expression)).fit(ROWS, progress=False)
     expected = ROWS.with_columns(expression.alias("x"))
-    assert one.lazy(ROWS).collect().equals(expected)
-    assert pl.concat([one.lazy(ROWS[i : i + 1]).collect() for i in range(3)]).equals(expected)
+    assert one.transform(ROWS).collect().equals(expected)
+    assert pl.concat([one.transform(ROWS[i : i + 1]).collect() for i in range(3)]).equals(expected)
 
 
 @pytest.mark.parametrize(
@@ -625,7 +628,7 @@ def test_bytes_in_expressions_are_kept(tmp_path: Path) -> None:
     frame = pl.DataFrame({"key": [b"abcdefgh", b"other", None]})
     one = Workflow(Compute(x=pl.col("key") == b"abcdefgh")).fit(frame, progress=False)
     one.save(tmp_path / "saved")
-    assert Workflow.load(tmp_path / "saved").lazy(frame).collect()["x"].to_list() == [True, False, None]
+    assert Workflow.load(tmp_path / "saved").transform(frame).collect()["x"].to_list() == [True, False, None]
 
 
 @pytest.mark.parametrize(
@@ -655,7 +658,7 @@ def test_columns_that_do_not_fit(tmp_path: Path, step: Any, message: str) -> Non
 def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
     one = Workflow(Categorify("user"))
     with pytest.raises(RuntimeError, match="not fitted: call fit"):
-        one.lazy(FRAME)
+        one.transform(FRAME)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         one.fit(tmp_path / "nowhere", progress=False)
     with pytest.raises(ValueError, match="the frame: no rows"):
@@ -668,17 +671,17 @@ def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
         (FRAME.cast({"user": pl.Int8}), "the frame: column 'user' is int8, but it was int64 in fit"),
     ):
         with pytest.raises(ValueError, match=message):
-            one.transform(other, out, progress=False)
+            one.write(other, out, progress=False)
     for options, message in (
-        ({"files": 0}, "files=0: at least 1"),
+        ({"num_files": 0}, "num_files=0: at least 1"),
         ({"row_group_size": 0}, "row_group_size=0"),
         ({"compression": "rar"}, "compression='rar': one of 'zstd'"),
-        ({"engine": "warp"}, "engine='warp': 'cpu' or 'gpu'"),
+        ({"polars_engine": "warp"}, "polars_engine='warp': 'cpu' or 'gpu'"),
         ({"columns": ["item"]}, "'item' is not among the outputs, 'user', 'score', 'name'"),
         ({"columns": "user"}, "columns='user': a list"),
     ):
         with pytest.raises(ValueError, match=message):
-            one.transform(FRAME, out, progress=False, **options)  # type: ignore[arg-type]
+            one.write(FRAME, out, progress=False, **options)  # type: ignore[arg-type]
     assert os.listdir(tmp_path) == []
 
 
@@ -697,8 +700,8 @@ def test_files_that_differ(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"b.parquet: not a whole Parquet file"):
         one.fit(tmp_path, progress=False)
     FRAME.select("name", "user", "score").write_parquet(tmp_path / "b.parquet")  # another order is no difference
-    assert one.fit(tmp_path, progress=False).lazy(FRAME).collect().height == 2
-    assert one.transform(tmp_path, tmp_path / "out", files=1, progress=False)
+    assert one.fit(tmp_path, progress=False).transform(FRAME).collect().height == 2
+    assert one.write(tmp_path, tmp_path / "out", num_files=1, progress=False)
 
 
 def test_a_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -716,7 +719,7 @@ def test_a_file_that_is_damaged_inside(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             Workflow(Categorify("user")).fit(damaged, progress=False)
         with pytest.raises(ValueError, match=message):
-            one.transform(damaged, tmp_path / "out", progress=False)
+            one.write(damaged, tmp_path / "out", progress=False)
     assert sorted(os.listdir(tmp_path)) == ["a.parquet", "damaged"]
 
 
@@ -724,17 +727,17 @@ def test_the_gpu_engine_is_not_replaced_by_another() -> None:
     import importlib.util
 
     if importlib.util.find_spec("cudf_polars") is None:
-        with pytest.raises(ImportError, match="engine='gpu' needs an NVIDIA GPU and cudf-polars"):
-            Workflow(Categorify("user")).fit(FRAME, engine="gpu", progress=False)
+        with pytest.raises(ImportError, match="polars_engine='gpu' needs an NVIDIA GPU and cudf-polars"):
+            Workflow(Categorify("user")).fit(FRAME, polars_engine="gpu", progress=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif("not __import__('importlib.util').util.find_spec('cudf_polars')", reason="needs a GPU, cudf-polars")
 def test_the_gpu_engine_gives_the_same(tmp_path: Path) -> None:
     one = Workflow(Categorify("user", "name"), Compute(label=pl.col("score") > 0.7))
-    expected = one.fit(FRAME, progress=False).lazy(FRAME).collect()
-    one.fit(FRAME, engine="gpu", progress=False)
-    paths = one.transform(FRAME, tmp_path / "out", engine="gpu", shuffle=False, files=1, progress=False)
+    expected = one.fit(FRAME, progress=False).transform(FRAME).collect()
+    one.fit(FRAME, polars_engine="gpu", progress=False)
+    paths = one.write(FRAME, tmp_path / "out", polars_engine="gpu", shuffle=False, num_files=1, progress=False)
     assert pl.read_parquet(paths[0]).equals(expected)
 
 
@@ -745,16 +748,16 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     one = Workflow(Categorify("user")).fit(FRAME, progress=False)
     out = tmp_path / "out"
     out.mkdir()  # empty: as good as not there
-    paths = one.transform(FRAME, out, files=2, progress=False)
+    paths = one.write(FRAME, out, num_files=2, progress=False)
     with pytest.raises(FileExistsError, match="out is there already"):
-        one.transform(FRAME, out, progress=False)
-    assert one.transform(FRAME, out, files=1, overwrite=True, progress=False) == paths[:1]
+        one.write(FRAME, out, progress=False)
+    assert one.write(FRAME, out, num_files=1, overwrite=True, progress=False) == paths[:1]
     assert os.listdir(out) == ["part-00000.parquet"]
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds thesis.txt, which is no part-\*.parquet"):
-        one.transform(FRAME, out, overwrite=True, progress=False)
+        one.write(FRAME, out, overwrite=True, progress=False)
     with pytest.raises(FileExistsError, match="is a file"):
-        one.transform(FRAME, out / "thesis.txt", progress=False)
+        one.write(FRAME, out / "thesis.txt", progress=False)
     assert sorted(os.listdir(tmp_path)) == ["out"]
 
 
@@ -765,7 +768,7 @@ def test_an_interrupt_leaves_what_was_there(
 ) -> None:
     frame = pl.DataFrame({"user": range(1000)})
     one = Workflow(Categorify("user")).fit(frame, progress=False)
-    (path,) = one.transform(FRAME, tmp_path / "old", files=1, progress=False)
+    (path,) = one.write(FRAME, tmp_path / "old", num_files=1, progress=False)
     before, calls = path.read_bytes(), []
     owner = output.Spill if shuffle else inputs.Part
     original = owner.read
@@ -778,16 +781,16 @@ def test_an_interrupt_leaves_what_was_there(
 
     monkeypatch.setattr(owner, "read", interrupted)
     options: dict[str, Any] = {
-        "files": 4,
+        "num_files": 4,
         "row_group_size": 100,
-        "memory": 10_000,
+        "memory_bytes": 10_000,
         "shuffle": shuffle,
         "progress": False,
     }
     for folder in ("new", "old"):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):
-            one.transform(frame, tmp_path / folder, overwrite=folder == "old", **options)
+            one.write(frame, tmp_path / folder, overwrite=folder == "old", **options)
     assert os.listdir(tmp_path) == ["old"] and path.read_bytes() == before
     with pytest.raises(FileNotFoundError):
         ParquetLoader(tmp_path / "new", 10)
@@ -799,8 +802,8 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     def meanwhile(*args: Any) -> Any:
         with pytest.raises(FileExistsError, match="out is being written by another process"):
-            one.transform(FRAME, tmp_path / "out", progress=False)
+            one.write(FRAME, tmp_path / "out", progress=False)
         return original(*args)
 
     monkeypatch.setattr(output.Spill, "read", meanwhile)
-    assert len(one.transform(FRAME, tmp_path / "out", files=2, progress=False)) == 2
+    assert len(one.write(FRAME, tmp_path / "out", num_files=2, progress=False)) == 2

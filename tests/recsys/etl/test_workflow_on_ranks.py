@@ -104,21 +104,26 @@ def test_any_number_of_ranks_gives_the_same(
     for number, start in enumerate(range(0, rows, 2000)):
         frame[start : start + 2000].write_parquet(inputs / f"{number}.parquet", row_group_size=group)
 
-    def run(folder: Path, memory: int = 50_000) -> tuple[dict[str, dict[Any, int]], list[Path]]:
-        one = workflow().fit(inputs, memory=memory)
+    def run(folder: Path, memory_bytes: int = 50_000) -> tuple[dict[str, dict[Any, int]], list[Path]]:
+        one = workflow().fit(inputs, memory_bytes=memory_bytes)
         one.save(folder / "workflow")
-        options: dict[str, Any] = {"files": files, "shuffle": shuffle, "row_group_size": 200, "memory": memory}
-        paths = one.transform(inputs, folder / "out", seed=3, **options)
+        options: dict[str, Any] = {
+            "num_files": files,
+            "shuffle": shuffle,
+            "row_group_size": 200,
+            "memory_bytes": memory_bytes,
+        }
+        paths = one.write(inputs, folder / "out", seed=3, **options)
         return {name: vocabulary.mapping() for name, vocabulary in one.vocabularies.items()}, paths
 
     (tmp_path / "1").mkdir()
     codes, paths = run(tmp_path / "1")
-    expected = Workflow.load(tmp_path / "1" / "workflow").lazy(frame).collect()
+    expected = Workflow.load(tmp_path / "1" / "workflow").transform(frame).collect()
     found = pl.concat(map(pl.read_parquet, paths))
     assert found.sort("row").equals(expected) and (found.equals(expected) or shuffle)
     assert len(paths) == min(files, rows)
     (tmp_path / "whole").mkdir()
-    in_memory = run(tmp_path / "whole", memory=1 << 30)[1]
+    in_memory = run(tmp_path / "whole", memory_bytes=1 << 30)[1]
     assert [path.read_bytes() for path in in_memory] == [path.read_bytes() for path in paths]
     for world in (2, 3):
         (tmp_path / str(world)).mkdir()
@@ -142,7 +147,7 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessio
     for number, (start, stop) in enumerate([(0, 1), (1, 1), (1, 800), (800, rows)]):
         frame[start:stop].write_parquet(folder / f"{number}.parquet", row_group_size=400)
 
-    def run(path: Path, memory: int = 50_000) -> list[bytes]:
+    def run(path: Path, memory_bytes: int = 50_000) -> list[bytes]:
         one = Workflow(
             DifferenceLag("row", "price", by="movie", shift=[1, -3]),
             Filter(pl.col("rating") > 1),
@@ -150,13 +155,18 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessio
             TargetEncoding("movie", ("user", "movie"), target="label", folds=3),
             FillMissing("price", value=0),
             Normalize("price", "user_price_mean", "TE_movie_label"),
-        ).fit(folder, memory=memory)
+        ).fit(folder, memory_bytes=memory_bytes)
         one.save(path / "workflow")
-        options: dict[str, Any] = {"row_group_size": 200, "memory": memory, "files": 3, "training": True}
-        files = one.transform(folder, path / "out", seed=3, **options)
-        files += one.transform(folder, path / "plain", shuffle=False, **options)
+        options: dict[str, Any] = {
+            "row_group_size": 200,
+            "memory_bytes": memory_bytes,
+            "num_files": 3,
+            "training": True,
+        }
+        files = one.write(folder, path / "out", seed=3, **options)
+        files += one.write(folder, path / "plain", shuffle=False, **options)
         few = Workflow(*one.steps[2:4]).fit(frame[:2], progress=False)  # some ranks have no rows
-        files += few.transform(frame[:2], path / "few", training=True, progress=False)
+        files += few.write(frame[:2], path / "few", training=True, progress=False)
         return [file.read_bytes() for file in [*files, *sorted((path / "workflow").iterdir())]]
 
     expected = {}
@@ -176,12 +186,12 @@ def test_frames_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
     def run() -> tuple[list[Path], Workflow]:
         lazy = frame.lazy().filter(pl.col("row") % 2 == 0)
         other = workflow().fit(lazy)
-        return other.transform(lazy, tmp_path / "out", files=2), other
+        return other.write(lazy, tmp_path / "out", num_files=2), other
 
     paths, other = sessions[2].run(run)
     assert other.rows == 500 and other.describe() == one.describe()
-    assert other.lazy(frame).collect().equals(one.lazy(frame).collect())
-    expected = one.lazy(frame.filter(pl.col("row") % 2 == 0)).collect()
+    assert other.transform(frame).collect().equals(one.transform(frame).collect())
+    expected = one.transform(frame.filter(pl.col("row") % 2 == 0)).collect()
     assert pl.concat(map(pl.read_parquet, paths)).sort("row").equals(expected)
 
     def load() -> list[int]:
@@ -207,16 +217,16 @@ def test_ranks_that_do_not_agree_are_told(sessions: Sessions, tmp_path: Path) ->
     def other_seed() -> None:
         import torch.distributed as dist
 
-        one.transform(frame, tmp_path / "out", seed=dist.get_rank())
+        one.write(frame, tmp_path / "out", seed=dist.get_rank())
 
-    with pytest.raises(ValueError, match="agree about transform: seed is 0 on rank 0 and 1 on rank 1"):
+    with pytest.raises(ValueError, match="agree about write: seed is 0 on rank 0 and 1 on rank 1"):
         sessions[2].run(other_seed)
 
     def there_already() -> list[str]:
         import torch.distributed as dist
 
         try:
-            one.transform(frame, tmp_path)
+            one.write(frame, tmp_path)
         except FileExistsError as error:
             said = [str(error)]
         dist.barrier()
@@ -246,9 +256,9 @@ def test_a_rank_is_killed_in_mid_write(tmp_path: Path, rank: int) -> None:
     out = tmp_path / "data" / "out"
     options: dict[str, Any] = {
         "columns": ["row", "user", "label"],
-        "files": 6,
+        "num_files": 6,
         "row_group_size": 100,
-        "memory": 1 << 18,
+        "memory_bytes": 1 << 18,
     }
 
     def run() -> None:
@@ -265,12 +275,12 @@ def test_a_rank_is_killed_in_mid_write(tmp_path: Path, rank: int) -> None:
             return original(*args)  # type: ignore[arg-type]
 
         output.Spill.read = read  # type: ignore[method-assign]
-        one.transform(frame, out, **options)
+        one.write(frame, out, **options)
 
     with pytest.raises(RankDied, match=f"rank {rank} .*SIGKILL"):
         in_ddp(2, run)
     nothing_to_take(out)
-    assert len(one.transform(frame, out, progress=False, **options)) == 6
+    assert len(one.write(frame, out, progress=False, **options)) == 6
     assert os.listdir(tmp_path / "data") == ["out"], "what the killed one left has been taken away"
     assert sum(len(batch["row"]) for batch in ParquetLoader(out, 1000)) == 20_000
 
@@ -290,7 +300,7 @@ def test_a_process_is_killed(tmp_path: Path, stage: str) -> None:
         process.wait()
     nothing_to_take(out)
     frame = pl.DataFrame({"user": [1]})
-    Workflow().fit(frame, progress=False).transform(frame, out, progress=False)
+    Workflow().fit(frame, progress=False).write(frame, out, progress=False)
     assert os.listdir(tmp_path / "data") == ["out"]
 
 
@@ -309,8 +319,10 @@ def test_the_kernel_is_interrupted(kernel: Kernel, tmp_path: Path) -> None:
 def test_histories_do_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(1500).with_columns(timestamp=pl.col("rating") * 10)
 
-    def run(folder: Path, memory: int = 20_000) -> list[bytes]:
-        files = write_history(frame, folder / "out", "movie", files=4, row_group_size=100, memory=memory)
+    def run(folder: Path, memory_bytes: int = 20_000) -> list[bytes]:
+        files = write_history(
+            frame, folder / "out", "movie", num_files=4, row_group_size=100, memory_bytes=memory_bytes
+        )
         return [file.read_bytes() for file in files]
 
     for name in ("1", "whole", "2", "3"):

@@ -24,7 +24,7 @@ SCRIPT = cells("recsys/io/cells/folders.py")["kills itself at a rename"]
 
 def write(frame: pl.DataFrame, folder: Path, overwrite: bool = False) -> None:
     workflow = Workflow().fit(frame, progress=False)
-    workflow.transform(frame, folder, files=1, shuffle=False, overwrite=overwrite, progress=False)
+    workflow.write(frame, folder, num_files=1, shuffle=False, overwrite=overwrite, progress=False)
 
 
 def read(folder: Path) -> list[int]:

@@ -94,7 +94,7 @@ def reads(files: str) -> tuple[list[int], list[int]]:
     pq.ParquetFile.read_row_group = counting
     try:
         # Less memory than the rows take: else every rank reads all of them once, to shuffle them as a whole.
-        loader = ParquetLoader(files, 4096, shuffle=True, seed=1, prefetch=0, memory=14 << 20)
+        loader = ParquetLoader(files, 4096, shuffle=True, seed=1, prefetch=0, memory_bytes=14 << 20)
         rows = [row for batch in loader for row in batch["row"].tolist()]
     finally:
         pq.ParquetFile.read_row_group = original
@@ -130,7 +130,7 @@ def coded(source: str, movies: str, folder: str) -> tuple[int, ...]:
     pq.ParquetFile.read_row_groups = counting
     try:
         workflow = Workflow(Join(movies, on="rating"), Categorify("kind"), Compute(good=pl.col("rating") > 3))
-        workflow.fit(source, progress=False).transform(source, folder, files=2, progress=False)
+        workflow.fit(source, progress=False).write(source, folder, num_files=2, progress=False)
     finally:
         pq.ParquetFile.read_row_groups = original
     return tuple(sorted(fetched))

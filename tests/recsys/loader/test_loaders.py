@@ -482,7 +482,7 @@ def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     data = {"user": rng.integers(0, 10**6, rows), "item": rng.integers(0, 10**6, rows), "rating": rng.random(rows)}
     pq.write_table(pa.table(data), write(folder, [], 1) / "0.parquet", row_group_size=100_000)
     budget = 48 << 20
-    one = ParquetLoader(folder, 4096, shuffle=True, memory=budget, seed=0)
+    one = ParquetLoader(folder, 4096, shuffle=True, memory_bytes=budget, seed=0)
     assert ParquetFiles(folder).size == 24 * rows > budget and not one.whole
     taken: list[int] = []
     original = ParquetFiles.read
@@ -495,10 +495,12 @@ def test_the_memory_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ParquetFiles, "read", read)
     total = sum(int(batch["user"].sum()) for batch in one)
     assert total == data["user"].sum() and budget // 4 < max(taken) < budget
-    with pytest.raises(ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory=(\d+) or more") as caught:
-        ParquetLoader(folder, 4096, memory=8 << 20)
-    enough = int(str(caught.value).split("memory=")[2].split()[0])
-    assert len(next(iter(ParquetLoader(folder, 4096, memory=enough)))["user"]) == 4096
+    with pytest.raises(
+        ValueError, match=r"0.parquet: row group 0 has 100000 rows.*Say memory_bytes=(\d+) or more"
+    ) as caught:
+        ParquetLoader(folder, 4096, memory_bytes=8 << 20)
+    enough = int(str(caught.value).split("memory_bytes=")[2].split()[0])
+    assert len(next(iter(ParquetLoader(folder, 4096, memory_bytes=enough)))["user"]) == 4096
 
 
 def test_a_loader_is_sent_without_what_it_can_read_again(folder: Path) -> None:

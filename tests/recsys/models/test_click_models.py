@@ -190,7 +190,7 @@ def test_served_as_trained(tmp_path: Path, name: str) -> None:
     ensemble = export_ensemble(workflow, model, tmp_path / "repository", "clicks_model", **options)
     assert ensemble.inputs == {"user": "string", "movie": "int64", "genres": "list[string]", "clicks": "int64"}
     onnx = onnxruntime.InferenceSession(tmp_path / "repository" / "clicks_model_model" / "1" / "model.onnx")
-    (batch,) = MemoryLoader(workflow.lazy(frame, columns).collect(), len(frame))
+    (batch,) = MemoryLoader(workflow.transform(frame, columns).collect(), len(frame))
     longest = torch.nn.utils.rnn.pad_sequence(
         batch["genres"].values.split(batch["genres"].lengths.tolist()), batch_first=True, padding_value=-1
     )

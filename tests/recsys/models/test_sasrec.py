@@ -74,7 +74,13 @@ def test_histories_of_rows_that_do_not_fit(tmp_path: Path, kind: str, memory: in
     (tmp_path / "in").mkdir()
     for number, (start, stop) in enumerate([(0, 10), (10, 10), (10, 500), (500, 700)]):
         frame[start:stop].write_parquet(tmp_path / "in" / f"{number}.parquet", row_group_size=100)
-    options: dict[str, Any] = {"length": 5, "files": 3, "row_group_size": 60, "memory": memory, "progress": False}
+    options: dict[str, Any] = {
+        "length": 5,
+        "num_files": 3,
+        "row_group_size": 60,
+        "memory_bytes": memory,
+        "progress": False,
+    }
     files = write_history(source, tmp_path / "out", "movie", **options)
     assert [str(file.relative_to(tmp_path)) for file in files] == [f"out/part-0000{i}.parquet" for i in range(3)]
     found = pl.concat(map(pl.read_parquet, files))
@@ -82,7 +88,7 @@ def test_histories_of_rows_that_do_not_fit(tmp_path: Path, kind: str, memory: in
     assert sorted(os.listdir(tmp_path)) == ["in", "out"], "nothing else is left"
     with pytest.raises(FileExistsError, match="out is there already"):
         write_history(source, tmp_path / "out", "movie", **options)
-    few = write_history(frame[:2], tmp_path / "out", "movie", files=8, overwrite=True, progress=False)
+    few = write_history(frame[:2], tmp_path / "out", "movie", num_files=8, overwrite=True, progress=False)
     assert (
         len(few) == 2
         and pl.read_parquet(few)["history"].to_list() == with_history(frame[:2], "movie")["history"].to_list()
@@ -96,7 +102,7 @@ def test_histories_of_rows_that_do_not_fit(tmp_path: Path, kind: str, memory: in
         ({"by": "who"}, "no column 'who'"),
         ({"name": "user"}, "a column 'user' already"),
         ({"length": 0}, "length=0: at least 1"),
-        ({"files": 0}, "files=0: at least 1"),
+        ({"num_files": 0}, "num_files=0: at least 1"),
         ({"compression": "zip"}, "compression='zip': one of"),
     ],
 )
@@ -168,7 +174,7 @@ def workflow(split: Any) -> Workflow:
 
 
 def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
-    return workflow.lazy(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
+    return workflow.transform(sequences(rows, "movie").rename({"movie": "history"}), ["history"]).collect()
 
 
 @pytest.mark.long("larger trainings")

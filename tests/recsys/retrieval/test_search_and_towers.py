@@ -194,9 +194,9 @@ def build(workflow: Workflow, layers: list[int]) -> TwoTower:
 @pytest.mark.long("larger trainings")
 @pytest.mark.parametrize(("how", "layers"), [("row_wise", []), ("table_wise", [32, 8]), ("replicated", [8])])
 def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[int]) -> None:
-    rows, taken = workflow.lazy(planted()).collect(), planted()
+    rows, taken = workflow.transform(planted()).collect(), planted()
     movies = taken.select("movie", "genres").unique("movie", maintain_order=True)
-    catalogue = workflow.lazy(movies, ["movie", "genres"]).collect()
+    catalogue = workflow.transform(movies, ["movie", "genres"]).collect()
     shares = workflow.vocabularies["movie"].shares()
 
     def train() -> Any:
@@ -224,7 +224,7 @@ def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[in
         model = session.run(train)
     index = ItemIndex.of(model.item.eval(), catalogue, movies["movie"], batch_size=7)
     users = taken.group_by("user", maintain_order=True).agg("movie")
-    (batch,) = MemoryLoader(workflow.lazy(users, ["user"]).collect(), len(users))
+    (batch,) = MemoryLoader(workflow.transform(users, ["user"]).collect(), len(users))
     with torch.no_grad():
         found = index.search(model.query(batch), 5, exclude=users["movie"])
     right = 0

@@ -152,7 +152,7 @@ def model(workflow: Workflow) -> nn.Module:
 
 def expected(workflow: Workflow, model: nn.Module, frame: pl.DataFrame) -> np.ndarray:
     """What the notebook's model says, by way of the workflow and a loader."""
-    (batch,) = MemoryLoader(workflow.lazy(frame, [*CODES, "age", "kids"]).collect(), len(frame))
+    (batch,) = MemoryLoader(workflow.transform(frame, [*CODES, "age", "kids"]).collect(), len(frame))
     with torch.no_grad():
         return click(model, batch).numpy()
 
@@ -216,7 +216,7 @@ texts = st.sampled_from(["", "u1", "u2", "u3", "ü", "drama", "comedy", "a\0", "
 def test_preprocessing_in_numpy_is_the_workflow(workflow: Workflow, ensemble: Ensemble, rows: list[Any]) -> None:
     frame = pl.DataFrame(rows, schema=SCHEMA, orient="row")
     codes = Preprocessing(ensemble.path / "ctr_preprocess" / "1")(ensemble.request(frame))
-    for name, column in workflow.lazy(frame, [*CODES, "age", "kids"]).collect().to_dict().items():
+    for name, column in workflow.transform(frame, [*CODES, "age", "kids"]).collect().to_dict().items():
         found = codes[name].tolist()
         if name in ("genres", "tags"):
             assert [[code for code in row if code != -1] for row in found] == column.to_list()
@@ -240,7 +240,7 @@ def test_joins_by_several_columns_and_of_a_joined_column(tmp_path: Path) -> None
     result.write(tmp_path)
     ensemble = Ensemble(tmp_path, "", result.inputs, "")
     codes = Preprocessing(tmp_path)(ensemble.request(frame))
-    for name, column in workflow.lazy(frame, wanted).collect().to_dict().items():
+    for name, column in workflow.transform(frame, wanted).collect().to_dict().items():
         assert codes[name][:, 0].tolist() == column.to_list()
 
 
@@ -470,7 +470,7 @@ def test_each_version_answers_with_its_own_codes_and_model(versions: Any) -> Non
         answers = {name: client.infer(name, [inputs]).as_numpy("output") for name in ("some", "some.1", "some.2")}
         client.close()
     for number in (1, 2):
-        codes = torch.from_numpy(workflows[number].lazy(users).collect()["user"].to_numpy())
+        codes = torch.from_numpy(workflows[number].transform(users).collect()["user"].to_numpy())
         expected = models[number]({"user": codes}).detach().numpy()
         np.testing.assert_allclose(answers[f"some.{number}"], expected, rtol=1e-6)
     assert (answers["some"] == answers["some.2"]).all() and (answers["some"] != answers["some.1"]).any()
@@ -624,7 +624,7 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
         Join(table, on="movie"),
         FillMissing("age", "year", value=40),
         Log("price"),
-        Clip("score", least=0, most=5),
+        Clip("score", min_value=0, max_value=5),
         Bucketize("height", boundaries=[150, 170, 190]),
         HashedCross("user", "genre", name="taste", num_buckets=40),
         TargetEncoding("movie", ("user", "genre"), target="label", folds=3),
@@ -658,7 +658,7 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
         for rows in (200, 1):
             frame = purchases(rows, seed=8)
             answers = ask(client, ensemble.request(frame), "all")
-            wanted = workflow.lazy(frame, columns).collect()
+            wanted = workflow.transform(frame, columns).collect()
             single = [name for name in columns if name != "history"]
             sums = wanted.select(pl.col("history").list.sum())
             expected = wanted.select(pl.col(single).cast(pl.Float32)).hstack(sums).to_numpy()

@@ -42,11 +42,11 @@ class Categorify(Step):
         >>> from nbdist.recsys.etl import Categorify, Workflow
         >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob", "eve", "eve"]})
         >>> workflow = Workflow(Categorify("user", min_count=2)).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"user": ["eve", "bob", "ann", None]})).collect()["user"].to_list()
+        >>> workflow.transform(pl.DataFrame({"user": ["eve", "bob", "ann", None]})).collect()["user"].to_list()
         [3, 2, 1, 0]
         >>> rows = pl.DataFrame({"movie": ["Alien", "Solaris"], "seen": [["Stalker"], ["Stalker", "Alien"]]})
         >>> workflow = Workflow(Categorify(("movie", "seen"))).fit(rows)
-        >>> workflow.lazy(rows).collect().rows()
+        >>> workflow.transform(rows).collect().rows()
         [(2, [3]), (4, [3, 2])]
     """
 

@@ -28,7 +28,7 @@ class Compute(Step):
         >>> from nbdist.recsys.etl import Compute, Workflow
         >>> rows = pl.DataFrame({"rating": [5.0, 2.0]})
         >>> workflow = Workflow(Compute(label=pl.col("rating") > 3)).fit(rows)
-        >>> workflow.lazy(rows).collect().rows()
+        >>> workflow.transform(rows).collect().rows()
         [(5.0, True), (2.0, False)]
     """
 
@@ -53,7 +53,7 @@ class Compute(Step):
             expressions.check_rows(expression, schema, f"{where}: Compute: column {name!r}")
         return pl.LazyFrame(schema=schema).with_columns(**self.columns).collect_schema()
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         return [self.columns[name].alias(name) for name in names]
 
     def describe(self, number: int, state: State) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class HashedCross(Step):
         >>> from nbdist.recsys.etl import HashedCross, Workflow
         >>> rows = pl.DataFrame({"genre": ["war", "war", None], "age": [18, 18, 18]})
         >>> workflow = Workflow(HashedCross("genre", "age", name="both", num_buckets=100)).fit(rows)
-        >>> codes = workflow.lazy(rows).collect()["both"]
+        >>> codes = workflow.transform(rows).collect()["both"]
         >>> bool(codes[0] == codes[1]), 1 <= codes[0] <= 100, codes[2]
         (True, True, 0)
     """
@@ -52,7 +52,7 @@ class HashedCross(Step):
         return self.columns
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_keys(self.columns, schema, where)
+        self._check_keys(self.columns, schema, where)
         return pl.Schema({**schema, self.name: pl.Int64()})
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:

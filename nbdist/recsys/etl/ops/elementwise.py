@@ -20,7 +20,7 @@ class ColumnStep(Step):
     def __init__(self, *columns: str) -> None:
         self.columns = self.adds = names_of(columns)
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         """What becomes of a column of that type."""
         raise NotImplementedError
 
@@ -30,12 +30,12 @@ class ColumnStep(Step):
             if not self._takes(schema[name]):
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: {self._needed}")
         try:
-            return pl.DataFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).schema
+            return pl.DataFrame(schema=schema).with_columns(self._expressions(schema, self.adds, State())).schema
         except pl.exceptions.PolarsError as error:
             raise ValueError(f"{where}: {self}: {error}") from error
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
-        return [self.expression(pl.col(name), schema[name]).alias(name) for name in names]
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+        return [self._expression(pl.col(name), schema[name]).alias(name) for name in names]
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
         return before
@@ -66,7 +66,7 @@ class FillMissing(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import FillMissing, Workflow
         >>> rows = pl.DataFrame({"age": [30.0, None, float("nan")]})
-        >>> Workflow(FillMissing("age", value=40)).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(FillMissing("age", value=40)).fit(rows).transform(rows).collect()["age"].to_list()
         [30.0, 40.0, 40.0]
     """
 
@@ -79,7 +79,7 @@ class FillMissing(ColumnStep):
             raise ValueError(f"FillMissing: value={value!r}: a number is needed")
         self.value = value
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if dtype.is_float():
             column = column.fill_nan(None)
         elif self.value != int(self.value):
@@ -97,23 +97,23 @@ class Log(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Log, Workflow
         >>> rows = pl.DataFrame({"price": [0.0, 99.0]})
-        >>> Workflow(Log("price")).fit(rows).lazy(rows).collect()["price"].round(3).to_list()
+        >>> Workflow(Log("price")).fit(rows).transform(rows).collect()["price"].round(3).to_list()
         [0.0, 4.605]
     """
 
     kind = "log"
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.cast(pl.Float64).log1p().cast(pl.Float32 if dtype == pl.Float32 else pl.Float64)
 
 
 class Clip(ColumnStep):
-    """Replace numbers that are too small or too large by the least or the most.
+    """Replace numbers below a minimum by it, and numbers above a maximum by that.
 
     Args:
         *columns: Of numbers.
-        least: None: however small.
-        most: None: however large.
+        min_value: The minimum. None: no minimum.
+        max_value: The maximum. None: no maximum.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -122,27 +122,27 @@ class Clip(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Clip, Workflow
         >>> rows = pl.DataFrame({"age": [-1, 30, 230]})
-        >>> Workflow(Clip("age", least=0, most=100)).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(Clip("age", min_value=0, max_value=100)).fit(rows).transform(rows).collect()["age"].to_list()
         [0, 30, 100]
     """
 
     kind = "clip"
-    options = ("least", "most")
+    options = ("min_value", "max_value")
 
-    def __init__(self, *columns: str, least: float | None = None, most: float | None = None) -> None:
+    def __init__(self, *columns: str, min_value: float | None = None, max_value: float | None = None) -> None:
         super().__init__(*columns)
-        if least is None and most is None:
-            raise ValueError("Clip: give least=, most=, or both")
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"Clip: least={least} is more than most={most}")
-        self.least, self.most = least, most
+        if min_value is None and max_value is None:
+            raise ValueError("Clip: give min_value=, max_value=, or both")
+        if min_value is not None and max_value is not None and min_value > max_value:
+            raise ValueError(f"Clip: min_value={min_value} is more than max_value={max_value}")
+        self.min_value, self.max_value = min_value, max_value
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-        for bound in (self.least, self.most):
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+        bounds = self.min_value, self.max_value
+        for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
                 raise ValueError(f"Clip: {bound} is not one of {dtype}")
-        least, most = (None if bound is None else pl.lit(bound).cast(dtype) for bound in (self.least, self.most))
-        return column.clip(least, most)
+        return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
 
 
 class Bucketize(ColumnStep):
@@ -161,7 +161,7 @@ class Bucketize(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Bucketize, Workflow
         >>> rows = pl.DataFrame({"age": [7, 18, 70, None]})
-        >>> Workflow(Bucketize("age", boundaries=[18, 65])).fit(rows).lazy(rows).collect()["age"].to_list()
+        >>> Workflow(Bucketize("age", boundaries=[18, 65])).fit(rows).transform(rows).collect()["age"].to_list()
         [1, 2, 3, 0]
     """
 
@@ -177,7 +177,7 @@ class Bucketize(ColumnStep):
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         known = column.cast(pl.Float64).fill_nan(None)
         above = pl.sum_horizontal((known >= boundary).cast(pl.Int64) for boundary in self.boundaries)
         return pl.when(known.is_null()).then(0).otherwise(1 + above).cast(pl.Int64)
@@ -198,7 +198,7 @@ class ListSlice(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import ListSlice, Workflow
         >>> rows = pl.DataFrame({"history": [[1, 2, 3], [4]]})
-        >>> Workflow(ListSlice("history", last=2)).fit(rows).lazy(rows).collect()["history"].to_list()
+        >>> Workflow(ListSlice("history", last=2)).fit(rows).transform(rows).collect()["history"].to_list()
         [[2, 3], [4]]
     """
 
@@ -212,7 +212,7 @@ class ListSlice(ColumnStep):
             raise ValueError(f"ListSlice: first={first}, last={last}: one of the two, at least 1")
         self.first, self.last = first, last
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         return column.list.tail(self.last) if self.last is not None else column.list.head(self.first or 0)
 
     def _takes(self, dtype: pl.DataType) -> bool:

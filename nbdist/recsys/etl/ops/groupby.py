@@ -8,10 +8,10 @@ import polars as pl
 
 from ..kernels import Kernel, lookup
 from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
-from .statistics import StatisticsStep, joined
+from .statistics import StatisticsStep
 from .step import Stage, State, chained, names_of
 
-STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
+_STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
 
 
 class JoinGroupby(StatisticsStep):
@@ -37,7 +37,8 @@ class JoinGroupby(StatisticsStep):
         >>> from nbdist.recsys.etl import JoinGroupby, Workflow
         >>> rows = pl.DataFrame({"user": ["ann", "bob", "bob"], "price": [3.0, 1.0, 2.0]})
         >>> workflow = Workflow(JoinGroupby("user", columns="price", stats=["count", "mean"])).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"user": ["bob", "eve"]}), ["user_count", "user_price_mean"]).collect().rows()
+        >>> users = pl.DataFrame({"user": ["bob", "eve"]})
+        >>> workflow.transform(users, ["user_count", "user_price_mean"]).collect().rows()
         [(2, 1.5), (0, 2.0)]
     """
 
@@ -52,12 +53,12 @@ class JoinGroupby(StatisticsStep):
     ) -> None:
         self.by = [names_of(group) for group in by]
         self.stats = names_of(stats)
-        self.numbers = self.columns = names_of(columns) if columns else []
+        self._numbers = self.columns = names_of(columns) if columns else []
         if not self.by:
             raise ValueError("JoinGroupby: no keys are named")
         for stat in self.stats:
-            if stat not in STATISTICS:
-                raise ValueError(f"JoinGroupby: stats: {stat!r} is none of {', '.join(map(repr, STATISTICS))}")
+            if stat not in _STATISTICS:
+                raise ValueError(f"JoinGroupby: stats: {stat!r} is none of {', '.join(map(repr, _STATISTICS))}")
         if (self.stats != ["count"]) != bool(self.columns):
             raise ValueError(
                 f"JoinGroupby: columns={self.columns} with stats={self.stats}: 'count' is of rows, all others are of "
@@ -75,9 +76,9 @@ class JoinGroupby(StatisticsStep):
                     raise ValueError(f"JoinGroupby: column {new!r} would be made twice")
                 self._made[new] = group, one, stat
         self.adds = list(self._made)
-        self.learns = list(self.aggregates())
+        self.learns = list(self._aggregates())
 
-    def aggregates(self) -> dict[str, Aggregate]:
+    def _aggregates(self) -> dict[str, Aggregate]:
         squares = bool({"std", "var"}.intersection(self.stats))
         return {
             self._name(group, one): Aggregate(tuple(group), one, squares)
@@ -89,15 +90,15 @@ class JoinGroupby(StatisticsStep):
         return self._made[name][0]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_numbers(self.columns, schema, where)
+        self._check_numbers(self.columns, schema, where)
         for group in self.by:
-            self.check_keys(group, schema, where)
-        self.check_new(schema, where)
+            self._check_keys(group, schema, where)
+        self._check_new(schema, where)
         types = {name: pl.Int64() if stat == "count" else pl.Float64() for name, (_, _, stat) in self._made.items()}
         return pl.Schema({**schema, **types})
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
-        return chained([joined(table, group, defaults) for group, table, defaults in self._tables(names, state)])
+        return chained([self._join(table, group, defaults) for group, table, defaults in self._tables(names, state)])
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
         return [
@@ -119,7 +120,7 @@ class JoinGroupby(StatisticsStep):
         defaults: dict[str, float] = {}
         for name in names:
             _, column, stat = self._made[name]
-            table = self.table(state, self._name(group, column or next(iter(self.columns), None)))
+            table = self._learned(state, self._name(group, column or next(iter(self.columns), None)))
             if result is None:
                 result = table.select(key(one) for one in group)  # all tables of a group have the same keys, in order
             value, default = self._statistic(table, stat)

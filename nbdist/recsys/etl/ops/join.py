@@ -33,7 +33,7 @@ class Join(Step):
         >>> rows = pl.DataFrame({"movie": [20, 30, 10]})
         >>> movies = pl.DataFrame({"movie": [10, 20], "genre": ["war", "drama"]})
         >>> workflow = Workflow(Join(movies, on="movie")).fit(rows)
-        >>> workflow.lazy(rows).collect().rows()
+        >>> workflow.transform(rows).collect().rows()
         [(20, 'drama'), (30, None), (10, 'war')]
     """
 

@@ -19,35 +19,35 @@ class _Scale(StatisticsStep):
     squares: bool
 
     def __init__(self, *columns: str) -> None:
-        self.numbers = self.columns = self.adds = self.learns = names_of(columns)
+        self._numbers = self.columns = self.adds = self.learns = names_of(columns)
 
-    def aggregates(self) -> dict[str, Aggregate]:
+    def _aggregates(self) -> dict[str, Aggregate]:
         return {name: Aggregate((), name, self.squares) for name in self.columns}
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_numbers(self.columns, schema, where)
+        self._check_numbers(self.columns, schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
 
-    def shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
+    def _shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
         """What is subtracted from the values of a column, and what the rest is divided by."""
-        shift, scale = self._of(overall(self.table(state, name)))
+        shift, scale = self._of(overall(self._learned(state, name)))
         return shift, scale or 1.0
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
         for name in names:
-            shift, scale = self.shift_and_scale(state, name)
+            shift, scale = self._shift_and_scale(state, name)
             made.append(((pl.col(name).cast(pl.Float64) - shift) / scale).cast(pl.Float32).alias(name))
         return made
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) / scale."""
-        both = {name: self.shift_and_scale(state, name) for name in self.columns}
+        both = {name: self._shift_and_scale(state, name) for name in self.columns}
         shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
         return {**super().describe(number, state), "shift": shift, "scale": scale}
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
-        both = {name: self.shift_and_scale(state, name) for name in names}
+        both = {name: self._shift_and_scale(state, name) for name in names}
         options = {name: {"shift": shift, "scale": scale} for name, (shift, scale) in both.items()}
         return [Kernel("normalize", [name], [name], options[name]) for name in names]
 
@@ -72,7 +72,7 @@ class Normalize(_Scale):
         >>> from nbdist.recsys.etl import Normalize, Workflow
         >>> rows = pl.DataFrame({"age": [20, 30, 40]})
         >>> workflow = Workflow(Normalize("age")).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"age": [30, 50]})).collect()["age"].to_list()
+        >>> workflow.transform(pl.DataFrame({"age": [30, 50]})).collect()["age"].to_list()
         [0.0, 2.0]
     """
 
@@ -100,7 +100,7 @@ class NormalizeMinMax(_Scale):
         >>> from nbdist.recsys.etl import NormalizeMinMax, Workflow
         >>> rows = pl.DataFrame({"age": [20, 30, 40]})
         >>> workflow = Workflow(NormalizeMinMax("age")).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"age": [25, 50]})).collect()["age"].to_list()
+        >>> workflow.transform(pl.DataFrame({"age": [25, 50]})).collect()["age"].to_list()
         [0.25, 1.5]
     """
 

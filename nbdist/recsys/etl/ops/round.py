@@ -24,7 +24,7 @@ class Round(ColumnStep):
         >>> import polars as pl
         >>> from nbdist.recsys.etl import Round, Workflow
         >>> rows = pl.DataFrame({"price": [1.26, 0.75, -2.0]})
-        >>> Workflow(Round("price", decimals=1)).fit(rows).lazy(rows).collect()["price"].to_list()
+        >>> Workflow(Round("price", decimals=1)).fit(rows).transform(rows).collect()["price"].to_list()
         [1.3, 0.8, -2.0]
     """
 
@@ -37,7 +37,7 @@ class Round(ColumnStep):
             raise ValueError(f"Round: decimals must be an integer from 0 to 15, got {decimals!r}")
         self.decimals = decimals
 
-    def expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
+    def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if not dtype.is_float():
             return column
         return column.cast(pl.Float64).round(self.decimals, mode="half_to_even").cast(dtype)

@@ -24,8 +24,8 @@ class Filter(RowStep):
     """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
 
     It says which rows are learnt from and written: the steps after it do not see the others, those before it do.
-    `Workflow.lazy` and servers, which answer every row that they are asked, leave it out; so what it reads need not be
-    there in a request.
+    `Workflow.transform` and servers, which answer every row that they are asked, leave it out; so what it reads need
+    not be there in a request.
 
     Args:
         condition: A row for which it is null is left out. It may not depend on other rows, nor be random, nor hold
@@ -41,7 +41,7 @@ class Filter(RowStep):
         >>> workflow = Workflow(Filter(pl.col("rating") > 0), Categorify("user")).fit(rows)
         >>> workflow.rows, workflow.vocabularies["user"].mapping()
         (2, {'bob': 2})
-        >>> [pl.read_parquet(file).rows() for file in workflow.transform(rows, "train", files=1, shuffle=False)]
+        >>> [pl.read_parquet(file).rows() for file in workflow.write(rows, "train", num_files=1, shuffle=False)]
         [[(2, 4), (2, 5)]]
     """
 
@@ -104,7 +104,7 @@ class DifferenceLag(RowStep):
         >>> from nbdist.recsys.etl import DifferenceLag, Workflow
         >>> rows = pl.DataFrame({"user": [1, 1, 2], "timestamp": [100, 160, 900]})
         >>> workflow = Workflow(DifferenceLag("timestamp", by="user")).fit(rows)
-        >>> workflow.lazy(rows).collect()["timestamp_difference_lag_1"].to_list()
+        >>> workflow.transform(rows).collect()["timestamp_difference_lag_1"].to_list()
         [None, 60, None]
     """
 
@@ -124,17 +124,17 @@ class DifferenceLag(RowStep):
         return [self._made[name][0], *self.by]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_numbers(self.columns, schema, where, booleans=False)
+        self._check_numbers(self.columns, schema, where, booleans=False)
         for name in self.by:
             require(name, schema, f"{where}: DifferenceLag")
-        self.check_new(schema, where)
-        return pl.LazyFrame(schema=schema).with_columns(self.expressions(schema, self.adds, State())).collect_schema()
+        self._check_new(schema, where)
+        return pl.LazyFrame(schema=schema).with_columns(self._expressions(schema, self.adds, State())).collect_schema()
 
     def over(self, given: Input, reading: Reading) -> Input:
         made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
-        return given.beside(self.expressions(given.schema, made, State()), self.shift)
+        return given.beside(self._expressions(given.schema, made, State()), self.shift)
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
         for name in names:
             column, shift = self._made[name]

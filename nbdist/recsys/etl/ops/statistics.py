@@ -16,28 +16,28 @@ from .step import Query, Saved, Stage, State, Step, TrainingRows
 class StatisticsStep(Step):
     """A step that learns a table of sums, as `moments` describes it, for each of some names."""
 
-    numbers: Sequence[str]
+    _numbers: Sequence[str]
     """The columns whose numbers are learned."""
 
-    def aggregates(self) -> dict[str, Aggregate]:
+    def _aggregates(self) -> dict[str, Aggregate]:
         """The sums that it learns, by a name: a column that it makes, or a part of its name."""
         raise NotImplementedError
 
-    def table(self, state: State, name: str) -> pl.DataFrame:
+    def _learned(self, state: State, name: str) -> pl.DataFrame:
         """The table that was learned by that name."""
         return state.tables[self.kind, name]
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
-        for name, table in self.added_up(rows, self.aggregates()).items():
-            self.keep(name, table, state, previous, rows.where)
+        for name, table in self._added_up(rows, self._aggregates()).items():
+            self._keep(name, table, state, previous, rows.where)
 
-    def added_up(
+    def _added_up(
         self, rows: TrainingRows, aggregates: Mapping[str, Aggregate], *more: pl.Expr
     ) -> dict[str, pl.DataFrame]:
         """The tables of some aggregates; `more` are keys that are computed, and called as `key` calls them."""
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}
-        columns = sorted({*self.numbers, *keys})
+        columns = sorted({*self._numbers, *keys})
         named = [*(pl.col(name).alias(key(name)) for name in columns), *more]
         roots = {name for expression in more for name in expression.meta.root_names()}
         queries = [Query([*columns, *roots], lambda frame: frame.select(named))]
@@ -61,9 +61,9 @@ class StatisticsStep(Step):
             for name, table in tables.items()
         }
 
-    def keep(self, name: str, table: pl.DataFrame, state: State, previous: State, where: str) -> None:
+    def _keep(self, name: str, table: pl.DataFrame, state: State, previous: State, where: str) -> None:
         """Put a table into the state, with what was known before; raise `ValueError` where it is of no value at all."""
-        one, before = self.aggregates()[name], previous.tables.get((self.kind, name))
+        one, before = self._aggregates()[name], previous.tables.get((self.kind, name))
         table = state.tables[self.kind, name] = table if before is None else merged([before, table], one.keys)
         if one.column is not None and not int(table[COUNT].sum()):
             raise ValueError(
@@ -71,7 +71,7 @@ class StatisticsStep(Step):
             )
 
     def check_growth(self, schema: pl.Schema, previous: State) -> None:
-        for name, one in self.aggregates().items():
+        for name, one in self._aggregates().items():
             table = previous.tables.get((self.kind, name))
             if table is None:
                 continue
@@ -83,17 +83,47 @@ class StatisticsStep(Step):
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`learnt`: {name: file}, with the table that `moments.py` describes."""
-        files = {name: f"learnt-{number}-{i}.parquet" for i, name in enumerate(self.aggregates())}
+        files = {name: f"learnt-{number}-{i}.parquet" for i, name in enumerate(self._aggregates())}
         return {**super().describe(number, state), "learnt": files}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
-        return {file: self.table(state, name) for name, file in described["learnt"].items()}
+        return {file: self._learned(state, name) for name, file in described["learnt"].items()}
 
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
         for name, file in described["learnt"].items():
             saved.state.tables[cls.kind, name] = saved.table(file)
         return super().restore(described, saved)
+
+    @staticmethod
+    def _join(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> Stage:
+        """Add columns of a table with the keys `on`, null being one; `defaults` for keys that are not there."""
+        table = table.rechunk()
+        missing = [
+            pl.col(name).fill_null(pl.lit(default).cast(table.schema[name])) for name, default in defaults.items()
+        ]
+        known = table.drop_nulls(key(on[0]))
+        direct = DirectTable.of(known[key(on[0])], known.select(list(defaults))) if len(on) == 1 else None
+        if direct is not None:
+            columns = {name: direct.get(name, pl.col(on[0])) for name in defaults}
+            for row in table.filter(pl.col(key(on[0])).is_null()).iter_rows(named=True):  # one, if any
+                is_null = pl.col(on[0]).is_null()
+                columns = {
+                    name: pl.when(is_null).then(pl.lit(row[name])).otherwise(one) for name, one in columns.items()
+                }
+            types = {name: one.cast(table.schema[name]) for name, one in columns.items()}
+            return lambda frame: frame.with_columns(**types).with_columns(missing)
+        keys = [f"{key(name)} (nbdist)" for name in on]  # no columns of the user's
+        table = table.rename(dict(zip(map(key, on), keys, strict=True)))
+        same = [pl.col(name).cast(table.schema[one]).alias(one) for name, one in zip(on, keys, strict=True)]
+
+        def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+            joined = frame.with_columns(same).join(
+                table.lazy(), on=keys, how="left", nulls_equal=True, maintain_order="left"
+            )
+            return joined.with_columns(missing).drop(keys)
+
+        return run
 
 
 def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:
@@ -106,29 +136,3 @@ def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:
 def _plain(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
     """A column with strings for categories, which are numbered otherwise in each part."""
     return column.cast(pl.String) if isinstance(dtype, (pl.Categorical, pl.Enum)) else column
-
-
-def joined(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> Stage:
-    """Add columns of a table with the keys `on`, null being one; `defaults` for keys that are not there."""
-    table = table.rechunk()
-    missing = [pl.col(name).fill_null(pl.lit(default).cast(table.schema[name])) for name, default in defaults.items()]
-    known = table.drop_nulls(key(on[0]))
-    direct = DirectTable.of(known[key(on[0])], known.select(list(defaults))) if len(on) == 1 else None
-    if direct is not None:
-        columns = {name: direct.get(name, pl.col(on[0])) for name in defaults}
-        for row in table.filter(pl.col(key(on[0])).is_null()).iter_rows(named=True):  # one, if any
-            is_null = pl.col(on[0]).is_null()
-            columns = {name: pl.when(is_null).then(pl.lit(row[name])).otherwise(one) for name, one in columns.items()}
-        types = {name: one.cast(table.schema[name]) for name, one in columns.items()}
-        return lambda frame: frame.with_columns(**types).with_columns(missing)
-    keys = [f"{key(name)} (nbdist)" for name in on]  # no columns of the user's
-    table = table.rename(dict(zip(map(key, on), keys, strict=True)))
-    same = [pl.col(name).cast(table.schema[one]).alias(one) for name, one in zip(on, keys, strict=True)]
-
-    def run(frame: pl.LazyFrame) -> pl.LazyFrame:
-        joined = frame.with_columns(same).join(
-            table.lazy(), on=keys, how="left", nulls_equal=True, maintain_order="left"
-        )
-        return joined.with_columns(missing).drop(keys)
-
-    return run

@@ -115,7 +115,7 @@ class Step:
         """
         raise NotImplementedError
 
-    def check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
+    def _check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
         """Raise `ValueError` where columns are not there, or not of numbers (or booleans)."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
@@ -124,7 +124,7 @@ class Step:
                     f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: numbers are needed"
                 )
 
-    def check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
+    def _check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
         """Raise `ValueError` where columns are not there, or not of integers, strings, booleans or categoricals."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
@@ -134,13 +134,13 @@ class Step:
                 )
             value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
 
-    def check_new(self, schema: pl.Schema, where: str) -> None:
+    def _check_new(self, schema: pl.Schema, where: str) -> None:
         """Raise `ValueError` where a column that it adds is there already."""
         for name in self.adds:
             if name in schema:
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
 
-    def expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
+    def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         """Some of the columns that it makes of columns of that schema, where expressions are all that it needs."""
         raise NotImplementedError
 
@@ -151,7 +151,7 @@ class Step:
             names: The columns to make, some or all of `adds`.
             training: Whether the rows are those that the steps were fitted to.
         """
-        return lambda frame: frame.with_columns(self.expressions(frame.collect_schema(), names, state))
+        return lambda frame: frame.with_columns(self._expressions(frame.collect_schema(), names, state))
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
         """Put into `state` what the rows of all ranks say; all ranks have to call it.

@@ -12,10 +12,10 @@ import polars as pl
 from ..hashing import combined
 from ..kernels import Kernel, lookup
 from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
-from .statistics import StatisticsStep, joined
+from .statistics import StatisticsStep
 from .step import ROW, Saved, Stage, State, Step, TrainingRows, chained, names_of
 
-FOLD = "fold (nbdist)"
+_FOLD = "fold (nbdist)"
 """The part of the training rows that a row is in."""
 _LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)"
 
@@ -28,9 +28,9 @@ class TargetEncoding(StatisticsStep):
     target is null or NaN do not count.
 
     A training row must not see its own target. So training rows are divided at random into `folds`, and
-    ``Workflow.transform(..., training=True)`` gives each the mean of the rows in the other folds;
-    ``training=False``, `Workflow.lazy` and servers give what was learnt from all. A row's fold follows from its number
-    in the input, so that `transform` has to be given the rows, in the order, that `fit` was.
+    ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,
+    `Workflow.transform` and servers give what was learned from all. A row's fold follows from its number in the input,
+    so that `write` has to be given the rows, in the order, that `fit` was.
 
     Args:
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
@@ -50,7 +50,7 @@ class TargetEncoding(StatisticsStep):
         >>> from nbdist.recsys.etl import TargetEncoding, Workflow
         >>> rows = pl.DataFrame({"movie": [1, 1, 1, 2], "label": [True, True, False, False]})
         >>> workflow = Workflow(TargetEncoding("movie", target="label", smoothing=1)).fit(rows)
-        >>> workflow.lazy(pl.DataFrame({"movie": [1, 2, 3]}), ["TE_movie_label"]).collect().to_series().to_list()
+        >>> workflow.transform(pl.DataFrame({"movie": [1, 2, 3]}), ["TE_movie_label"]).collect().to_series().to_list()
         [0.625, 0.25, 0.5]
     """
 
@@ -76,29 +76,29 @@ class TargetEncoding(StatisticsStep):
         self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
         """New column → the columns that it is of."""
         self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
-        self.numbers = [self.target]
+        self._numbers = [self.target]
         self.columns = groups
 
-    def aggregates(self) -> dict[str, Aggregate]:
+    def _aggregates(self) -> dict[str, Aggregate]:
         return {name: Aggregate(tuple(group), self.target) for name, group in self.groups.items()}
 
     def reads(self, name: str) -> list[str]:
         return self.groups[name]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self.check_numbers([self.target], schema, where)
+        self._check_numbers([self.target], schema, where)
         for group in self.groups.values():
-            self.check_keys(group, schema, where)
-        self.check_new(schema, where)
+            self._check_keys(group, schema, where)
+        self._check_new(schema, where)
         return pl.Schema({**schema, **dict.fromkeys(self.adds, pl.Float32())})
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
-        by_fold = {name: replace(one, keys=(*one.keys, FOLD)) for name, one in self.aggregates().items()}
-        found = self.added_up(rows, by_fold, self._fold().alias(key(FOLD)))
+        by_fold = {name: replace(one, keys=(*one.keys, _FOLD)) for name, one in self._aggregates().items()}
+        found = self._added_up(rows, by_fold, self._fold().alias(key(_FOLD)))
         for name, table in found.items():
             state.tables[self._folds, name] = table
-            every = merged([table.drop(key(FOLD))], self.groups[name])
-            self.keep(name, every, state, previous, rows.where)
+            every = merged([table.drop(key(_FOLD))], self.groups[name])
+            self._keep(name, every, state, previous, rows.where)
 
     def check_training(self, state: State, rows: int, where: str) -> None:
         for name in self.groups:
@@ -113,17 +113,17 @@ class TargetEncoding(StatisticsStep):
         return chained([self._encoding(name, state, training) for name in names])
 
     def _encoding(self, name: str, state: State, training: bool) -> Stage:
-        group, defaults = self.groups[name], {name: self.default(state, name)}
+        group, defaults = self.groups[name], {name: self._default(state, name)}
         if not training:
-            return joined(self.encoded(state, name), group, defaults)
-        by_fold = joined(self.encoded_by_fold(state, name), [*group, FOLD], defaults)
-        return lambda frame: by_fold(frame.with_columns(self._fold())).drop(FOLD)
+            return self._join(self._encoded(state, name), group, defaults)
+        by_fold = self._join(self._encoded_by_fold(state, name), [*group, _FOLD], defaults)
+        return lambda frame: by_fold(frame.with_columns(self._fold())).drop(_FOLD)
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
         kernels = []
         for name in names:
-            table, group = self.encoded(state, name), self.groups[name]
-            defaults = {name: self.default(state, name)}
+            table, group = self._encoded(state, name), self.groups[name]
+            defaults = {name: self._default(state, name)}
             kernels.append(lookup(group, table.select(map(key, group)), table.select(name), defaults))
         return kernels
 
@@ -146,28 +146,28 @@ class TargetEncoding(StatisticsStep):
     def _fold(self) -> pl.Expr:
         """The fold of each row, by its number `ROW`; int64."""
         number = pl.col(ROW).cast(pl.UInt64)
-        return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(FOLD)
+        return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(_FOLD)
 
-    def default(self, state: State, name: str) -> float:
+    def _default(self, state: State, name: str) -> float:
         """What a category that is not known has."""
-        return overall(self.table(state, name))["mean"]
+        return overall(self._learned(state, name))["mean"]
 
-    def encoded(self, state: State, name: str) -> pl.DataFrame:
+    def _encoded(self, state: State, name: str) -> pl.DataFrame:
         """What each category has: the keys, and `name`; as new rows have it."""
-        table = self.table(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
-        return self._smoothed(table.with_columns(pl.lit(self.default(state, name)).alias(_PRIOR)), name, [])
+        table = self._learned(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
+        return self._smoothed(table.with_columns(pl.lit(self._default(state, name)).alias(_PRIOR)), name, [])
 
-    def encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
+    def _encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
         """What each category has in each fold: the keys, the fold, and `name`; as training rows have it."""
         keys = [key(one) for one in self.groups[name]]
-        every, folds = self.table(state, name), state.tables[self._folds, name]
-        fold = key(FOLD)
+        every, folds = self._learned(state, name), state.tables[self._folds, name]
+        fold = key(_FOLD)
         count, total = int(every[COUNT].sum()), math.fsum(every[SUM].to_list())
         priors = []
         for number in range(self.folds):
             inside = folds.filter(pl.col(fold) == number)
             rows = count - int(inside[COUNT].sum())
-            mean = (total - math.fsum(inside[SUM].to_list())) / rows if rows else self.default(state, name)
+            mean = (total - math.fsum(inside[SUM].to_list())) / rows if rows else self._default(state, name)
             priors.append((number, mean))
         by_fold = pl.DataFrame(priors, schema={fold: pl.Int64, _PRIOR: pl.Float64}, orient="row")
         table = (

@@ -167,10 +167,10 @@ def normalize(values: Array, shift: float, scale: float) -> Array:
 
 
 @kernel
-def clip(values: Array, least: float | None, most: float | None) -> Array:
+def clip(values: Array, min_value: float | None, max_value: float | None) -> Array:
     """Values between bounds; what is missing stays so."""
     kind = values.dtype.type
-    bounds = (None if bound is None else kind(bound) for bound in (least, most))
+    bounds = (None if bound is None else kind(bound) for bound in (min_value, max_value))
     return np.where(_missing(values), values, np.clip(values, *bounds))
 
 

@@ -8,8 +8,8 @@ import polars as pl
 from nbdist.recsys.etl import Categorify, Workflow
 
 frame = pl.DataFrame({"user": range(1_000_000)})
-Workflow(Categorify("user")).fit(frame, progress=False).transform(
-    frame, sys.argv[1], files=50, row_group_size=2000, memory=1 << 20, progress=False
+Workflow(Categorify("user")).fit(frame, progress=False).write(
+    frame, sys.argv[1], num_files=50, row_group_size=2000, memory_bytes=1 << 20, progress=False
 )
 
 # %% larger than memory
@@ -44,12 +44,12 @@ for name in ("small", "large"):  # the first one brings in what is there once
         thread = threading.Thread(target=watch)
         thread.start()
     files = f"{folder}/{name}"
-    options = {"memory": 16 << 20, "row_group_size": 1 << 14, "progress": False}
+    options = {"memory_bytes": 16 << 20, "row_group_size": 1 << 14, "progress": False}
     if what == "histories":
         write_history(files, f"{out}/{name}", "item", by="user", time="f0", length=40, **options)
     else:
-        workflow.fit(files, memory=16 << 20, progress=False)
-        workflow.transform(files, f"{out}/{name}", **options)
+        workflow.fit(files, memory_bytes=16 << 20, progress=False)
+        workflow.write(files, f"{out}/{name}", **options)
 done.set()
 thread.join()
 print(most - before)

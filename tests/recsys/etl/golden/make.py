@@ -2,9 +2,9 @@
 
     python tests/recsys/etl/golden/make.py [CASE ...]
 
-Each case is a folder: `saved/` is the workflow as `Workflow.save` wrote it; `lazy.parquet` and `transform.parquet` are
-the answers to `ASKED` and the training rows as they are written; `served.json` is the answer of the NumPy form. Only a
-change that is meant to change them writes them again.
+Each case is a folder: `saved/` is the workflow as `Workflow.save` wrote it; `transformed.parquet` and
+`written.parquet` are the answers to `ASKED` and the training rows as they are written; `served.json` is the answer of
+the NumPy form. Only a change that is meant to change them writes them again.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ CASES = {
         [
             Bucketize("age", boundaries=[-5, 18.5, 65]),
             FillMissing("visits", value=3),
-            Clip("visits", least=2, most=90),
+            Clip("visits", min_value=2, max_value=90),
             FillMissing("price", "score", value=1),
-            Clip("score", least=0),
-            Clip("time", most=1_700_000_100),
+            Clip("score", min_value=0),
+            Clip("time", max_value=1_700_000_100),
             Log("visits", "price", "score"),
             ListSlice("seen", last=2),
             Categorify("seen", "tags"),
@@ -181,7 +181,7 @@ CASES = {
             NormalizeMinMax("time"),
             FillMissing("visits", value=0),
             Normalize("price", "score", "visits"),
-            Clip("time", least=0, most=1),
+            Clip("time", min_value=0, max_value=1),
         ],
         ["time", "price", "score", "visits"],
     ),
@@ -251,16 +251,16 @@ def fitted(case: Case) -> Workflow:
     return Workflow(*case.steps).fit(TRAIN, previous=previous, progress=False)
 
 
-def lazy(workflow: Workflow, case: Case) -> pl.DataFrame:
+def transformed(workflow: Workflow, case: Case) -> pl.DataFrame:
     """The answer in this process."""
-    return workflow.lazy(case.asked).collect()
+    return workflow.transform(case.asked).collect()
 
 
-def transformed(workflow: Workflow) -> pl.DataFrame:
+def written(workflow: Workflow) -> pl.DataFrame:
     """The training rows as they are written, those that a `TargetEncoding` gives by fold included."""
     with tempfile.TemporaryDirectory() as folder:
-        files = workflow.transform(
-            TRAIN, Path(folder, "out"), training=True, files=2, shuffle=False, row_group_size=3, progress=False
+        files = workflow.write(
+            TRAIN, Path(folder, "out"), training=True, num_files=2, shuffle=False, row_group_size=3, progress=False
         )
         return pl.concat(pl.read_parquet(file) for file in files)
 
@@ -287,8 +287,8 @@ def main(names: Sequence[str]) -> None:
         folder.mkdir()
         workflow = fitted(case)
         workflow.save(folder / "saved")
-        lazy(workflow, case).write_parquet(folder / "lazy.parquet")
-        transformed(workflow).write_parquet(folder / "transform.parquet")
+        transformed(workflow, case).write_parquet(folder / "transformed.parquet")
+        written(workflow).write_parquet(folder / "written.parquet")
         text = json.dumps(as_json(served(workflow, case)))
         (folder / "served.json").write_text(text + "\n", encoding="utf-8")
 

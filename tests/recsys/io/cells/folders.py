@@ -25,4 +25,4 @@ def watch(event, arguments):
 
 
 sys.addaudithook(watch)
-workflow.transform(pl.DataFrame({"user": [3, 4, 5]}), folder, files=1, shuffle=False, overwrite=True, progress=False)
+workflow.write(pl.DataFrame({"user": [3, 4, 5]}), folder, num_files=1, shuffle=False, overwrite=True, progress=False)
