@@ -576,10 +576,10 @@ def test_a_snapshot_that_fails_leaves_the_one_before(sessions: Sessions, tmp_pat
 
     def save(step: int, broken: bool) -> None:
         model = build("sharded")
-        Snapshots(tmp_path).save(Broken(model) if broken else model, step, {"history": []}, {"rank": dist.get_rank()})
+        Snapshots(tmp_path)._save(Broken(model) if broken else model, step, {"history": []}, {"rank": dist.get_rank()})
 
     def load() -> tuple[int, int]:
-        common, own = Snapshots(tmp_path, resume=True).load(build("sharded"))  # type: ignore[misc]
+        common, own = Snapshots(tmp_path, resume=True)._load(build("sharded"))  # type: ignore[misc]
         return common["step"], own["rank"]
 
     sessions[2].run(save, 5, False)
