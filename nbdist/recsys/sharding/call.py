@@ -22,7 +22,7 @@ def shard(
     eps: float | None = None,
     dense_optimizer: MakeOptimizer | None = None,
     fused: bool | None = None,
-    memory: int | None = None,
+    memory_bytes: int | None = None,
     checked: bool = True,
 ) -> Sharded:
     """Shard the embedding tables of `model` over all ranks. All ranks have to call it, with the same arguments.
@@ -55,8 +55,8 @@ def shard(
         fused: Whether tables are updated in the backward pass. None: those whose optimizer FBGEMM has a kernel for on
             this device; adam on CPUs is torch's, and slower. False: no table, so that gradients can be clipped and
             accumulated; slower, too, and for sgd, adagrad, rowwise_adagrad and adam.
-        memory: Bytes per rank that the plan may use for tables. None: 85 % of what is free (on CPUs divided by the
-            ranks of this machine), less four times the size of the other parameters, for their gradients and moments.
+        memory_bytes: Bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on CPUs, shared by
+            the ranks of this machine), less four times the size of the other parameters, for gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
             that, unless a loader with `keyed=` has looked before; without it, such ids are those of other rows, and
             train them.
@@ -100,6 +100,6 @@ def shard(
         eps=EPS if eps is None else eps,
         dense_optimizer=dense_optimizer,
         fused=fused,
-        memory=memory,
+        memory=memory_bytes,
         checked=checked,
     )

@@ -140,7 +140,7 @@ class Planner:
             raise ValueError(
                 f"the tables do not fit on {nranks} ranks with {memory:,} bytes each{left}. The largest need is that "
                 f"of table {largest!r} ({ways}): {least[largest]:,} bytes on one rank, weights, optimizer state and "
-                "batches. Take more ranks, a strategy that splits the table, or more memory=. TorchRec says: "
+                "batches. Take more ranks, a strategy that splits the table, or more memory_bytes=. TorchRec says: "
                 f"{str(error).splitlines()[0]}"
             ) from None
         return plan, self._to_look_at(best, nranks)

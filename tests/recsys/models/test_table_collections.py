@@ -133,7 +133,7 @@ def test_a_model_that_does_not_fit_can_be_sharded_otherwise(session: Session) ->
     def ask() -> Any:
         model = Both()
         try:
-            shard(model, batch_size=4, memory=100)
+            shard(model, batch_size=4, memory_bytes=100)
         except ValueError as error:
             return str(error), type(model.bags).__name__, type(shard(model, batch_size=4)._template.bags).__name__
         return None

@@ -30,7 +30,7 @@ def bags(rows: int, pooling: PoolingType = PoolingType.SUM) -> EmbeddingBagColle
 
 def plan_with(free: int | None) -> None:
     if free is None:
-        shard(bags(50_000), {"users": "table_wise"}, batch_size=8, memory=1000)
+        shard(bags(50_000), {"users": "table_wise"}, batch_size=8, memory_bytes=1000)
     whole = psutil.virtual_memory()._replace(available=2 * (free or 0))  # two ranks share it
     psutil.virtual_memory = lambda: whole  # type: ignore[assignment]
     shard(bags(50_000), {"users": "table_wise"}, batch_size=8)

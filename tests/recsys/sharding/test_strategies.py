@@ -609,11 +609,11 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             r"Linear has no PooledTables, .* EmbeddingBagCollection or EmbeddingCollection: nothing",
         ),
         (
-            {"model": bags("meta", ("small", 100, 16), ("big", 50_000, 64)), "memory": 2**20},
+            {"model": bags("meta", ("small", 100, 16), ("big", 50_000, 64)), "memory_bytes": 2**20},
             r"do not fit on 4 ranks with 1,048,576 bytes each. .* table 'big' .*bytes on one rank",
         ),
         (
-            {"model": bags("meta", ("big", 20_000, 64)), "memory": 2**21, "strategies": {"big": "table_wise"}},
+            {"model": bags("meta", ("big", 20_000, 64)), "memory_bytes": 2**21, "strategies": {"big": "table_wise"}},
             r"table 'big' \(table_wise\): 5,\d\d\d,\d\d\d bytes on one rank.*a strategy that splits the table",
         ),
         (
