@@ -187,10 +187,11 @@ $(STAMP) $(DEMO_STAMP) $(BENCH_STAMP): pyproject.toml constraints.txt
 	    >/dev/null 2>&1 </dev/null &
 	@$(@D)/bin/python -c 'import torchvision' >/dev/null 2>&1 || \
 	    $(@D)/bin/python -m pip uninstall --disable-pip-version-check -y torchvision >>$(LOG) 2>&1
-	@set -o pipefail; [ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input \
-	    --progress-bar off --no-deps -r requirements/torchrec-$$($(@D)/bin/python -c \
-	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt -r requirements/moto.txt >>$(LOG) 2>&1 \
-	    || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
+	@[ -z "$(AFTER)" ] || { files="-r requirements/torchrec-$$($(@D)/bin/python -c \
+	        'import torch; print("cuda" if torch.cuda.is_available() else "cpu")').txt -r requirements/moto.txt"; \
+	    $(UV) -p $(@D)/bin/python --no-deps $$files \
+	        || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --no-deps $$files; } \
+	    >>$(LOG) 2>&1 || { tail -n 25 $(LOG); echo "Set-up failed; the whole log is $(LOG)"; exit 1; }
 	@# Each build of multiprocess is for one Python; uv takes the one for 3.10 with any later one.
 	@[ -z "$(AFTER)" ] || $(@D)/bin/python -m pip install --disable-pip-version-check --no-input -q --no-deps \
 	    --force-reinstall -c constraints.txt multiprocess >>$(LOG) 2>&1 \
