@@ -18,12 +18,13 @@ CORE = ["tests/test_everyday_cells.py", "tests/wire/test_parcel.py"]
 
 @pytest.fixture
 def without_linux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For the processes that a test starts."""
+    """Set the path for the processes that a test starts: a forked one does not read `sitecustomize`."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "without_linux"))
     yield
 
 
 @pytest.mark.long("without what only Linux has")
+@pytest.mark.started
 def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     try:
@@ -43,6 +44,7 @@ def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.long("without what only Linux has")
+@pytest.mark.started
 def test_the_core_works_without_it(without_linux: None) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *CORE]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
