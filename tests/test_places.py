@@ -1,4 +1,4 @@
-"""Where a change is made: thirty typical changes, each with the file whose path alone should give it away."""
+"""Files in which a change is made: thirty typical changes, each with the file whose path alone should give it away."""
 
 from __future__ import annotations
 

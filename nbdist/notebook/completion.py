@@ -43,7 +43,7 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
 
 
 def complete_also(shell: Any, complete: Callable[[str, str, int], list[str]]) -> Callable[[], None]:
-    """Add the completions of `complete` to those of IPython (8.6 on), in a kernel. Returns a function that undoes this.
+    """Add the results of `complete` to IPython's completions (8.6 on), in a kernel. Returns a function to undo this.
 
     Args:
         shell: The kernel's.

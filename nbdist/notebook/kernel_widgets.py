@@ -16,7 +16,7 @@ from .shell import kernel_shell
 
 
 def in_main_thread() -> bool:
-    """Tell whether this thread is the one that runs a kernel's cells."""
+    """Return whether this thread is the one that runs a kernel's cells."""
     return kernel_shell() is not None and threading.current_thread() is threading.main_thread()
 
 

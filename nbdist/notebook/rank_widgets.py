@@ -48,7 +48,7 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
 
 
 def _is_old(package: str, least: tuple[int, ...]) -> bool:
-    """Tell whether a package is installed in a version below `least`, from its metadata: importing takes longer."""
+    """Return whether a package is installed in a version below `least`, from its metadata: importing takes longer."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

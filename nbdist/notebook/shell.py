@@ -55,7 +55,7 @@ def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool
 
 
 def fails_at_cause_of_exit() -> bool:
-    """Tell whether the notebook shows a TypeError for a SystemExit whose cause has no traceback: IPython 7 does."""
+    """Return whether the notebook shows a TypeError for a SystemExit whose cause has no traceback: IPython 7 does."""
     return shell() is not None and sys.modules["IPython"].version_info < (8,)
 
 
@@ -90,7 +90,7 @@ def autoreloaded(name: str) -> float | None:
 
 
 def is_watched(message: Mapping[str, Any] | None) -> bool:
-    """Tell whether a person sees the cell that a front end's message had run, also what comes when it is done.
+    """Return whether a person sees the cell that a front end's message had run, also what comes when it is done.
 
     Programs that run notebooks, such as nbclient for nbconvert and papermill, can have nothing typed, and say so.
     """
@@ -98,7 +98,7 @@ def is_watched(message: Mapping[str, Any] | None) -> bool:
 
 
 def is_hidden(name: str, value: Any) -> bool:
-    """Tell whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`), or marimo `input`.
+    """Return whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`), or marimo `input`.
 
     Variables of IPython's history do not count (`_`, `_3`, `In`, `Out`): they are data.
     """

@@ -69,7 +69,7 @@ class Segment:
 
 
 class Span(NamedTuple):
-    """Where a buffer lies: the number of its segment, its start and size in bytes."""
+    """The place of a buffer: the number of its segment, its start and size in bytes."""
 
     segment: int
     start: int

@@ -1,4 +1,4 @@
-"""The options of Ray, where no cluster is needed to tell whether they are right."""
+"""The options of Ray, checked without a cluster."""
 
 from __future__ import annotations
 

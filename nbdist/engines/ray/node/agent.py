@@ -319,7 +319,7 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _alike(one: Event, other: Event) -> bool:
-    """Tell whether two ranks say the same. Messages without fields are equal as tuples, whatever they are."""
+    """Return whether two ranks have sent equal messages. Messages of different classes can be equal as tuples."""
     return type(one[2]) is type(other[2]) and one[2:] == other[2:]
 
 

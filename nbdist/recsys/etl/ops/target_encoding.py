@@ -149,16 +149,16 @@ class TargetEncoding(StatisticsStep):
         return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(_FOLD)
 
     def _default(self, state: State, name: str) -> float:
-        """What a category that is not known has."""
+        """Return the value of categories that training has not seen."""
         return overall(self._learned(state, name))["mean"]
 
     def _encoded(self, state: State, name: str) -> pl.DataFrame:
-        """What each category has: the keys, and `name`; as new rows have it."""
+        """Return the keys of each category and its value for new rows, in the column `name`."""
         table = self._learned(state, name).rename({COUNT: _LEFT, SUM: _SUM_LEFT})
         return self._smoothed(table.with_columns(pl.lit(self._default(state, name)).alias(_PRIOR)), name, [])
 
     def _encoded_by_fold(self, state: State, name: str) -> pl.DataFrame:
-        """What each category has in each fold: the keys, the fold, and `name`; as training rows have it."""
+        """Return the keys of each category, the fold and its value for training rows, in the column `name`."""
         keys = [key(one) for one in self.groups[name]]
         every, folds = self._learned(state, name), state.tables[self._folds, name]
         fold = key(_FOLD)
