@@ -48,7 +48,7 @@ def epoch(batch: int, quickly: bool, count: int) -> tuple[float, float, str]:
 
 
 def run(device: str) -> None:
-    count = 2_000 if device == "cpu" else RATINGS
+    count = 6_000 if device == "cpu" else RATINGS
     alone: dict[int, float] = {}
     for batch, quickly, where in [
         (4096, False, "alone"),
