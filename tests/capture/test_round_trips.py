@@ -56,7 +56,7 @@ def closures(draw: st.DrawFn) -> Any:
 
 
 class LazyModule(types.ModuleType):
-    """As those of transformers."""
+    """A subclass of the module type, like `_LazyModule` of transformers."""
 
 
 @pytest.mark.parametrize("name", ["torch.backends", "torch.backends.cudnn", "torch.ops", "torch.ops.aten", "lazy"])
