@@ -187,7 +187,9 @@ class Loader(Adapter):
             rows = self._windows_of_rest(rest, epoch, position, stop)
         if device.type == "cuda":
             rows = self._resident.windows(rows, device, self.table)
-        placed = on_device(self._keyed_blocks(blocks(rows, partition, rank, start)), device, depth, self.pin_memory)
+        pinned = self.pin_memory or device.type == "cuda"
+        made = self._keyed_blocks(blocks(rows, partition, rank, start, pinned), pinned)
+        placed = on_device(made, device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for columns in block.batches():
@@ -198,11 +200,11 @@ class Loader(Adapter):
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
-    def _keyed_blocks(self, blocks: Generator[Block, None, None]) -> Generator[Block, None, None]:
+    def _keyed_blocks(self, blocks: Generator[Block, None, None], pinned: bool) -> Generator[Block, None, None]:
         """The same blocks, with keyed jagged tensors."""
         with contextlib.closing(blocks):
             for block in blocks:
-                yield block.key(self.keyed) if self.keyed else block
+                yield block.key(self.keyed, pinned) if self.keyed else block
                 del block  # not kept while the next one is made
 
     def _shape(self, batch: Columns) -> Any:

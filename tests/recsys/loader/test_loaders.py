@@ -357,7 +357,7 @@ def test_a_batch_that_is_written_to_is_of_no_concern_to_a_graph_of_another() -> 
 def test_small_batches_are_made_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, taken = 2 * batching.BLOCK_BATCHES + 3, []
     take = batching.take
-    monkeypatch.setattr(batching, "take", lambda column, index: [taken.append(len(index)), take(column, index)][1])
+    monkeypatch.setattr(batching, "take", lambda column, index, _: [taken.append(len(index)), take(column, index)][1])
     assert [batch.item() for (batch,) in MemoryLoader((torch.arange(rows),), 1)] == list(range(rows))
     assert taken == [batching.BLOCK_BATCHES] * 2 + [3]
 
@@ -581,6 +581,27 @@ def test_an_epochs_order_is_drawn_where_its_batches_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(order, "at", lambda _, rows: rows)
     window = loader._everything(loader.table, loader.partition, 0, 0)
     assert window.order.device.type == "meta" and window.order.dtype == torch.int32
+
+
+@pytest.mark.parametrize("keyed", [[], ["row", "genres"]])
+def test_batches_for_a_gpu_are_gathered_in_page_locked_memory(
+    monkeypatch: pytest.MonkeyPatch, keyed: list[str]
+) -> None:
+    room: set[int] = set()
+
+    def empty(*shape: int, pin_memory: bool = False, real: Any = torch.empty, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = real(*shape, **options)
+        room.update([tensor.data_ptr()] if pin_memory else [])
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+    loader = MemoryLoader(table(100), 10, shuffle=True, keyed=keyed)
+    windows = loader._windows(loader.partition, 0, 0, 0)
+    for block in loader._keyed_blocks(batching.blocks(windows, loader.partition, 0, 0, pinned=True), pinned=True):
+        parts: list[torch.Tensor] = []
+        block.map(lambda part, parts=parts: parts.append(part) or part)  # type: ignore[func-returns-value, misc]
+        assert len(parts) == (9 if keyed else 7) and {part.data_ptr() for part in parts} <= room, "none copied again"
+        assert [row for batch in block.batches() for row in check(dict(batch))]
 
 
 def test_batches_are_where_the_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
