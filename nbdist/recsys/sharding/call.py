@@ -29,7 +29,7 @@ def shard(
 
     Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
     by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the initial weights
-    depend neither on the strategies nor on the number of ranks, but those of a CPU, and of each model of GPU, differ.
+    depend neither on the strategies nor on the number of ranks; a CPU, and each model of GPU, draws its own numbers.
     Tables with values keep them; each rank has them whole until it has its part.
 
     rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
