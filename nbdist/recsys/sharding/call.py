@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
+from ...devices import collective_device
 from ..parallel.optimizer_choice import EPS, LR, MakeOptimizer, check_alone, described
-from ..versions import check_torchrec
+from ..versions import check_gpu, check_torchrec
 from .sharded import Sharded
 
 
@@ -64,7 +65,8 @@ def shard(
 
     Raises:
         ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
-        RuntimeError: Outside a process group.
+        RuntimeError: Outside a process group; or FBGEMM has no code for this rank's GPU, such as a T4, where
+            `replicate` is what works.
         ImportError: TorchRec or FBGEMM is missing, or of another release than torch; it says what to install. The model
             is left as it is.
 
@@ -86,6 +88,7 @@ def shard(
     if not dist.is_initialized():
         raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
     check_torchrec()
+    check_gpu(collective_device())
     from .build import build
 
     if callable(optimizer):
