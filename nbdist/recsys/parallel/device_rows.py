@@ -6,10 +6,18 @@ rows and their state are touched once a step, and no others.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .fused_rows import FusedAdagrad
+
+FUSED = True
+"""Whether Triton's kernel is used where there is one."""
 
 
 class RowSteps:
@@ -26,6 +34,7 @@ class RowSteps:
         self, tables: Sequence[nn.Parameter], sums: Sequence[Tensor] | None, *, eps: float, maximize: bool
     ) -> None:
         self.tables, self._sums, self._eps, self._maximize = list(tables), sums, eps, maximize
+        self._fused = None if sums is None else _fused(tables, sums, eps)
 
     def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
         """Take a step.
@@ -35,6 +44,9 @@ class RowSteps:
             rate: The learning rate, shape (), on the device.
         """
         rate = -rate if self._maximize else rate
+        if self._fused is not None and any(grad is not None for grad in grads):
+            self._fused.step(grads, rate)
+            return
         for i, (table, grad) in enumerate(zip(self.tables, grads, strict=True)):
             if grad is not None:
                 ids, rows = grad._indices()[0], grad._values()
@@ -42,6 +54,23 @@ class RowSteps:
                     table.index_add_(0, ids, rows * -rate)
                 else:
                     adagrad_rows(table, self._sums[i], ids, rows, rate, self._eps)
+
+
+def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> FusedAdagrad | None:
+    """Return what steps in one kernel, if this process can compile it."""
+    device, width = tables[0].device, tables[0].shape[1]
+    if not FUSED or device.type != "cuda" or not all(one.is_contiguous() for one in (*tables, *sums)):
+        return None
+    try:
+        from .fused_rows import FusedAdagrad, try_out
+
+        try_out(len(tables), width, device)
+    except Exception as error:  # no Triton, no compiler that it needs, a GPU that it does not know
+        warnings.warn(
+            f"torch updates the tables, and no kernel of Triton, which would be faster: {error}", stacklevel=2
+        )
+        return None
+    return FusedAdagrad(tables, sums, eps)
 
 
 def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: Tensor, eps: float) -> None:
