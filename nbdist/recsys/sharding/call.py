@@ -28,8 +28,9 @@ def shard(
     """Shard the embedding tables of `model` over all ranks. All ranks have to call it, with the same arguments.
 
     Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
-    by block, from seeds drawn from torch's random state. So the initial weights depend neither on the strategies nor on
-    the number of ranks. Tables with values keep them; each rank has them whole until it has its part.
+    by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the initial weights
+    depend neither on the strategies nor on the number of ranks; a CPU, and each model of GPU, draws its own numbers.
+    Tables with values keep them; each rank has them whole until it has its part.
 
     rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
     little differently from the same table in one piece; sgd and adagrad do not.

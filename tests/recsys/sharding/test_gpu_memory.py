@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from typing import Any
 
 import psutil
@@ -17,6 +18,8 @@ from nbdist import Session
 from nbdist.recsys.sharding import shard
 from nbdist.recsys.sharding import sharded as sharded_module
 from nbdist.recsys.sharding.hooks import move_inputs
+from nbdist.recsys.sharding.initial import fill
+from nbdist.recsys.sharding.strategies import Table
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +72,24 @@ def test_a_sharded_model_takes_inputs_from_the_cpu() -> None:
     assert module(there)[0][0] is there, "what a loader has looked at stays the same object"
 
 
+def test_a_table_is_drawn_where_its_shards_are() -> None:
+    drawn: list[tuple[torch.device, int]] = []
+    config = EmbeddingBagConfig(name="users", num_embeddings=1 << 19, embedding_dim=16, feature_names=["user"])
+    config.init_fn = lambda block: drawn.append((block.device, block.numel()))
+    table = Table("users", "users.weight", config, torch.nn.Parameter(torch.empty(1 << 19, 16, device="meta")), True)
+
+    def shard_on(device: str) -> Any:
+        part = types.SimpleNamespace(shard_offsets=[0, 0])
+        held = types.SimpleNamespace(tensor=torch.empty(1 << 19, 16, device=device), metadata=part)
+        return types.SimpleNamespace(local_shards=lambda: [held])
+
+    fill({"users.weight": shard_on("meta")}, {"users": table}, 1)  # as on a GPU: some MB at a time, copied from nowhere
+    assert drawn == [(torch.device("meta"), 1 << 22)] * 2
+    drawn.clear()
+    fill({"users.weight": shard_on("cpu")}, {"users": table}, 1)
+    assert drawn == [(torch.device("cpu"), 1 << 17)] * 64
+
+
 class Waits(TorchDispatchMode):
     """The operations for which the host would wait for a GPU."""
 
@@ -76,7 +97,7 @@ class Waits(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         counts = "repeat_interleave" in str(func) and (kwargs or {}).get("output_size") is None
         if counts or "_local_scalar_dense" in str(func) or "lift_fresh" in str(func):
             self.found.append(str(func))
