@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,7 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _WITHOUT_KERNEL = {
     "aten::" + name
     for name in """empty empty_like empty_strided new_empty new_empty_strided record_stream set_ resize_ is_pinned
-    _pin_memory _unsafe_view _local_scalar_dense _nnz _coalesced_ is_coalesced sparse_dim dense_dim lift_fresh
+    _pin_memory _unsafe_view
+    unsafe_split unsafe_split_with_sizes _local_scalar_dense _nnz _coalesced_ is_coalesced sparse_dim dense_dim
+    lift_fresh
     _sparse_coo_tensor_with_dims_and_tensors _sparse_coo_tensor_with_dims copy_sparse_to_sparse_ _resize_output_
     resize_as_ sym_size sym_stride sym_numel sym_storage_offset is_same_size""".split()
 }
@@ -110,7 +115,7 @@ def on_gpu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Computing(TorchDispatchMode):
-    """Makes results on imitated GPUs real, in this thread and in the backward passes that it starts.
+    """Makes results on imitated GPUs real, in this thread, its backward passes, and threads that start meanwhile.
 
     Attributes:
         operations: How often each operation was given to a GPU, by its name in torch. One may be several kernels.
@@ -142,13 +147,25 @@ class Computing(TorchDispatchMode):
         self._settings.enter_context(torch.backends.cudnn.flags(enabled=False))
         self._settings.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         _library.imitated_replays_by(self._replay)
+        self._settings.enter_context(mock.patch.object(threading.Thread, "run", self._run_thread(threading.Thread.run)))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._settings.close()
 
+    def _run_thread(self, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+        def run_computing(thread: threading.Thread) -> None:
+            with _InThread(self):
+                run(thread)
+
+        return run_computing
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(one, FakeTensor) for one in types):
+            return func(*args, **(kwargs or {}))  # which have shapes alone
+        if any(one not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) for one in types):
+            return NotImplemented  # DTensor and others: what they are made of comes here after them
         kwargs = kwargs or {}
         name = func._schema.name
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -163,11 +180,17 @@ class Computing(TorchDispatchMode):
             torch.cuda.synchronize(device)  # raises what the launch of a kernel would
         self.operations[name] += 1
         if name in _WAITING or (name in _INDEXING and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
-            self._waits[name] += 1
+            self._wait(name, device)
         with _random_numbers(func, kwargs, device):
-            if _library.imitated_is_recording():
+            if _is_recording(device):
                 return self._record(func, args, kwargs, device)
             return self._compute(func, args, kwargs, device)
+
+    def _wait(self, name: str, device: torch.device) -> None:
+        if _is_recording(device) or torch.cuda.get_sync_debug_mode():
+            torch.cuda.current_stream(device).synchronize()  # raises, or warns
+        else:
+            self._waits[name] += 1
 
     def _compute(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         host_args, host_kwargs = _hosted(args, kwargs)
@@ -228,7 +251,7 @@ class Computing(TorchDispatchMode):
             return torch.ops.aten.copy_.default(to, source, not blocking)
 
         host_to, host_source = on_host(to), on_host(source)
-        if _library.imitated_is_recording():
+        if _is_recording(to.device if to.is_cuda else source.device):
             self._keep(lambda: host_to.copy_(host_source))
         else:
             host_to.copy_(host_source)
@@ -245,6 +268,17 @@ class Computing(TorchDispatchMode):
         return _sparse(indices, values, source)
 
 
+class _InThread(TorchDispatchMode):
+    """The mode in another thread."""
+
+    def __init__(self, computing: Computing) -> None:
+        super().__init__()
+        self._computing = computing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._computing.__torch_dispatch__(func, types, args, kwargs)
+
+
 def _device_of(tensors: list[torch.Tensor], kwargs: Any) -> torch.device | None:
     """The GPU of an operation; None for one on the CPU."""
     for tensor in tensors:
@@ -255,6 +289,11 @@ def _device_of(tensors: list[torch.Tensor], kwargs: Any) -> torch.device | None:
         return None
     device = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _is_recording(device: torch.device) -> bool:
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return bool(_library.imitated_is_recording(ctypes.c_void_p(stream)))
 
 
 def _is_view(func: Any) -> bool:
@@ -319,7 +358,7 @@ def _random_numbers(func: Any, kwargs: Any, device: torch.device) -> Iterator[No
     if torch.Tag.nondeterministic_seeded not in func.tags:
         yield
         return
-    if _library.imitated_is_recording():
+    if _is_recording(device):
         raise NotImplementedError(f"{func}: random numbers in a graph are not imitated")
     generator = kwargs.get("generator")
     if generator is None:

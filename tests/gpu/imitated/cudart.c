@@ -76,7 +76,8 @@ static void (*replay)(int);
 
 /* By this an operation of a graph is computed when the graph is launched. */
 void imitated_replays_by(void (*function)(int)) { replay = function; }
-int imitated_is_recording(void) { return recording != NULL; }
+static int is_recorded(cudaStream_t stream) { return recording && stream == recorded_stream; }
+int imitated_is_recording(cudaStream_t stream) { return is_recorded(stream); }
 
 static void record(struct node node) {
     struct node *copy = malloc(sizeof node);
@@ -98,20 +99,20 @@ static void perform(const struct node *node) {
     }
 }
 
-/* Copies and fillings are done at once, or kept for later where a graph is recorded. */
-static cudaError_t do_or_record(struct node node) {
+/* Copies and fillings are done at once, or kept for later where a graph of their stream is recorded. */
+static cudaError_t do_or_record(struct node node, cudaStream_t stream) {
     cudaError_t error = enter();
     if (error || node.size == 0) return error;
-    if (recording) record(node);
+    if (is_recorded(stream)) record(node);
     else perform(&node);
     return error;
 }
 
-/* The host waits for the GPU, which is not allowed while a graph is recorded. */
-static cudaError_t wait_for_gpu(void) {
+/* The host waits for the GPU, which is not allowed for what is recorded meanwhile. */
+static cudaError_t wait_for_gpu(int recorded) {
     cudaError_t error = enter();
     if (error) return error;
-    if (recording) {
+    if (recorded) {
         invalidated = 1;
         return result(cudaErrorStreamCaptureUnsupported);
     }
@@ -139,7 +140,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     return result(invalidated ? cudaErrorStreamCaptureInvalidated : cudaSuccess);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = recording && stream == recorded_stream ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *status = is_recorded(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return enter();
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
@@ -254,7 +255,7 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
 }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { return *can = 0, enter(); }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return result(cudaErrorPeerAccessUnsupported); }
-cudaError_t cudaDeviceSynchronize(void) { return wait_for_gpu(); }
+cudaError_t cudaDeviceSynchronize(void) { return wait_for_gpu(recording != NULL); }
 cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaProfilerStart(void) { return enter(); }
@@ -316,7 +317,7 @@ cudaError_t cudaMalloc(void **begin, size_t size) {
     return error;
 }
 cudaError_t cudaFree(void *begin) {
-    cudaError_t error = begin ? wait_for_gpu() : enter();
+    cudaError_t error = begin ? wait_for_gpu(recording != NULL) : enter();
     struct block block;
     if (!begin || !take_out(begin, &block)) return error;
     __sync_sub_and_fetch(&own_row()->used[block.gpu], block.size);
@@ -371,17 +372,19 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const 
 }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
-    cudaError_t error = wait_for_gpu();
-    return error ? error : do_or_record((struct node){to, from, size});
+    cudaError_t error = wait_for_gpu(recording != NULL);
+    return error ? error : do_or_record((struct node){to, from, size}, NULL);
 }
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return do_or_record((struct node){to, from, size});
+    return do_or_record((struct node){to, from, size}, stream);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int other, size_t size, cudaStream_t stream) {
-    return do_or_record((struct node){to, from, size});
+    return do_or_record((struct node){to, from, size}, stream);
 }
-cudaError_t cudaMemset(void *to, int value, size_t size) { return do_or_record((struct node){to, NULL, size, value}); }
-cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) { return cudaMemset(to, value, size); }
+cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t stream) {
+    return do_or_record((struct node){to, NULL, size, value}, stream);
+}
+cudaError_t cudaMemset(void *to, int value, size_t size) { return cudaMemsetAsync(to, value, size, NULL); }
 
 /* ---------------------------------------------------------------------------------------------- streams and events */
 
@@ -395,7 +398,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return free(stream), enter(); }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return enter(); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for_gpu(); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for_gpu(is_recorded(stream)); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return enter(); }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { return *priority = 0, enter(); }
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
@@ -416,7 +419,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), enter(); }
 cudaError_t cudaEventQuery(cudaEvent_t event) { return enter(); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_gpu(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_gpu(0); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -497,6 +500,7 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *memory, 
 
 static cudaError_t launch(void) {
     __sync_add_and_fetch(&launches, 1);
+    if (setting("IMITATED_STRICT", 0)) abort();
     return enter();
 }
 cudaError_t __cudaGetKernel(void **kernel, const void *function) { return *kernel = (void *)function, cudaSuccess; }
