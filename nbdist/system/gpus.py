@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from .cores import parse_cores
+
+_BUS = Path("/sys/bus/pci/devices")
+#: NVML's number for an error without a name.
+_UNKNOWN = 999
 
 
 class GpuUse(NamedTuple):
@@ -33,10 +40,7 @@ def look(gpu: str) -> GpuUse | None:
         if nvml is None:
             return None
         try:
-            by_number = gpu.isdigit()
-            if by_number and not _counts_as_cuda(nvml):
-                return None
-            handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else nvml.nvmlDeviceGetHandleByUUID(gpu)
+            handle = _handle(nvml, gpu)
             memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
         except nvml.NVMLError:
             return None
@@ -47,6 +51,30 @@ def look(gpu: str) -> GpuUse | None:
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         text = name.decode() if isinstance(name, bytes) else str(name)
         return GpuUse(text, memory.used, memory.total, load, {one.pid: one.usedGpuMemory for one in processes})
+
+
+def local_cores(gpu: str) -> list[int]:
+    """Return the cores of the NUMA node that a GPU is on, by its entry in CUDA_VISIBLE_DEVICES; none if not known."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        try:
+            bus = nvml.nvmlDeviceGetPciInfo(_handle(nvml, gpu)).busId
+        except nvml.NVMLError:
+            return []
+    address = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-len("0000:00:00.0") :]
+    try:
+        return parse_cores((_BUS / address / "local_cpulist").read_text())
+    except OSError:
+        return []
+
+
+def _handle(nvml: Any, gpu: str) -> Any:
+    if not gpu.isdigit():
+        return nvml.nvmlDeviceGetHandleByUUID(gpu)
+    if not _counts_as_cuda(nvml):
+        raise nvml.NVMLError(_UNKNOWN)
+    return nvml.nvmlDeviceGetHandleByIndex(int(gpu))
 
 
 def _counts_as_cuda(nvml: Any) -> bool:

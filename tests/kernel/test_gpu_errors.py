@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,7 @@ from nbdist import Session
 from nbdist.kernel.calls import waiting
 from nbdist.kernel.calls.gpu_errors import explain_gpu_error
 from nbdist.kernel.session import executor_of
-from nbdist.system.gpus import GpuUse, in_words, look
+from nbdist.system.gpus import GpuUse, in_words, local_cores, look
 
 GIB = 1 << 30
 
@@ -56,6 +57,9 @@ class FakeNvml:
 
     def nvmlDeviceGetName(self, handle: str) -> bytes:
         return self.other if handle == "other" else b"NVIDIA H100"
+
+    def nvmlDeviceGetPciInfo(self, handle: str) -> Any:
+        return SimpleNamespace(busId={"handle": b"00000000:C1:00.0"}[handle])
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
         return SimpleNamespace(used=60 * GIB, total=80 * GIB)
@@ -97,6 +101,15 @@ def test_what_the_driver_says(nvml: FakeNvml) -> None:
     assert in_words(use, {7: 3}) == (
         "NVIDIA H100, 60.0 GiB of 80.0 GiB in use: this notebook 1.0 GiB, rank 3 40.0 GiB, pid 1073741824 ?"
     )
+
+
+def test_the_cores_near_a_gpu(nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.system.gpus._BUS", tmp_path)
+    assert local_cores("GPU-abc") == []
+    (tmp_path / "0000:c1:00.0").mkdir()
+    (tmp_path / "0000:c1:00.0" / "local_cpulist").write_text("0-1,8\n")
+    assert local_cores("5") == local_cores("GPU-abc") == [0, 1, 8]
+    assert local_cores("GPU-no") == []
 
 
 def test_numbers_of_gpus_that_differ_are_those_of_cuda(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
