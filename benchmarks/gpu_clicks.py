@@ -1,10 +1,10 @@
-"""How fast a click model trains on one GPU, step by step and captured, and whether both learn the same.
+"""Training speed of a click model on one GPU, eager and captured, and whether both learn the same.
 
     python -m benchmarks.gpu_clicks --out FILE [--dry-run] [--only PART ...]
 
 Each figure is printed and appended to FILE as a line of JSON as soon as it is known; a part that fails leaves others
 alone. On a machine without network it needs torch, NumPy and what `nbdist.recsys.training` imports. `--dry-run` runs on
-a CPU rank and tells whether this command works, and nothing of GPUs.
+a CPU rank, to see whether this command works.
 """
 
 from __future__ import annotations

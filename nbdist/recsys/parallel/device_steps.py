@@ -20,7 +20,7 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
 
     Args:
         optimizer: Any.
-        sparse: Those of its parameters that have sparse gradients.
+        sparse: Its parameters with sparse gradients.
         tables: What has a hook of its steps that does nothing on one rank.
     """
     kind = type(optimizer).__name__
@@ -51,7 +51,7 @@ class DeviceSteps:
 
     Args:
         optimizer: Whose parameters and state are used.
-        sparse: Those of its parameters that have sparse gradients.
+        sparse: Its parameters with sparse gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter]) -> None:
@@ -85,7 +85,7 @@ class DeviceSteps:
                 steps.step([grads.get(table) for table in steps.tables], rate)
 
     def count(self, steps: int) -> None:
-        """Tell the optimizer that so many steps were taken."""
+        """Add `steps` to the optimizer's own counts of steps."""
         for one in self._counts:
             self._optimizer.state[one]["step"] += steps
 
@@ -95,7 +95,7 @@ class DeviceSteps:
             count.fill_(float(self._optimizer.state[one]["step"]))
 
     def _row_steps(self, group: dict[str, Any], rows: set[nn.Parameter]) -> list[RowSteps]:
-        """What updates the tables of a group: one for those of one width."""
+        """Make what updates the tables of a group: one object for each width of a table."""
         tables = [one for one in group["params"] if one in rows]
         found = []
         for width in dict.fromkeys(table.shape[1] for table in tables):
@@ -108,7 +108,7 @@ class DeviceSteps:
 
 
 def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient whose numbers lie as those of its parameter, as fused steps need it."""
+    """Return a gradient with the strides of its parameter, which fused steps need."""
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
@@ -120,7 +120,7 @@ def _adagrad(
     rate: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """Take that of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
+    """Take the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
     sums = [state["sum"] for state in states]
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
@@ -143,7 +143,7 @@ def _adam(
     group: dict[str, Any],
     take: Callable[..., None] = torch._fused_adam_,
 ) -> None:
-    """Take that of torch's `_fused_adam`; the counts of steps are kept by it, too."""
+    """Take the step of torch's `_fused_adam`, and count it."""
     torch._foreach_add_(counts, 1)
     take(
         params,
@@ -167,7 +167,7 @@ def _sgd(
     rate: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """Take that of torch's `_fused_sgd`."""
+    """Take the step of torch's `_fused_sgd`."""
     torch._fused_sgd_(
         params,
         grads,

@@ -154,7 +154,7 @@ def test_a_run_is_resumed(sessions: Sessions, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_captured(sessions: Sessions) -> None:
-    """It is an error where it was asked for; otherwise the run is the usual one."""
+    """An error with `captured=True`; without it, the run is the usual one."""
     refusals: dict[str, dict[str, Any]] = {
         "draws random numbers on the CPU": {"dropout": 0.5},  # as dropout does here, and does not on a GPU
         "max_grad_norm= was given": {"max_grad_norm": 1.0},
