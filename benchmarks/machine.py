@@ -49,7 +49,7 @@ def conditions(packages: Iterable[str] = PACKAGES) -> list[str]:
     # Where the folder of another version lies is no matter, but which version that is.
     others = [argument for argument in sys.argv[1:] if Path(argument).is_dir()]
     arguments = ["OTHER" if argument in others else argument for argument in sys.argv[1:]]
-    command = " ".join(["python", "-m", main.__spec__.name, *arguments])
+    command = " ".join(["python", "-m", main.__spec__.name.removesuffix(".__main__"), *arguments])
     return [
         f"- command: `{command}`",
         f"- date: {datetime.now(timezone.utc):%Y-%m-%d}",

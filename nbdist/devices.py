@@ -26,6 +26,11 @@ _SUPPORTED = (
     "'MIG-8f1c...') and on CPUs ('cpu')"
 )
 
+_NCCL_ON_SHARED = (
+    "ranks that share a GPU talk through NCCL over sockets, as if each were on a host of its own: to try NCCL out, not "
+    "for speed"
+)
+
 
 class Place(NamedTuple):
     """What a rank sees of the GPUs, and which of them is its own."""
@@ -188,16 +193,14 @@ def shared(devices: Sequence[str]) -> bool:
 def choose_backend(devices: Sequence[str], asked: str | None, visible: str | None = None) -> tuple[str, str]:
     """The backend of the process group, and what to say of it; `asked` is what the user wants.
 
-    Raises `ValueError` for NCCL where it cannot work.
+    Raises `ValueError` for NCCL with CPU ranks.
     """
     gpus = devices[0] != "cpu"
     several = gpus and len(devices) > 1 and devices[0] != "cuda" and shared(own_gpus(devices, visible))
     if asked is not None:
         if "nccl" in asked and not gpus:
             raise ValueError(f"backend={asked!r}: NCCL is for ranks with GPUs, and these are CPU ranks")
-        if "nccl" in asked and several:
-            raise ValueError(f"backend={asked!r}: NCCL wants a whole GPU for each rank. Leave it out, or take 'gloo'")
-        return asked, ""
+        return asked, _NCCL_ON_SHARED if "nccl" in asked and several else ""
     if several:
         return "gloo", "ranks that share a GPU talk through gloo: NCCL wants a whole one for each"
     return (NCCL if gpus else "gloo"), ""

@@ -99,24 +99,25 @@ def test_the_backend_follows_from_the_devices() -> None:
     for sharing in (["cuda:1", "cuda:1"], ["MIG-a", "MIG-b"]):
         name, said = choose_backend(sharing, None)
         assert name == "gloo" and "share a GPU talk through gloo" in said
-        with pytest.raises(ValueError, match="backend='nccl': NCCL wants a whole GPU for each rank"):
-            Session(2, devices=sharing, backend="nccl")
+        for asked in ("nccl", NCCL):
+            name, said = choose_backend(sharing, asked)
+            assert name == asked and "to try NCCL out, not for speed" in said
     assert choose_backend(["cuda:0", "cuda:1"], None, "MIG-a,MIG-b")[0] == "gloo"
     assert choose_backend(["MIG-a"], None) == (NCCL, "")
-    assert choose_backend(["cuda:0"], "nccl") == ("nccl", "")
+    assert choose_backend(["cuda:0"], "nccl") == choose_backend(["cuda:0", "cuda:1"], "nccl") == ("nccl", "")
     with pytest.raises(ValueError, match="NCCL is for ranks with GPUs"):
         Session(2, devices="cpu", backend={"backend": "nccl"})
     assert repr(Session(2)) == f"<nbdist.Session: 2 ranks on cuda:0, cuda:1, {NCCL}, not started>"
 
 
-def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> list[World]:
+def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[World]:
     """What the ranks of a session would be told."""
     worlds: list[World] = []
 
     def send(self: Group, rank: int, message: Any, **parts: Any) -> None:
         worlds.append(message.world)
 
-    with Session(len(devices), devices=devices) as session, monkeypatch.context() as patch:
+    with Session(len(devices), devices=devices, **options) as session, monkeypatch.context() as patch:
         patch.setattr(Group, "send", send)
         executor_of(session).ready(Cell()).join()
     return worlds
@@ -141,6 +142,38 @@ def test_accelerate_takes_the_gpu_that_a_rank_shares(monkeypatch: pytest.MonkeyP
     assert [world.device for world in worlds] == ["cuda:0", "cuda:0"]
     assert environ(worlds[1])[bypass] == "true"
     assert not any(bypass in environ(world) for world in worlds_of(["cuda:0", "cuda:1"], monkeypatch))
+
+
+@pytest.mark.parametrize("devices", [["cuda:1", "cuda:1"], ["MIG-a", "MIG-b"]])
+def test_nccl_takes_ranks_that_share_a_gpu_for_hosts(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks with one GPU on one host."""
+    monkeypatch.setenv("NCCL_NET", "mine")
+    found = [environ(world) for world in worlds_of(devices, monkeypatch, backend="nccl")]
+    assert [one["NCCL_HOSTID"] for one in found] == ["nbdist-0", "nbdist-1"]
+    for one in found:
+        assert one["NCCL_NET"] == "mine", "what the user has set holds"
+        assert (one["NCCL_MNNVL_ENABLE"], one["NCCL_NVLS_ENABLE"], one["NCCL_IB_DISABLE"]) == ("0", "0", "1")
+        assert one["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
+
+
+@pytest.mark.parametrize("devices", [["cuda:1", "cuda:1"], ["cuda:0", "cuda:1"]])
+def test_otherwise_ranks_are_on_one_host(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for world in worlds_of(devices, monkeypatch):
+        assert not {"NCCL_HOSTID", "NCCL_NET", "NCCL_IB_DISABLE"} & environ(world).keys()
+
+
+def test_torch_does_not_end_ranks_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    (world,) = worlds_of(["cuda:0"], monkeypatch)
+    found = {name: value for name, value in environ(world).items() if name.startswith("TORCH_NCCL_")}
+    assert found.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1", "what the user has set holds"
+    assert found == {
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+    }
+    (world,) = worlds_of(["cpu"], monkeypatch)
+    assert not any("NCCL" in name for name in environ(world) if name != "NCCL_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:2"]])

@@ -2,6 +2,7 @@
 
 Games: reviews of video games at Amazon, as the authors of SASRec keep them (``data/Video.txt`` in their repository,
 github.com/kang205/SASRec), in the folder that NBDIST_DATA names. 1m: MovieLens, as `movielens` finds it.
+`--prepare FILE` writes the rows as tensors, and `--prepared FILE` trains on them where polars is not installed.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import polars as pl
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from benchmarks.machine import conditions, save_section
-from nbdist import Session
-from nbdist.recsys.datasets import movielens
-from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences
+from nbdist import Session, rank_device
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows
 from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit
+
+if TYPE_CHECKING:
+    import polars as pl
 
 K = 10
 BATCH, NEGATIVES, TEMPERATURE = 128, 1024, 0.05
@@ -55,9 +56,17 @@ class Published:
 
 
 def games() -> pl.DataFrame:
+    import polars as pl
+
     path = Path(os.environ["NBDIST_DATA"], "Video.txt")
     rows = pl.read_csv(path, separator=" ", has_header=False, new_columns=["user", "movie"])
     return rows.with_row_index("timestamp")
+
+
+def movies() -> pl.DataFrame:
+    from nbdist.recsys.datasets import movielens
+
+    return movielens("1m").frame
 
 
 ALL = {
@@ -66,7 +75,7 @@ ALL = {
         (0.2853, 0.1603),
         "github.com/meta-recsys/generative-recommenders, README",
         "all movies are ranked, but those that the user has rated before",
-        lambda: movielens("1m").frame,
+        movies,
         candidates=None,
         length=200,
         dropout=0.2,
@@ -88,60 +97,99 @@ ALL = {
 }
 
 
+@dataclass(frozen=True)
+class Judged:
+    """Users of each of whom one item is to be found."""
+
+    histories: Ragged
+    """Codes of the items before it."""
+    wanted: torch.Tensor
+    """Its code, shape (users,)."""
+    drawn: torch.Tensor | None
+    """Codes that are ranked, the wanted one first, shape (users, 1 + candidates); None: all items are."""
+
+
+@dataclass(frozen=True)
 class Data:
-    """The rows of users in three parts, by codes."""
+    """What a published result was trained on and judged by, as tensors."""
 
-    def __init__(self, published: Published) -> None:
-        self.train, self.valid, self.test = split = leave_one_out(published.rows())
-        if not published.choose:
-            self.train = pl.concat([self.train, self.valid])
-        # Candidates are all items, those too that occur in the last rows alone.
-        items = pl.concat(split).select("movie", history=pl.concat_list("movie"))
-        self.workflow = Workflow(Categorify(("movie", "history"))).fit(items, progress=False)
-        self.size = self.workflow.vocabularies["movie"].size
-        self.items = {"movie": torch.arange(2, self.size)}
-        self.histories = self.workflow.transform(self._lists(self.train), ["history"]).collect()
+    size: int
+    """Codes of items: 0 and 1 are no item."""
+    histories: Ragged
+    valid: Judged | None
+    test: Judged
 
-    @staticmethod
-    def _lists(rows: pl.DataFrame) -> pl.DataFrame:
+    @property
+    def items(self) -> torch.Tensor:
+        return torch.arange(2, self.size)
+
+
+def prepare(published: Published) -> Data:
+    """Divide the rows of users in three parts, and code the items."""
+    import polars as pl
+
+    from nbdist.recsys.etl import Categorify, Workflow, leave_one_out, sequences
+
+    train, valid, test = split = leave_one_out(published.rows())
+    before = pl.concat([train, valid])
+    # Candidates are all items, those too that occur in the last rows alone.
+    items = pl.concat(split).select("movie", history=pl.concat_list("movie"))
+    workflow = Workflow(Categorify(("movie", "history"))).fit(items, progress=False)
+    size = workflow.vocabularies["movie"].size
+
+    def lists(rows: pl.DataFrame) -> pl.DataFrame:
         return sequences(rows, "movie").rename({"movie": "history"})
 
-    def judged(self, model: SASRec, held: pl.DataFrame, before: pl.DataFrame, candidates: int | None) -> list[float]:
-        """`METRICS` of what a model names to the user of each of some rows, from what they took before."""
-        if candidates is not None:
-            held = held.sample(min(len(held), 10_000), seed=0)
-        asked = held.select("user", "movie").join(self._lists(before), on="user", maintain_order="left")
-        frame = self.workflow.transform(asked, ["history", "movie"]).collect()
-        (batch,) = MemoryLoader(frame, len(frame))
-        wanted = batch["movie"]
-        with torch.no_grad():
-            vectors = model.item(self.items["movie"])
-            items = torch.cat([torch.zeros(2, vectors.shape[1]), vectors])
-            queries = torch.cat([model.query(block) for block in MemoryLoader(frame.select("history"), 1000)])
-        if candidates is None:
-            _, named = top_k(queries, items, K, exclude=_and_no_items(batch["history"]))
-        else:
-            drawn = self._drawn(batch["history"], wanted, candidates)
-            scores = (items[drawn] @ queries[:, :, None]).squeeze(2)  # (users, 1 + candidates)
-            named = drawn.gather(1, scores.topk(K).indices)
-        found = ranking_metrics(named, Ragged(wanted, torch.arange(len(wanted) + 1)), K)
-        return [found[name] for name in METRICS]
+    def columns(frame: pl.DataFrame, *names: str) -> dict[str, Any]:
+        coded = workflow.transform(frame, list(names)).collect()
+        (batch,) = MemoryLoader(coded, len(coded), rank=0, world_size=1, device="cpu")
+        return dict(batch)
 
-    def _drawn(self, seen: Ragged, wanted: torch.Tensor, count: int) -> torch.Tensor:
-        """What is to be found, and items that its user has not taken, any as likely as any other."""
-        generator = torch.Generator().manual_seed(0)
-        rows = []
-        for one, history in zip(wanted.tolist(), seen.values.split(seen.lengths.tolist()), strict=True):
-            left = torch.ones(self.size)
-            left[:2], left[history], left[one] = 0, 0, 0
-            rows.append(torch.cat([torch.tensor([one]), left.multinomial(count, generator=generator)]))
-        return torch.stack(rows)
+    def judged(held: pl.DataFrame, known: pl.DataFrame) -> Judged:
+        if published.candidates is not None:
+            held = held.sample(min(len(held), 10_000), seed=0)
+        asked = held.select("user", "movie").join(lists(known), on="user", maintain_order="left")
+        found = columns(asked, "history", "movie")
+        history, wanted = found["history"], found["movie"]
+        return Judged(history, wanted, _drawn(history, wanted, size, published.candidates))
+
+    histories = columns(lists(train if published.choose else before), "history")["history"]
+    return Data(size, histories, judged(valid, train) if published.choose else None, judged(test, before))
+
+
+def _drawn(seen: Ragged, wanted: torch.Tensor, size: int, count: int | None) -> torch.Tensor | None:
+    """What is to be found, and `count` items that its user has not taken, any as likely as any other."""
+    if count is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for one, history in zip(wanted.tolist(), seen.values.split(seen.lengths.tolist()), strict=True):
+        left = torch.ones(size)
+        left[:2], left[history.long()], left[one] = 0, 0, 0
+        rows.append(torch.cat([torch.tensor([one]), left.multinomial(count, generator=generator)]))
+    return torch.stack(rows).int()
 
 
 def _and_no_items(seen: Ragged) -> Ragged:
     """Lists with the codes of null and of unknown items at the front of each."""
     lists = [torch.cat([torch.tensor([0, 1]), one]) for one in seen.values.split(seen.lengths.tolist())]
     return Ragged(torch.cat(lists), torch.tensor([0, *map(len, lists)]).cumsum(0))
+
+
+@torch.no_grad()
+def judge(model: SASRec, data: Data, judged: Judged) -> list[float]:
+    """`METRICS` of what a model names to each user."""
+    vectors = model.item(data.items.to(rank_device())).cpu()
+    items = torch.cat([torch.zeros(2, vectors.shape[1]), vectors])
+    blocks = MemoryLoader({"history": judged.histories}, 1000, rank=0, world_size=1)
+    queries = torch.cat([model.query(block).cpu() for block in blocks])
+    if judged.drawn is None:
+        _, named = top_k(queries, items, K, exclude=_and_no_items(judged.histories))
+    else:
+        scores = (items[judged.drawn.long()] @ queries[:, :, None]).squeeze(2)  # (users, 1 + candidates)
+        named = judged.drawn.gather(1, scores.topk(K).indices)
+    found = ranking_metrics(named, Ragged(judged.wanted, torch.arange(len(judged.wanted) + 1)), K)
+    return [found[name] for name in METRICS]
 
 
 def train(published: Published, data: Data, epochs: int, every: int) -> list[tuple[int, list[float], list[float]]]:
@@ -151,27 +199,25 @@ def train(published: Published, data: Data, epochs: int, every: int) -> list[tup
         data.size, length=published.length, embedding_dim=50, dropout=published.dropout, temperature=TEMPERATURE
     )
     parallel = replicate(model, lambda parameters: torch.optim.Adam(parameters, lr=1e-3, betas=(0.9, 0.98)))
-    rows = MemoryLoader(data.histories, BATCH // dist.get_world_size(), shuffle=True, seed=0)
+    rows = MemoryLoader({"history": data.histories}, BATCH // dist.get_world_size(), shuffle=True, seed=0)
+    items = {"movie": data.items.to(rank_device())}
     records, begin = [], time.perf_counter()
 
     def predict(module: Any, batch: Any) -> Any:
-        return module(batch, draw_rows(data.items, NEGATIVES)["movie"])
+        return module(batch, draw_rows(items, NEGATIVES)["movie"])
 
     for epoch in range(every, epochs + 1, every):
         fit(parallel, predict, rows, epochs=every, loss=cross_entropy, progress=False)
-        plain: Any = parallel.gather()
-        if plain is None:
-            continue  # another rank judges, and this one waits in its next step
-        before = pl.concat([data.train, data.valid]) if published.choose else data.train
-        valid = data.judged(plain.eval(), data.valid, data.train, published.candidates) if published.choose else []
-        records.append((epoch, valid, data.judged(plain.eval(), data.test, before, published.candidates)))
-        print(*records[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
+        if dist.get_rank() == 0:  # the others wait in their next step
+            plain: Any = parallel.module.eval()
+            valid = judge(plain, data, data.valid) if data.valid else []
+            records.append((epoch, valid, judge(plain, data, data.test)))
+            print(*records[-1], f"{time.perf_counter() - begin:.0f} s", flush=True)
+            plain.train()
     return records
 
 
-def measure(name: str, session: Session, epochs: int | None, every: int) -> list[str]:
-    published = ALL[name]
-    data = Data(published)
+def measure(published: Published, data: Data, session: Session, epochs: int | None, every: int) -> list[str]:
     epochs = epochs or published.epochs
     records = session.run(train, published, data, epochs, every)
     if published.choose:
@@ -181,10 +227,10 @@ def measure(name: str, session: Session, epochs: int | None, every: int) -> list
     curve = ", ".join(f"{epoch}: {test[0]:.4f} and {test[1]:.4f}" for epoch, _, test in records)
     figures = [" | ".join(f"{one:.4f}" for one in each) for each in (result, published.result)]
     return [
-        f"{len(data.train):,} rows of {len(data.histories):,} users to train on, {data.size - 2:,} items; the last row "
-        f"of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, width 50, dropout "
-        f"{published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax of cosines at a "
-        f"temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
+        f"{len(data.histories.values):,} rows of {len(data.histories.lengths):,} users to train on, {data.size - 2:,} "
+        f"items; the last row of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, "
+        f"width 50, dropout {published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax "
+        f"of cosines at a temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
         "",
         f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),
@@ -203,10 +249,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="instead of as many as were published, or, for games, of 200")
     parser.add_argument("--every", type=int, default=10, help="epochs from one look at the result to the next")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
+    parser.add_argument("--prepare", type=Path, metavar="FILE", help="write the rows as tensors, and train nothing")
+    parser.add_argument("--prepared", type=Path, metavar="FILE", help="rows that `--prepare` wrote")
     options = parser.parse_args()
+    published = ALL[options.set]
+    data = torch.load(options.prepared, weights_only=False) if options.prepared else prepare(published)
+    if options.prepare:
+        torch.save(data, options.prepare)
+        return
     with Session(options.ranks) as session:
-        lines = measure(options.set, session, options.epochs, options.every)
-    lines += conditions(("torch", "torchmetrics", "polars"))
+        lines = measure(published, data, session, options.epochs, options.every)
+    lines += conditions(("torch", "torchmetrics"))
     title = f"SASRec on {ALL[options.set].what}, beside a published result"
     save_section("quality", title, lines, keep=not options.print)
 

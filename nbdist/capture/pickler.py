@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import subimport
 
 from . import classes, data, reading, reducers
 from .data import OUT_OF_BAND, Storage, own_device, reduce_data, reduce_tensor, typed_storage
@@ -208,9 +209,13 @@ class Pickler(cloudpickle.Pickler):
         return make, args, steps, None, None, reading.nothing
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        if sys.modules.get(module.__name__) is module and not travels_by_value(module):
-            self.modules.add(module.__name__)
-            return super().reducer_override(module)
+        if not travels_by_value(module):
+            if sys.modules.get(module.__name__) is module:
+                self.modules.add(module.__name__)
+                return subimport, (module.__name__,)  # also one of a subclass, as transformers and torch.backends are
+            package, _, name = module.__name__.rpartition(".")
+            if package in sys.modules and getattr(sys.modules[package], name, None) is module:  # torch.ops
+                return getattr, (sys.modules[package], name)
         key, _ = namespace_of(vars(module))
         names = {name: value for name, value in vars(module).items() if name not in _LOADING}
         steps = self._definition([], [], self._variables(key, names))

@@ -72,16 +72,24 @@ def patch_distributed(module: types.ModuleType) -> Originals:
     def accumulate_smoothly(self: Any, learn: Any) -> None:
         nonlocal carried
         came, carried = carried, None
-        if came is None or came[0] is not learn.loss:  # not of this step, or a callback has put another in its place
-            accumulate(self, learn)
+        if came is not None and came[0] is learn.loss:  # of this step, and no callback has put another in its place
+            mean = came[1].as_subclass(type(learn.loss))
+        elif through_cpu(learn.loss):
+            mean = core.maybe_gather(learn.loss.detach().mean().cpu())  # and not back to the GPU, and here again
         else:
-            self.count += 1
-            self.val = torch.lerp(came[1].as_subclass(type(learn.loss)), self.val, self.beta)
+            accumulate(self, learn)
+            return
+        self.count += 1
+        self.val = torch.lerp(mean, self.val, self.beta)
+
+    def through_cpu(x: Any) -> bool:
+        "Say whether `x` is on a GPU that ranks share, so that they talk through gloo"
+        return x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu"
 
     def maybe_gather(x: Any, axis: int = 0) -> Any:
         "Gather copies of `x` on `axis` (if training is distributed)"
-        if x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu":
-            return gather(x.cpu(), axis).to(x.device)  # of ranks that share a GPU, and so talk through gloo
+        if through_cpu(x):
+            return gather(x.cpu(), axis).to(x.device)
         through = usable()
         if through is None or x.device.type != "cpu" or x.is_sparse:
             return gather(x, axis)

@@ -107,7 +107,7 @@ class Rank:
                 self._channel.send(protocol.Raised())  # it may take a while to tell what
             if joins:
                 ends = NO_GROUP
-            elif isinstance(request, protocol.Call) and gpu_state.is_lost(exc):
+            elif isinstance(request, protocol.Call) and gpu_state.lost():
                 ends = NO_GPU
             answer = self._error(exc, ends)
         finally:
@@ -121,6 +121,8 @@ class Rank:
             self._channel.send(message, parcel)
             if parcel is not None:
                 parcel.close()
+        if isinstance(request, protocol.Call) and not ends:
+            gpu_state.collect_garbage()
         return not ends
 
     def _do(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int]) -> Answer | None:
@@ -168,6 +170,7 @@ class Rank:
             let_go(frames)
         before = _waited()
         value = self._caller.run(request, parcel)
+        gpu_state.finish(process_groups())
         waited = _waited() - before
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()

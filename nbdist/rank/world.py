@@ -20,7 +20,7 @@ from ..system.connections import Address, cut_off
 from ..system.limits import allow_open_files
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
-from . import threads
+from . import nccl, threads
 
 #: Tells gloo (torch 2.8 or newer) to connect ranks when they first speak to each other.
 LATE = "TORCH_GLOO_LAZY_INIT"
@@ -71,6 +71,7 @@ def environ(world: World) -> dict[str, str]:
             variables[name] = os.environ.get(name, slot.interface)
     if world.world_size >= MANY:
         variables[LATE] = os.environ.get(LATE, "1")
+    variables |= nccl.environ(world)
     if world.visible is not None:
         variables[VISIBLE] = world.visible
     if world.device == "cpu":
@@ -130,13 +131,12 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
     """
     _cut_off(peers)
     with contextlib.ExitStack() as together:
-        nccl = _nccl_backend()
-        if nccl is not None:  # communicators that are aborted one by one may wait for each other
-            nccl._group_start()  # https://github.com/pytorch/pytorch/issues/119797
-            together.callback(nccl._group_end)
+        backend = _nccl_backend()
+        if backend is not None:  # communicators that are aborted one by one may wait for each other
+            backend._group_start()  # https://github.com/pytorch/pytorch/issues/119797
+            together.callback(backend._group_end)
         for group in sorted(groups, key=lambda group: groups[group], reverse=True):
-            if hasattr(group, "abort"):
-                group.abort()
+            nccl.abort(group)
 
 
 def _cut_off(peers: Sequence[Address]) -> None:
@@ -149,14 +149,8 @@ def _cut_off(peers: Sequence[Address]) -> None:
 
 def _nccl_backend() -> Any:
     """That of the default process group; None where it has none."""
-    torch, dist = sys.modules.get("torch"), sys.modules.get("torch.distributed")
-    if torch is None or dist is None or not dist.is_initialized() or not dist.is_nccl_available():
-        return None
-    try:
-        backend = dist.group.WORLD._get_backend(torch.device("cuda"))
-    except RuntimeError:
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+    dist = sys.modules.get("torch.distributed")
+    return nccl.backend_of(dist.group.WORLD) if dist is not None and dist.is_initialized() else None
 
 
 def _destroy_groups() -> None:

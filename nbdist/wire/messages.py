@@ -45,6 +45,8 @@ class World:
     """CUDA_VISIBLE_DEVICES; None leaves it as it is."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
+    shares_gpu: bool = False
+    """Whether other ranks of this machine use the same GPU."""
     group: int = 0
     """The number of the process group among those that the ranks enter, one after the other."""
 

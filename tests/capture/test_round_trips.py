@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import keyword
+import sys
+import types
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import polars as pl
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
@@ -49,6 +53,17 @@ def closures(draw: st.DrawFn) -> Any:
 
     inner.__module__ = "__main__"
     return inner
+
+
+class LazyModule(types.ModuleType):
+    """A subclass of the module type, like `_LazyModule` of transformers."""
+
+
+@pytest.mark.parametrize("name", ["torch.backends", "torch.backends.cudnn", "torch.ops", "torch.ops.aten", "lazy"])
+def test_modules_of_any_type_go_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazy", LazyModule("lazy"))
+    module: Any = {"torch.ops": torch.ops, "torch.ops.aten": torch.ops.aten}.get(name) or sys.modules[name]
+    assert type(module) is not types.ModuleType and there_and_back(module) is module
 
 
 @settings(deadline=None, max_examples=40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -295,3 +296,27 @@ def test_in_the_kernel_itself_fastai_is_as_before_afterwards(ratings: pd.DataFra
     with pytest.raises(ZeroDivisionError):
         in_ddp(0, lambda: 1 / 0)
     assert DistributedDL._broadcast is patched[0]
+
+
+def test_of_ranks_that_share_a_gpu_a_loss_is_copied_once(session: Session) -> None:
+    def accumulated() -> tuple[float, list[str]]:
+        import fastai.distributed  # noqa: F401 (which ranks patch)
+        from fastai.learner import AvgSmoothLoss
+
+        copies: list[str] = []
+
+        class OnGpu(torch.Tensor):
+            """A number that says that it is on a GPU."""
+
+            device = torch.device("cuda", 0)
+
+            def cpu(self, *args: Any) -> torch.Tensor:
+                copies.append("cpu")
+                return self.as_subclass(torch.Tensor)
+
+        smooth = AvgSmoothLoss(beta=0.5)
+        loss = torch.tensor(float(dist.get_rank())).as_subclass(OnGpu)
+        smooth.accumulate(SimpleNamespace(loss=loss))
+        return float(smooth.value), copies
+
+    assert session.run_all(accumulated) == [(0.5, ["cpu"])] * 2  # the mean of both

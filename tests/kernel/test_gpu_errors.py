@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import os
 import random
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from calls import on, remember, sums
+from calls import boom, on, remember, sums
 
 from nbdist import Session
 from nbdist.kernel.calls import waiting
@@ -114,18 +118,42 @@ ASSERTION = (
 )
 
 
-def device_side_assert() -> None:
-    os.write(2, ASSERTION.encode() * 3)
+def use_gpu(synchronize: Callable[[], None], allocated: Callable[[], int] = lambda: 0) -> None:
+    """Have nbdist find in this rank that torch uses a GPU, which is imitated."""
+    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: synchronize()  # type: ignore[assignment]
+    torch.cuda.memory_allocated = allocated  # type: ignore[assignment]
+
+
+def raise_as_every_call_does() -> None:
     raise RuntimeError("CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`")
 
 
+def lose_context(error: Exception | None) -> None:
+    os.write(2, ASSERTION.encode() * 3)
+    use_gpu(raise_as_every_call_does)
+    if error is not None:
+        raise error
+
+
+TEXTS = [
+    "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA`",
+    "parallel_for failed: cudaErrorAssert: device-side assert triggered",
+    "Triton Error [CUDA]: an illegal memory access was encountered",
+    "HIP error: unspecified launch failure",
+]
+
+
+@pytest.mark.parametrize("error", [*map(RuntimeError, TEXTS), ValueError("driver error 719"), None], ids=repr)
 def test_a_rank_whose_context_is_lost_is_replaced(
-    session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    error: Exception | None, session: Session, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Whatever the exception says, and also where the function returns before its last kernels fail."""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # type: ignore[arg-type]
     pids = session.run_all(os.getpid)
-    with pytest.raises(RuntimeError, match="device-side assert") as caught:
-        session.run(on, 1, device_side_assert)
+    with pytest.raises(Exception, match=re.escape(TEXTS[0] if error is None else str(error))) as caught:
+        session.run(on, 1, functools.partial(lose_context, error))
     said = str(caught.value.__cause__)
     assert "on the GPU: /pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: Assertion " in said
     assert said.endswith("rank 1 works on cuda:0; who uses its memory is told where nvidia-ml-py is installed")
@@ -134,6 +162,119 @@ def test_a_rank_whose_context_is_lost_is_replaced(
     capfd.readouterr()
     assert session.run(sums) == 2.0 and not set(session.run_all(os.getpid)) & set(pids)
     assert "fresh ranks: rank 1 cannot use its GPU any more, after a CUDA error" in capfd.readouterr().err
+
+
+def test_an_exception_leaves_a_gpu_that_waits_to_itself() -> None:
+    """A kernel of NCCL waits for a rank that will not come."""
+
+    def fail() -> None:
+        use_gpu(lambda: time.sleep(1000))
+        raise ValueError("CUDA error: an illegal memory access, said somebody")
+
+    with Session(1, devices="cpu") as session:
+        pid = session.run(os.getpid)
+        with pytest.raises(ValueError, match="said somebody"):
+            session.run(fail)
+        with pytest.raises(ValueError, match="said somebody"):
+            session.run(fail)
+        session.run(lambda: use_gpu(lambda: None))
+        assert session.run(os.getpid) == pid
+
+
+def test_a_call_ends_when_the_gpu_is_done() -> None:
+    def launch() -> None:
+        use_gpu(lambda: print("the GPU is done"))
+
+    with Session(1, devices="cpu") as session:
+        session.run(launch)
+        assert session.logs(0).count("the GPU is done") == 1
+
+
+class Learner:
+    """An object in a reference cycle, like a learner of fastai and its callbacks, with a tensor on the GPU."""
+
+    used = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        Learner.used += 1 << 30
+
+    def __del__(self) -> None:
+        Learner.used -= 1 << 30
+
+
+def test_garbage_in_circles_does_not_stay_on_the_gpu() -> None:
+    def train() -> None:
+        use_gpu(lambda: None, lambda: Learner.used)
+        gc.disable()  # which runs by the number of objects, and these are few
+        Learner()
+
+    def fail() -> None:
+        train()
+        raise ValueError("boom")
+
+    with Session(1, devices="cpu") as session:
+        session.run(train)
+        assert session.run(lambda: Learner.used) == 0
+        with pytest.raises(ValueError, match="boom"):
+            session.run(fail)
+        assert session.run(lambda: Learner.used) == 0
+
+
+class FakeBackend:
+    """NCCL's, of a group in which a collective was aborted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_error(self) -> Any:
+        return SimpleNamespace(name=self.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("TIMEOUT", r"rank 0: a collective took longer than its timeout \(`backend={'timeout': seconds}`\)"),
+        ("COMM_ERROR", "NCCL communication with another rank failed"),
+    ],
+)
+def test_a_collective_that_was_aborted_does_not_pass_for_a_result(name: str, says: str) -> None:
+    def collective() -> float:
+        from nbdist.rank import nccl
+
+        use_gpu(lambda: None)
+        found = FakeBackend("SUCCESS")
+        nccl.backend_of = lambda group: found
+        found.name = name  # by torch's own thread, which has waited for long enough
+        print("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE) ran for 5000 ms")
+        return 1.0
+
+    with Session(1, devices="cpu") as session:
+        session.run(sums)
+        executor = executor_of(session)
+        assert executor.group is not None
+        executor.group.layout = dataclasses.replace(executor.layout, devices=["cuda:0"])
+        with pytest.raises(dist.DistBackendError, match=says) as caught:
+            session.run(collective)
+        assert "WorkNCCL(SeqNum=2, OpType=ALLREDUCE)" in str(caught.value.__cause__)
+        assert waiting._Failure(0, caught.value).is_consequence() == (name != "TIMEOUT")
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.8), ("cuda:0", 5.0)])
+def test_ranks_with_a_gpu_get_longer_to_leave(
+    device: str, seconds: float, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their queue must run empty first."""
+    group = executor_of(session).group
+    assert group is not None
+    given: list[float] = []
+    ask = waiting.Waiting._ask_to_leave
+    monkeypatch.setattr(waiting.Waiting, "_ask_to_leave", lambda self, grace: (given.append(grace), ask(self, grace)))
+    group.layout = dataclasses.replace(group.layout, devices=[device, device])
+    with pytest.raises(ValueError, match="boom"):
+        session.run(on, 1, boom)
+    assert given == [seconds]
+    group.layout = dataclasses.replace(group.layout, devices=["cpu", "cpu"])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +306,7 @@ def spy_on_cache() -> None:
     def empty() -> None:
         __main__.emptied += 1
 
-    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
+    use_gpu(lambda: None)
     torch.cuda.empty_cache = empty
 
 

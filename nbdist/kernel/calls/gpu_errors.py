@@ -11,12 +11,22 @@ from ...system.gpus import in_words, look
 _CUDA = re.compile(
     r"\bCUDA error|CUDA out of memory|\bcu(BLAS|DNN|SPARSE|FFT)\w*[ _](error|STATUS)|\bCUBLAS_STATUS", re.I
 )
+_NCCL = re.compile(r"\bNCCL\b|a collective took longer than its timeout")
+#: What torch writes about a collective that it aborts.
+_TIMEOUT = re.compile(r"Watchdog caught (collective operation timeout: .*)")
 #: What a kernel on the GPU writes where one of its assertions does not hold, once for each of its threads.
 _ASSERTION = re.compile(r"^(?P<where>.*?): (block: .*?, thread: .*? )?(?P<what>Assertion `.*` failed\.?)", re.M)
 
 
 def explain_gpu_error(
-    error: BaseException, rank: int, device: str, gpu: str | None, pids: Mapping[int, int], log: str
+    error: BaseException,
+    rank: int,
+    device: str,
+    gpu: str | None,
+    pids: Mapping[int, int],
+    log: str,
+    *,
+    lost: bool = False,
 ) -> list[str]:
     """What to show under the exception of a rank; nothing for one that is not CUDA's.
 
@@ -26,8 +36,11 @@ def explain_gpu_error(
         gpu: Its entry in CUDA_VISIBLE_DEVICES; None where it is not this machine's.
         pids: Pid → rank, of the session's ranks.
         log: What the rank has written.
+        lost: Whether the rank cannot use its GPU any more: then the exception is one of CUDA's, whatever its text.
     """
-    if not isinstance(error, RuntimeError) or not _CUDA.search(text_of(error)):
+    if _NCCL.search(text_of(error)) and (timeouts := _TIMEOUT.findall(log)):
+        return [f"rank {rank}: {timeouts[-1]}"]
+    if not lost and not (isinstance(error, RuntimeError) and _CUDA.search(text_of(error))):
         return []
     lines = []
     if found := _ASSERTION.search(log):

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...devices import VISIBLE, own_gpus, place_ranks
+from ...devices import VISIBLE, own_gpus, place_ranks, shared
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ...errors import NbdistError, RankDied
 from ...system.ending import before_servers
@@ -110,6 +110,7 @@ class Group:
         seeds = None if layout.seed is None or not self._fresh else (layout.seed,) * 3
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
             places = place_ranks(layout.devices, environ.get(VISIBLE))
+            shares_gpu = bool(gpus := layout.gpus()) and shared(gpus)
             for rank, (place, slot) in enumerate(zip(places, self.ranks.slots, strict=True)):
                 world = World(
                     rank=rank,
@@ -122,6 +123,7 @@ class Group:
                     rendezvous=rendezvous.address,
                     threads=self._threads(slot.threads, environ),
                     cores=slot.cores if layout.threads == "bind" else None,
+                    shares_gpu=shares_gpu,
                     group=self.number,
                 )
                 setting = self.ranks.setting(rank, environ) if self._fresh else None
@@ -163,16 +165,16 @@ class Group:
         with contextlib.suppress(ConnectionError):
             self.ranks.send(rank, message, **parts)
 
-    def explain_gpu_error(self, rank: int, error: BaseException) -> list[str]:
-        """What to show under a rank's exception, if it is one of CUDA's."""
+    def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
+        """Lines to show under a rank's exception, if CUDA raised it or the rank has `lost` its GPU."""
         if self.layout.devices[0] == "cpu":
             return []
         self.relay.drain(rank)
         pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
         gpus = self.layout.gpus()
-        return explain_gpu_error(
-            error, rank, self.layout.devices[rank], gpus[rank] if gpus else None, pids, self.relay.logs[rank].text()
-        )
+        gpu = gpus[rank] if gpus else None
+        log = self.relay.logs[rank].text()
+        return explain_gpu_error(error, rank, self.layout.devices[rank], gpu, pids, log, lost=lost)
 
     def record_death(self, exit: Exit) -> RankDied:
         """Keep in mind that a rank has died, and how."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...deaths import NO_GPU
 from ...engines.contract import Exit, Listening
 from ...errors import CaptureError, RankTimeout, RemoteTraceback, text_of
 from ...system.connections import Address, between
@@ -27,6 +28,8 @@ from .stopping import unanswered_stop
 
 #: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
 GRACE_AFTER_FAILURE = 0.8
+#: As many for ranks with a GPU: what they wait for ends when the GPU has done all that it was asked before.
+GRACE_WITH_GPU = 5.0
 #: Seconds that one of them gets to begin the call, which it does to leave: on a busy machine it may still be joining.
 GRACE_TO_BEGIN = 5.0
 #: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render. As many
@@ -318,7 +321,8 @@ class Waiting:
         if rank is not None:
             self.pending.discard(rank)
         if not self._leaving:
-            self._ask_to_leave(GRACE_AFTER_FAILURE)
+            on_cpu = self._group.layout.devices[0] == "cpu"
+            self._ask_to_leave(GRACE_AFTER_FAILURE if on_cpu else GRACE_WITH_GPU)
 
     def _on_message(self, rank: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         match message:
@@ -370,7 +374,7 @@ class Waiting:
             self._group.raised.append(rank)
             error = rebuild(rank, self._ranks.pids[rank], message, parcel, self._originals)
             if isinstance(error.__cause__, RemoteTraceback):
-                error.__cause__.hints += self._group.explain_gpu_error(rank, error)
+                error.__cause__.hints += self._group.explain_gpu_error(rank, error, lost=message.ends == NO_GPU)
             self._fail(rank, error)
         else:
             self.pending.discard(rank)

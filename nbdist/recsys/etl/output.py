@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .. import ranks
+from ..io.permutation import Permutation
 from .inputs import Input, Part
-from .permutation import Permutation
 
 _POSITION = "position (nbdist)"  # of a row in its bucket
 _THREADS = 2  # half of the work is not polars', and done on one core

@@ -17,6 +17,7 @@ from ..io.rest import Rest
 from .adapter import Adapter, known_to_accelerate
 from .batches import Block, Window, blocks
 from .columns import Columns
+from .order import drawn
 from .prefetch import on_device
 from .resident import Resident
 
@@ -107,16 +108,17 @@ class Loader(Adapter):
 
     def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
         """The share of `rank` of a table that holds all rows."""
-        kind = torch.int32 if partition.rows < 2**31 else torch.int64
         start, stop = partition.span(rank)
-        if self.shuffle:
-            order = torch.randperm(partition.rows, generator=self._generator(epoch), dtype=kind)
-        else:
-            order = torch.arange(partition.rows, dtype=kind)
-        share = order[start:stop]
+        share = self._order(partition.rows, epoch, start, min(stop, partition.rows))
         if stop > partition.rows:  # padded: a row of another rank comes again
-            share = torch.cat([share, order[:1]])
+            share = torch.cat([share, self._order(partition.rows, epoch, 0, 1)])
         return Window(start, table, share)
+
+    def _order(self, rows: int, epoch: int, start: int, stop: int) -> torch.Tensor:
+        """Positions ``start .. stop - 1`` of the order of all rows, on a GPU where batches are to be on one."""
+        if self.shuffle:
+            return drawn(rows, self._seed_of(epoch), start, stop, self.device)
+        return torch.arange(start, stop, dtype=torch.int32 if rows < 2**31 else torch.int64, device=self.device)
 
     def _windows_of_rest(self, rest: Rest, epoch: int, start: int, stop: int) -> Iterator[Window]:
         """Rows ``start .. stop - 1`` of what is left of an epoch."""
@@ -209,7 +211,9 @@ class Loader(Adapter):
             rows = self._windows_of_rest(rest, epoch, position, stop)
         if device.type == "cuda":
             rows = self._resident.windows(rows, device, self.table)
-        placed = on_device(self._keyed_blocks(blocks(rows, partition, rank, start)), device, depth, self.pin_memory)
+        pinned = self.pin_memory or device.type == "cuda"
+        made = self._keyed_blocks(blocks(rows, partition, rank, start, pinned), pinned)
+        placed = on_device(made, device, depth, self.pin_memory)
         with contextlib.closing(placed), known_to_accelerate() as progress:
             for block in placed:
                 for columns in block.batches():
@@ -220,11 +224,11 @@ class Loader(Adapter):
                     yield batch if self.transform is None else self.transform(batch)
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
-    def _keyed_blocks(self, blocks: Generator[Block, None, None]) -> Generator[Block, None, None]:
+    def _keyed_blocks(self, blocks: Generator[Block, None, None], pinned: bool) -> Generator[Block, None, None]:
         """The same blocks, with keyed jagged tensors."""
         with contextlib.closing(blocks):
             for block in blocks:
-                yield block.key(self.keyed) if self.keyed else block
+                yield block.key(self.keyed, pinned) if self.keyed else block
                 del block  # not kept while the next one is made
 
     def _shape(self, batch: Columns) -> Any:
@@ -294,10 +298,13 @@ class Loader(Adapter):
                         f"rank {rank}. Make it alike on all ranks, or give rank= and world_size="
                     )
 
-    def _generator(self, *key: int) -> torch.Generator:
+    def _seed_of(self, *key: int) -> int:
         """The randomness of one purpose, the same wherever seed and key are."""
         state = np.random.SeedSequence([abs(self.seed), int(self.seed < 0), *key]).generate_state(1, np.uint64)
-        return torch.Generator().manual_seed(int(state[0]) >> 1)
+        return int(state[0]) >> 1
+
+    def _generator(self, *key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed_of(*key))
 
 
 def _noted(batches: Generator[Any]) -> Iterator[Any]:

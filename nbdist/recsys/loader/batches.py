@@ -42,9 +42,9 @@ class Block(NamedTuple):
             columns[name] = Ragged(*map(fn, column)) if isinstance(column, Ragged) else fn(column)
         return self._replace(columns=columns, keyed=self.keyed.map(fn) if self.keyed else None)
 
-    def key(self, keys: Sequence[str]) -> Block:
-        """The block with keyed jagged tensors of some columns."""
-        return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys))
+    def key(self, keys: Sequence[str], pinned: bool = False) -> Block:
+        """The block with keyed jagged tensors of some columns, in page-locked memory if `pinned`."""
+        return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys, pinned))
 
     def batches(self) -> Iterator[Columns]:
         """One after the other, as views where nothing has to be computed."""
@@ -74,8 +74,18 @@ class Window(NamedTuple):
     """Integers, shape (positions,)."""
 
 
-def blocks(windows: Iterable[Window], partition: Partition, rank: int, step: int) -> Generator[Block, None, None]:
-    """Batches of `rank` from `step` on, some at a time, out of windows that follow one another without a gap."""
+def blocks(
+    windows: Iterable[Window], partition: Partition, rank: int, step: int, pinned: bool = False
+) -> Generator[Block, None, None]:
+    """Batches of `rank` from `step` on, some at a time, out of windows that follow one another without a gap.
+
+    Args:
+        windows: The rows.
+        partition: How they are divided.
+        rank: Whose batches.
+        step: The first one.
+        pinned: Whether batches gathered on the CPU lie in page-locked memory.
+    """
     begun: list[Columns] = []  # of a batch that ends in a later window
     for window in windows:
         table, order = window.table, window.order
@@ -91,7 +101,7 @@ def blocks(windows: Iterable[Window], partition: Partition, rank: int, step: int
             stop = starts[-1] if len(starts) > 1 else end
             rest = order[start - window.start : max(start, stop) - window.start]
             if len(rest):
-                begun.append({name: take(column, rest) for name, column in table.items()})
+                begun.append({name: take(column, rest, pinned) for name, column in table.items()})
             if len(starts) == 1:
                 break
             columns = {name: join([part[name] for part in begun]) for name in table}

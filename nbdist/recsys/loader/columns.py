@@ -116,27 +116,42 @@ def bytes_of(column: Column) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
-def take(column: Column, index: Tensor) -> Column:
-    """The rows of a column that `index` names (shape (n,), integers), in that order, in new memory."""
+def take(column: Column, index: Tensor, pinned: bool = False) -> Column:
+    """The rows of a column that `index` names (shape (n,), integers), in that order, in new memory.
+
+    Args:
+        column: Where they are.
+        index: Their numbers.
+        pinned: Whether what is on the CPU goes to page-locked memory, from which it is copied to a GPU.
+    """
     if isinstance(column, Ragged):
         index = index.to(column.offsets.device)
         first = column.offsets.index_select(0, index)
         lengths = column.offsets[1:].index_select(0, index) - first
-        offsets = torch.zeros(len(index) + 1, dtype=torch.int64, device=lengths.device)
+        offsets = empty_like(column.offsets, len(index) + 1, pinned)
+        offsets[:1] = 0
         torch.cumsum(lengths, 0, out=offsets[1:])
         # Value j of the result lies in list i and comes from first[i] + (j - offsets[i]).
         positions = torch.repeat_interleave(first - offsets[:-1], lengths)
         positions += torch.arange(len(positions), device=positions.device)
-        return Ragged(_select(column.values, positions), offsets)
-    return _select(column, index)
+        return Ragged(_select(column.values, positions, pinned), offsets)
+    return _select(column, index, pinned)
 
 
-def _select(tensor: Tensor, index: Tensor) -> Tensor:
+def _select(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
     signed = _SIGNED.get(tensor.dtype)
+    if signed is not None:
+        return _select(tensor.view(signed), index, pinned).view(tensor.dtype)
     index = index.to(tensor.device)
-    if signed is None:
+    if not pinned or tensor.requires_grad:
         return tensor.index_select(0, index)
-    return tensor.view(signed).index_select(0, index).view(tensor.dtype)
+    return torch.index_select(tensor, 0, index, out=empty_like(tensor, len(index), True))
+
+
+def empty_like(tensor: Tensor, rows: int, pinned: bool) -> Tensor:
+    """Make room for rows of a tensor's shape, dtype and device; on the CPU, if `pinned`, in page-locked memory."""
+    pinned = pinned and tensor.device.type == "cpu"
+    return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
 
 
 def split(tensor: Tensor, boundaries: Sequence[int]) -> Sequence[Tensor]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .columns import Batch, Columns, KeyedIds, Ragged, split
+from .columns import Batch, Columns, KeyedIds, Ragged, empty_like, split
 
 _MOST = torch.iinfo(torch.int32).max
 
@@ -32,8 +32,8 @@ class Keyed(NamedTuple):
     """Of each batch: the smallest and the largest id of each key that has any."""
 
     @classmethod
-    def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str]) -> Keyed:
-        """Those of batches that begin at these rows, and end at the last of them.
+    def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str], pinned: bool = False) -> Keyed:
+        """Make the ids of batches that begin at these rows; `pinned`: in page-locked memory.
 
         Raises:
             ValueError: A column has no integers, has another shape, or an id of more than 31 bits.
@@ -57,8 +57,8 @@ class Keyed(NamedTuple):
         counts = [[len(each[i]) for each in values] for i in range(len(rows))]
         return cls(
             list(keys),
-            torch.cat([each[i] for i in range(len(rows)) for each in values]),
-            torch.cat([each[i] for i in range(len(rows)) for each in lengths]),
+            _joined([each[i] for i in range(len(rows)) for each in values], pinned),
+            _joined([each[i] for i in range(len(rows)) for each in lengths], pinned),
             counts,
             list(itertools.accumulate(map(sum, counts), initial=0)),
             list(boundaries),
@@ -74,6 +74,10 @@ class Keyed(NamedTuple):
         (first, last), (row, end), width = self.starts[i : i + 2], self.rows[i : i + 2], len(self.keys)
         values, lengths = self.values[first:last], self.lengths[row * width : end * width]
         return Batch(columns, KeyedIds(self.keys, values, lengths, self.counts[i], end - row, self.limits[i]))
+
+
+def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
+    return torch.cat(parts, out=empty_like(parts[0], sum(map(len, parts)), pinned))
 
 
 def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:

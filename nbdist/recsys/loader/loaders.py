@@ -29,7 +29,7 @@ from .tables import dtype_of, to_table
 
 
 class MemoryLoader(Loader):
-    """Batches from memory; shuffled, every order of all rows is as likely as any other.
+    """Batches from memory; shuffled, in a random order of all rows, the same on any CPU or GPU.
 
     Args:
         data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are

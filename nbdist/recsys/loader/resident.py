@@ -45,6 +45,8 @@ class Resident:
                 there = self._kept(dense, device) if window.table is table else _copied(dense, device)
                 window = Window(window.start, dict(there), window.order.to(device))
                 del there
+            else:
+                window = window._replace(order=window.order.cpu())
             yield window
             del window, dense  # before the next one is read: it may take as much memory
 

@@ -40,10 +40,12 @@ class CopiedTables:
     @torch.no_grad()
     def exchange(self) -> None:
         """Make of each table's gradient the mean over the ranks; of a mean, it makes the same."""
-        mine = [self._gradient(table) for table in self._names]
         size = dist.get_world_size(self._group)
-        if size == 1:
+        if size == 1:  # a mean already; to look at its rows, the host would wait for the GPU
+            for table in self._names:
+                self._check(table)
             return
+        mine = [self._gradient(table) for table in self._names]
         sizes = torch.tensor([len(ids) for ids, _ in mine], device=mine[0][0].device)
         counts = torch.stack(self._gather(sizes)).T.tolist()  # of each table, of each rank
         for (table, (ids, rows)), some in zip(zip(self._names, mine, strict=True), counts, strict=True):
@@ -77,10 +79,13 @@ class CopiedTables:
         """Rows that this rank's batch has touched, shape (some,), each once, and their gradients."""
         if table.grad is None:
             return torch.empty(0, dtype=torch.int64, device=table.device), table.new_empty(0, *table.shape[1:])
-        if not table.grad.is_sparse:
-            raise dense_gradient(self._names[table])
+        self._check(table)
         grad = table.grad.coalesce()
         return grad.indices()[0], grad.values()
+
+    def _check(self, table: nn.Parameter) -> None:
+        if table.grad is not None and not table.grad.is_sparse:
+            raise dense_gradient(self._names[table])
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._group))]

@@ -14,8 +14,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 
 from .strategies import Table
 
-_BLOCK = 2**17
-"""Elements of a table that are initialised at a time: what the initialisation takes beside the shards."""
+_BLOCK, _GPU_BLOCK = 2**17, 2**22
+"""Elements of a table that are initialised at a time: what the initialisation takes beside the shards. A GPU, which
+fills 16 MB as soon as it begins, takes as long for less."""
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
@@ -71,7 +72,7 @@ def common_seed(device: torch.device) -> int:
 
 @torch.no_grad()
 def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> None:
-    """Give the shards in a sharded model's state dict their table's values.
+    """Give the shards in a sharded model's state dict their table's values, drawn where the shards are.
 
     TorchRec leaves out those of a table on the CPU, and on the meta device gives every rank's shard the same ones, as
     the ranks are seeded alike.
@@ -82,23 +83,23 @@ def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> No
         whole = [(held, (0, 0))]  # of a data_parallel table
         parts = [(s.tensor, s.metadata.shard_offsets) for s in held.local_shards()] if split else whole
         for tensor, (row, column) in parts:
-            for first, values in _values(table, seed, row, row + tensor.shape[0]):
+            for first, values in _values(table, seed, row, row + tensor.shape[0], tensor.device):
                 into = tensor[first - row : first - row + len(values)]
                 into.copy_(values[:, column : column + tensor.shape[1]])
         if not split:
             dist.broadcast(held, src=0)  # the copies have to be one, even if the ranks' own tables were not
 
 
-def _values(table: Table, seed: int, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _values(table: Table, seed: int, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
     """Rows start..stop of a table, of shape (some, columns) with the number of the first, a block at a time."""
     if table.weight.device.type != "meta":
         yield start, table.weight[start:stop]
         return
     rows, columns = table.weight.shape
-    height = max(1, _BLOCK // columns)
+    height = max(1, (_BLOCK if device.type == "cpu" else _GPU_BLOCK) // columns)
     for first in range(start - start % height, stop, height):
         torch.manual_seed(zlib.crc32(f"{seed} {table.name} {first}".encode()))
-        block = torch.empty(min(height, rows - first), columns, dtype=table.weight.dtype)
+        block = torch.empty(min(height, rows - first), columns, dtype=table.weight.dtype, device=device)
         table.config.init_fn(block)
         low = max(start, first)
         yield low, block[low - first : stop - first]

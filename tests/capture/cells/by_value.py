@@ -382,3 +382,15 @@ class Thing:
 thing = Thing()
 ref, table = weakref.ref(thing), weakref.WeakValueDictionary(a=thing)
 assert in_ddp(1, lambda: (ref() is thing, table["a"] is thing, p.basename("a/b"))) == (True, True, "b")
+
+# %% the lines that scripts for GPUs begin with
+import torch
+
+
+def set_flags():
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
+
+
+assert in_ddp(1, set_flags) == (True, True)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow, inputs, output
-from nbdist.recsys.etl.permutation import Permutation
+from nbdist.recsys.io.permutation import Permutation
 from nbdist.recsys.loader import ParquetLoader
 
 GENRES = ["action", "comedy", "drama", "Émile", "z"]

@@ -20,12 +20,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.recsys.io.partition import REMAINDERS
-from nbdist.recsys.loader import MemoryLoader, ParquetLoader, adapter, prefetch
+from nbdist.recsys.io.permutation import Permutation
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, adapter, order, prefetch
 from nbdist.recsys.loader import batches as batching
 from nbdist.recsys.loader.base import Loader
 from nbdist.recsys.loader.columns import Ragged, keyed_jagged
 from nbdist.recsys.loader.keyed import Keyed
 from nbdist.recsys.loader.parquet import ParquetFiles
+
+CPU = torch.device("cpu")
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
@@ -354,7 +357,7 @@ def test_a_batch_that_is_written_to_is_of_no_concern_to_a_graph_of_another() -> 
 def test_small_batches_are_made_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, taken = 2 * batching.BLOCK_BATCHES + 3, []
     take = batching.take
-    monkeypatch.setattr(batching, "take", lambda column, index: [taken.append(len(index)), take(column, index)][1])
+    monkeypatch.setattr(batching, "take", lambda column, index, _: [taken.append(len(index)), take(column, index)][1])
     assert [batch.item() for (batch,) in MemoryLoader((torch.arange(rows),), 1)] == list(range(rows))
     assert taken == [batching.BLOCK_BATCHES] * 2 + [3]
 
@@ -559,6 +562,46 @@ def test_arguments_that_make_no_sense() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="pin_memory=True needs a GPU"):
             MemoryLoader(data, 2, pin_memory=True)
+
+
+@given(st.integers(1, 400_000) | st.just(order._FEW) | st.just(order._FEW - 1), st.integers(0, 2**63 - 1), st.data())
+@settings(max_examples=20, deadline=None)
+def test_an_order_is_the_same_wherever_it_is_drawn(rows: int, seed: int, data: st.DataObject) -> None:
+    whole = order.drawn(rows, seed, 0, rows, CPU)
+    assert whole.dtype == torch.int32 and torch.equal(whole.sort()[0], torch.arange(rows, dtype=torch.int32))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, rows), min_size=2, max_size=2)))
+    assert torch.equal(order.drawn(rows, seed, start, stop, CPU), whole[start:stop])
+    on_gpu = order.at(Permutation(rows, seed), torch.arange(start, stop))  # what a GPU computes
+    assert on_gpu.tolist() == Permutation(rows, seed).at(start, stop - start).tolist()
+
+
+def test_an_epochs_order_is_drawn_where_its_batches_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "randperm", None)  # on the CPU, while a GPU would wait
+    loader = MemoryLoader({"row": torch.arange(order._FEW)}, 1000, shuffle=True, seed=1, device="meta")
+    monkeypatch.setattr(order, "at", lambda _, rows: rows)
+    window = loader._everything(loader.table, loader.partition, 0, 0)
+    assert window.order.device.type == "meta" and window.order.dtype == torch.int32
+
+
+@pytest.mark.parametrize("keyed", [[], ["row", "genres"]])
+def test_batches_for_a_gpu_are_gathered_in_page_locked_memory(
+    monkeypatch: pytest.MonkeyPatch, keyed: list[str]
+) -> None:
+    room: set[int] = set()
+
+    def empty(*shape: int, pin_memory: bool = False, real: Any = torch.empty, **options: Any) -> torch.Tensor:
+        tensor: torch.Tensor = real(*shape, **options)
+        room.update([tensor.data_ptr()] if pin_memory else [])
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", empty)
+    loader = MemoryLoader(table(100), 10, shuffle=True, keyed=keyed)
+    windows = loader._windows(loader.partition, 0, 0, 0)
+    for block in loader._keyed_blocks(batching.blocks(windows, loader.partition, 0, 0, pinned=True), pinned=True):
+        parts: list[torch.Tensor] = []
+        block.map(lambda part, parts=parts: parts.append(part) or part)  # type: ignore[func-returns-value, misc]
+        assert len(parts) == (9 if keyed else 7) and {part.data_ptr() for part in parts} <= room, "none copied again"
+        assert [row for batch in block.batches() for row in check(dict(batch))]
 
 
 def test_batches_are_where_the_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:

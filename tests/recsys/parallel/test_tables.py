@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import Sessions
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbdist.recsys.parallel.common_tables import CommonTables
 from nbdist.recsys.parallel.copied_tables import CopiedTables
@@ -261,6 +262,36 @@ def test_what_comes_back_is_a_plain_model(sessions: Sessions) -> None:
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         assert not torch.equal(model.one.weight, before)
         assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+
+
+class Waits(TorchDispatchMode):
+    """The operations on sparse gradients for which the host would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "coalesce" in str(func):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_one_rank_nobody_looks_at_the_rows_of_a_gradient(sessions: Sessions) -> None:
+    def look() -> tuple[list[str], str]:
+        replicated = on_every_rank(Model(), sgd, True)
+        loss_of(replicated.model, batch(0)).backward()
+        with Waits() as waits:
+            replicated._tables.exchange()  # type: ignore[union-attr]
+        weight = replicated.module.one.weight
+        weight.grad = torch.zeros_like(weight)
+        with pytest.raises(RuntimeError) as caught:
+            replicated.optimizer.step()
+        return waits.found, str(caught.value)
+
+    waited, said = sessions[1].run(look)
+    assert waited == []
+    assert said.startswith("one.weight has a dense gradient")
 
 
 class Tied(nn.Module):

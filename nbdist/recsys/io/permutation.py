@@ -29,10 +29,10 @@ class Permutation:
         if not 1 <= rows <= 1 << 62:
             raise ValueError(f"rows={rows}: 1 to 2**62")
         self.rows = rows
-        self._b = math.isqrt(rows - 1) + 1
-        self._a = -(-rows // self._b)
+        self.b = math.isqrt(rows - 1) + 1
+        self.a = -(-rows // self.b)
         rounds = _MORE if rows < _FEW else _ROUNDS
-        self._keys = np.random.SeedSequence([abs(seed), int(seed < 0)]).generate_state(rounds, np.uint64)
+        self.keys = np.random.SeedSequence([abs(seed), int(seed < 0)]).generate_state(rounds, np.uint64)
 
     def at(self, first: int, count: int) -> npt.NDArray[np.uint64]:
         """The positions of the rows ``first .. first + count - 1``; shape (count,)."""
@@ -47,13 +47,13 @@ class Permutation:
         return positions
 
     def _once(self, row: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        left, right = np.divmod(row, _U(self._b))
-        for i, key in enumerate(self._keys):
+        left, right = np.divmod(row, _U(self.b))
+        for i, key in enumerate(self.keys):
             if i % 2:
-                right = _shift(right, left, key, self._b)
+                right = _shift(right, left, key, self.b)
             else:
-                left = _shift(left, right, key, self._a)
-        return left * _U(self._b) + right
+                left = _shift(left, right, key, self.a)
+        return left * _U(self.b) + right
 
 
 def _shift(
