@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .device_rows import RowSteps
+from .device_rows import RowSteps, coalesced
 
 
 def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter], tables: object = None) -> str:
@@ -83,6 +83,20 @@ class DeviceSteps:
                 self._take(some, [_laid_out(grads[one], one) for one in some], states, counts, rate, group)
             for steps in rows:
                 steps.step([grads.get(table) for table in steps.tables], rate)
+
+    @torch.no_grad()
+    def clipped(self, grads: Mapping[Tensor, Tensor], norm: float) -> dict[Tensor, Tensor]:
+        """Return the gradients, scaled so that the norm of all of them together is at most `norm`."""
+        dense = {one: grad for one, grad in grads.items() if not grad.is_sparse}
+        sparse = {one: grad for one, grad in grads.items() if grad.is_sparse}
+        squares = [one.square() for one in torch._foreach_norm(list(dense.values()))] if dense else []
+        squares += [coalesced(one._indices()[0], one._values())[0].square().sum() for one in sparse.values()]
+        scale = (norm / (torch.stack(squares).sum().sqrt() + 1e-6)).clamp(max=1.0)
+        found = dict(zip(dense, torch._foreach_mul(list(dense.values()), scale), strict=True)) if dense else {}
+        for one, grad in sparse.items():
+            rows = grad._values() * scale
+            found[one] = torch.sparse_coo_tensor(grad._indices(), rows, grad.shape, check_invariants=False)
+        return found
 
     def count(self, steps: int) -> None:
         """Add `steps` to the optimizer's own counts of steps."""

@@ -52,8 +52,8 @@ def hindrance(run: Run) -> str:
         return "the model is not one of `replicate`"
     if isinstance(model._tables, CommonTables):
         return "tables are in memory that ranks share"
-    if run.gradient_accumulation_steps > 1 or run.max_grad_norm is not None:
-        return "gradient_accumulation_steps= or max_grad_norm= was given"
+    if run.gradient_accumulation_steps > 1:
+        return "gradient_accumulation_steps= was given"
     if run.precision not in (None, "fp32", "bf16"):
         return f"precision is {run.precision}"
     if train.transform is not None or train.keyed:
@@ -288,6 +288,8 @@ class CapturedSteps:
             loss = run.loss(*forward(run.model.model, run.predict, shaped, run.precision)[:2])
             grads = torch.autograd.grad(loss, self._trained, allow_unused=True)
             found = {one: grad for one, grad in zip(self._trained, grads, strict=True) if grad is not None}
+            if run.max_grad_norm is not None:
+                found = self._device_steps.clipped(found, run.max_grad_norm)
             self._device_steps.step(found, rates.unbind())
             run._loss += loss.detach() * size
 
