@@ -46,7 +46,7 @@ class Clicks(nn.Module):
 
 
 class OneTable(nn.Module):
-    """The same with one table for all columns, in which each has its rows behind those of the column before."""
+    """The same with one table for all columns: the rows of a column follow the rows of the column before."""
 
     def __init__(self, width: int, sizes: Sequence[int] = SIZES, sparse: bool = True) -> None:
         super().__init__()
