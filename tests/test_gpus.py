@@ -656,8 +656,8 @@ def test_the_fork_server_has_not_initialised_the_driver() -> None:
         [
             sys.executable,
             "-c",
-            f"{code}\nfrom nbdist.server import driver; print(driver.initialised())\n"
-            "import torch; torch.cuda.init(); print(driver.initialised())",
+            f"{code}\nfrom nbdist.server import cuda_driver; print(cuda_driver.initialised())\n"
+            "import torch; torch.cuda.init(); print(cuda_driver.initialised())",
         ],
         env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         capture_output=True,

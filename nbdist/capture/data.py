@@ -142,7 +142,7 @@ class Storage:
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
         # Of the array itself, never of a memoryview: one that is freed in a cycle of garbage while it has a
         # PickleBuffer crashes CPython 3.11.
-        data: Any = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
+        data: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped).numpy()
         return _untyped_storage, (pickle.PickleBuffer(data), on_cuda and not self.to_cpu)
 
 
@@ -164,6 +164,17 @@ def own_device() -> Any:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def own_generator(seed: int, state: Any) -> Any:
+    """Make a rank's generator for one of the notebook's GPU; on a CPU, where states differ, it begins at the seed."""
+    import torch
+
+    generator = torch.Generator(own_device())
+    generator.manual_seed(seed)
+    if generator.device.type == "cuda":
+        generator.set_state(state)
+    return generator
 
 
 def typed_storage(untyped: Any, dtype: Any) -> Any:

@@ -26,13 +26,16 @@ class GpuUse(NamedTuple):
 def look(gpu: str) -> GpuUse | None:
     """How a GPU is used now. None where that cannot be told.
 
-    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number, taken for that of the driver, as torch does, or a name.
+    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA counts the fastest GPU first, and the driver by
+    the bus, so a number is no use where GPUs differ, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     with _nvml() as nvml:
         if nvml is None:
             return None
         try:
             by_number = gpu.isdigit()
+            if by_number and not _counts_as_cuda(nvml):
+                return None
             handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else nvml.nvmlDeviceGetHandleByUUID(gpu)
             memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
         except nvml.NVMLError:
@@ -44,6 +47,14 @@ def look(gpu: str) -> GpuUse | None:
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         text = name.decode() if isinstance(name, bytes) else str(name)
         return GpuUse(text, memory.used, memory.total, load, {one.pid: one.usedGpuMemory for one in processes})
+
+
+def _counts_as_cuda(nvml: Any) -> bool:
+    """Return whether the driver numbers the GPUs as CUDA does."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return True
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return len({nvml.nvmlDeviceGetName(handle) for handle in handles}) == 1
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
 from ..parallel.protocol import Parallel
+from ..parallel.replicated import Replicated
 from .captured import capturing
 from .display import RunDisplay
 from .evaluation import Precision, Predict, check_precision
@@ -109,8 +111,10 @@ def fit(
         gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
             the rows of all these batches. The last step of an epoch has what is left. Counts of steps, such as
             `log_every`, count these steps.
-        precision: "bf16": run `predict` under autocast to bfloat16; what stays in float32 is torch's choice. "fp32" or
-            None: without autocast.
+        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16; what stays in float32 is
+            torch's choice. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss is
+            scaled, so that small gradients do not vanish, and a step whose gradients overflow on some rank is left out
+            on all, with half the scale afterwards. "fp32" or None: without autocast.
         snapshots: Where and when to take them, and whether to resume.
         patience: Stop when so many evaluations in a row have not improved the last of the metrics.
         pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
@@ -167,6 +171,11 @@ def fit(
         raise ValueError(
             f"{what} needs gradients that wait for the step, and tables of this model are updated in the backward pass "
             "already: use shard(..., fused=False)"
+        )
+    if precision == "fp16" and not isinstance(model, Replicated):
+        raise ValueError(
+            '`precision` must be "bf16" or "fp32" for a model that is sharded, got "fp16": its tables would be updated '
+            "by scaled gradients. GPUs that TorchRec works on have bfloat16"
         )
     for loader in (train, valid):
         if loader is not None:
@@ -244,10 +253,19 @@ def fit(
             if display:
                 display.update() if run.recorded else display.progress(run.step, first)
             rates.last_epoch = run.step - first - 1  # some steps may have been taken at once
-            rates.step()
+            _step_rates(rates)
     if display:
         display.close(f"{run.step:,} steps{', stopped early' if stopped else ''}")
     return run.history
+
+
+def _step_rates(rates: LambdaLR) -> None:
+    if rates._step_count > 1:
+        rates.step()
+        return
+    with warnings.catch_warnings():  # the optimizer took no step where fp16 has left the first one out
+        warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step", UserWarning)
+        rates.step()
 
 
 def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
