@@ -1,4 +1,4 @@
-"""The imitated GPU itself: results are real, and limits, waits and errors are those of a GPU."""
+"""The imitated GPU itself: results are real; it has a GPU's limits, waits and errors."""
 
 from __future__ import annotations
 

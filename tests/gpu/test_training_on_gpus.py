@@ -40,9 +40,11 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Ten
 
 def fitted(gpu: Computing, sparse: bool, device: str, runs: tuple[int, ...], **options: Any) -> list[Any]:
     """Operations, waits, losses and a checksum of the weights after each of some runs of `fit`, one after the other."""
+    from nbdist.recsys.parallel import device_rows
     from nbdist.recsys.sharding import replicate
     from nbdist.recsys.training import fit
 
+    device_rows.FUSED = False  # kernels of Triton are not imitated
     torch.manual_seed(0)
     model = replicate(Clicks(sparse), lambda some: torch.optim.Adagrad(some, lr=0.05))
     train = MemoryLoader(rows(), BATCH, shuffle=True, seed=1, remainder="drop", device=device)

@@ -22,11 +22,6 @@ _PRELOADED = "libcudart-imitated.so"
 _LIBRARIES = {"cudart.c": _PRELOADED, "cuda.c": "libcuda.so.1", "nvml.c": "libnvidia-ml.so.1"}
 
 
-def present() -> bool:
-    """Return whether this process runs with an imitated GPU."""
-    return _PRELOADED in os.environ.get("LD_PRELOAD", "")
-
-
 def build(folder: Path = _BUILT) -> Path:
     """Compile what is older than its source, against the CUDA headers that torch's CUDA build has brought along."""
     folder.mkdir(parents=True, exist_ok=True)
