@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from nbdist import Session, in_ddp, rank_device
+from nbdist import Session, in_ddp
 
 from .notes import median, note, seconds
 
@@ -53,6 +51,22 @@ WAYS = {
 }
 
 
+#: Functions as a cell defines them: they are of no module, which each rank would import.
+CELL = """
+import time
+import torch
+from nbdist import rank_device
+
+def touch():
+    return float(torch.ones(1, device=rank_device()).item())
+
+def timed():
+    begin = time.time()
+    touch()
+    return begin, time.time()
+"""
+
+
 def phases(options: Any, function: Callable[[], tuple[float, float]]) -> str:
     """Where the time of a warm call goes: medians of some calls of a function that returns when it began and ended."""
     before, inside, after = [], [], []
@@ -69,15 +83,9 @@ def phases(options: Any, function: Callable[[], tuple[float, float]]) -> str:
 
 
 def run(device: str) -> None:
-    # Defined here, so that they travel as a notebook's functions do, and no rank imports this module.
-    def touch() -> float:
-        return float(torch.ones(1, device=rank_device()).item())
-
-    def timed() -> tuple[float, float]:
-        begin = time.time()
-        torch.ones(1, device=rank_device()).item()
-        return begin, time.time()
-
+    cell: dict[str, Any] = {"__name__": "cell"}
+    exec(CELL, cell)
+    touch, timed = cell["touch"], cell["timed"]
     output = subprocess.check_output([sys.executable, "-c", BARE, device, *WAYS], text=True)
     took = [float(line) for line in output.split()]
     for what, one in zip(WAYS.values(), took, strict=True):
