@@ -13,6 +13,7 @@
 # make bench   measure nbdist beside its peers, in an environment of its own: tables in benchmarks/results/
 # make gpu     everything that was written for NVIDIA GPUs, run on those that are here: tests and figures in
 #              benchmarks/results/gpu.md (on a machine without network: make gpu-wheels elsewhere, see docs/how-to/devices.md)
+# make gpu-imitated  what runs on GPUs, on two that are imitated: needs gcc, no GPU, and downloads Colab's CUDA build of torch
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
 # make format  put the code into shape
 # make clean   remove all that these commands made, .venv included (not benchmarks/results/)
@@ -43,7 +44,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-wheels docs lint types format setup clean
+.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs lint types format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -78,6 +79,7 @@ test-all: test
 	$(MAKE) --no-print-directory long || failed=1; \
 	$(MAKE) --no-print-directory docs || failed=1; \
 	$(MAKE) --no-print-directory matrix ENVIRONMENTS=colab-kernel MATRIX_ARGS=tests/test_everyday_cells.py || failed=1; \
+	$(MAKE) --no-print-directory gpu-imitated || failed=1; \
 	wait $$! || failed=1; grep -E "^(FAILED|ERROR)|passed|failed|[Ee]rror|issues" build/suites.log; exit $$failed
 
 mutations: setup
@@ -112,6 +114,13 @@ bench: $(BENCH_STAMP)
 
 gpu: setup
 	@$(PY) -m benchmarks.gpu $(GPU_ARGS)
+
+# In the environment of `make matrix ENVIRONMENTS=colab`, which is made at the first run. Another one:
+# make gpu-imitated CUDA_PYTHON=/path/to/python, of an environment with a CUDA build of torch, pytest and jupyter_client.
+CUDA_PYTHON ?=
+gpu-imitated: setup
+	@$(if $(CUDA_PYTHON),PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) tests/gpu/imitated -m pytest -q -p no:xdist $(or $(PYTEST_ARGS),tests/gpu),\
+	    $(PY) -m nox -s gpu-imitated -- $(PYTEST_ARGS))
 
 # What a machine needs beside a torch with CUDA and its NumPy: a few megabytes, for Python 3.12 on Linux.
 gpu-wheels: setup

@@ -132,6 +132,21 @@ for _name, _about in ENVIRONMENTS.items():
     add_session(_name, _about)
 
 
+@nox.session(
+    name="gpu-imitated",
+    python=interpreter(ENVIRONMENTS["colab"]["python"]),
+    venv_backend="uv|venv",
+    venv_location=".nox/colab",
+)
+def gpu_imitated(session: nox.Session) -> None:
+    """Run tests/gpu on imitated GPUs, with Colab's torch, which is a CUDA build."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    build(session, ENVIRONMENTS["colab"])
+    session.run(
+        "python", "tests/gpu/imitated", "-m", "pytest", "-q", "-p", "no:xdist", *(session.posargs or ["tests/gpu"])
+    )
+
+
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
     """What the latest run in each environment has found."""

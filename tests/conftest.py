@@ -177,10 +177,12 @@ class Sessions:
 
     Args:
         imports: What `nbdist.warm` is told before the first is made.
+        options: Options of each session.
     """
 
-    def __init__(self, imports: str = "") -> None:
+    def __init__(self, imports: str = "", **options: Any) -> None:
         self._imports = imports
+        self._options = options
         self._made: dict[int, Session] = {}
         self._ranks: set[psutil.Process] = set()
 
@@ -189,7 +191,7 @@ class Sessions:
             warm(self._imports)
         if nranks not in self._made or "closed" in repr(self._made[nranks]):
             # The time of a test is over at 600 s: before that the error says where the ranks are that hang.
-            self._made[nranks] = Session(nranks, timeout=500)
+            self._made[nranks] = Session(nranks, **{"timeout": 500, **self._options})
         return self._made[nranks]
 
     def outlived_by(self) -> list[psutil.Process]:
@@ -208,8 +210,8 @@ class Sessions:
 
 @pytest.fixture(scope="module")
 def sessions(request: pytest.FixtureRequest) -> Iterator[Sessions]:
-    """The sessions of a file, which may have imports to `WARM`. Nothing is left of them after its last test."""
-    sessions = Sessions(getattr(request.module, "WARM", ""))
+    """The sessions of a file, which may have imports to `WARM` and `OPTIONS` of them all. All end with it."""
+    sessions = Sessions(getattr(request.module, "WARM", ""), **getattr(request.module, "OPTIONS", {}))
     yield sessions
     sessions.close()
     assert poll(lambda: not ranks_of()), f"these outlived their session: {ranks_of()}"

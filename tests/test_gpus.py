@@ -30,6 +30,8 @@ GPUS = 0 if DRY else torch.cuda.device_count()
 #: A session of one rank, and of two: with a GPU each, or one for both.
 ONE: Any = "cpu" if DRY else "cuda"
 TWO: Any = "cpu" if DRY else ["cuda:0", "cuda:1" if GPUS > 1 else "cuda:0"]
+#: The options of a session of two ranks that talk through NCCL, on one GPU, too.
+PAIR: Any = {"devices": TWO, "backend": None if DRY else nbdist_devices.NCCL}
 #: Seconds that a call may take: on a bare machine nothing else ends one that hangs.
 LIMIT = 120.0
 
@@ -44,7 +46,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (DRY or GPUS), reason="nee
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Session]:
     """Two ranks for the tests that leave them as they were."""
-    with Session(2, devices=TWO, timeout=LIMIT) as session:
+    with Session(2, **PAIR, timeout=LIMIT) as session:
         yield session
 
 
@@ -135,6 +137,16 @@ def test_two_ranks_on_one_gpu_talk_through_gloo(capfd: pytest.CaptureFixture[str
         assert session.run_all(sums) == [2.0, 2.0] and session.run(dist.get_backend) == "gloo"
         assert session.run_all(collectives) == [[], []]
     assert DRY or "ranks that share a GPU talk through gloo" in capfd.readouterr().err
+
+
+def test_two_ranks_on_one_gpu_with_nccl(capfd: pytest.CaptureFixture[str]) -> None:
+    for backend in (None,) if DRY else (nbdist_devices.NCCL, "nccl"):
+        with Session(2, devices="cpu" if DRY else ["cuda:0", "cuda:0"], backend=backend, timeout=LIMIT) as session:
+            assert session.run_all(sums) == [2.0, 2.0]
+            assert DRY or session.run(dist.get_backend) == backend
+            if backend != "nccl":  # which has no collectives of CPU tensors
+                assert session.run_all(collectives) == [[], []]
+    assert DRY or "to try NCCL out, not for speed" in capfd.readouterr().err
 
 
 def asynchronous_checkpoint(folder: str) -> bool:
@@ -229,6 +241,22 @@ def test_an_idle_session_gives_its_cache_back() -> None:
 
 
 @needs(1)
+def test_garbage_in_circles_does_not_stay_on_the_gpu() -> None:
+    class Learner:
+        pass
+
+    def train() -> int:
+        before = torch.cuda.memory_allocated()
+        learner: Any = Learner()
+        learner.itself = learner
+        learner.big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+        return before
+
+    with Session(1, devices="cuda") as session:
+        assert [session.run(train) for _ in range(3)] == [0, 0, 0]
+
+
+@needs(1)
 def test_status_has_memory_and_load() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     assert look("0") is not None
@@ -253,9 +281,9 @@ def fail_while_others_wait() -> None:
 
 
 def test_a_failure_in_a_collective_keeps_the_session(pair: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", LIMIT
-    )  # after which the other rank is killed
+    # After which the other rank is killed.
+    for grace in ("GRACE_AFTER_FAILURE", "GRACE_WITH_GPU"):
+        monkeypatch.setattr(f"nbdist.kernel.calls.waiting.{grace}", LIMIT)
     pids = pair.run_all(os.getpid)
     with pytest.raises(ValueError, match="boom"):
         pair.run(fail_while_others_wait)
@@ -286,11 +314,57 @@ def test_a_rank_that_is_killed_in_a_collective() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         sums()
 
-    with Session(2, devices=TWO, timeout=LIMIT) as session:
+    with Session(2, **PAIR, timeout=LIMIT) as session:
         with pytest.raises(Exception, match=r"rank 1 .* was killed by SIGKILL"):
             session.run(die)
         session.restart()
         assert session.run(sums) == 2.0
+
+
+def come_late() -> float:
+    sums()
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return sums()
+
+
+@needs(1)
+def test_a_collective_that_times_out_raises_and_the_next_call_works() -> None:
+    """torch's own setting ends the process."""
+    options = {**PAIR, "backend": {"backend": PAIR["backend"], "timeout": 5}}
+    with Session(2, **options, timeout=LIMIT) as session:
+        pids = session.run_all(os.getpid)
+        with pytest.raises(dist.DistBackendError, match="a collective took longer than its timeout") as caught:
+            session.run(come_late)
+        assert "OpType=ALLREDUCE" in str(caught.value.__cause__)
+        assert session.run(sums) == 2.0 and session.run_all(os.getpid) == pids
+
+
+@needs(1)
+def test_an_assertion_on_the_gpu_beside_a_communicator_is_told_and_the_next_call_works() -> None:
+    """torch's own setting ends the process."""
+
+    def out_of_bounds() -> None:
+        sums()
+        if dist.get_rank() == 1:
+            torch.ones(4, 2, device="cuda").index_select(0, torch.tensor([9], device="cuda")).sum().item()
+        sums()
+
+    with Session(2, **PAIR, timeout=LIMIT) as session:
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            session.run(out_of_bounds)
+        assert session.run(sums) == 2.0
+
+
+@needs(1)
+def test_what_the_last_kernels_assert_is_raised_by_their_own_call() -> None:
+    def out_of_bounds() -> None:
+        torch.ones(4, 2, device="cuda").index_select(0, torch.tensor([9], device="cuda"))
+
+    with Session(1, devices="cuda") as session:
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            session.run(out_of_bounds)
+        assert session.run(sums) == 1.0
 
 
 @needs(1)
@@ -468,8 +542,10 @@ FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 
 
 @pytest.mark.parametrize("quickly", [False, True], ids=["distrib_ctx", "fast"])
-@pytest.mark.parametrize("devices", [[ONE], TWO], ids=["one rank", "two ranks"])
-def test_fastai_collab(devices: Any, quickly: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{"devices": ONE}, {"devices": TWO}, PAIR], ids=["one rank", "two ranks", "two NCCL ranks"]
+)
+def test_fastai_collab(request: pytest.FixtureRequest, options: Any, quickly: bool) -> None:
     for package in ("fastai", "polars"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     from nbdist.recsys.datasets import synthetic_ratings
@@ -489,8 +565,8 @@ def test_fastai_collab(devices: Any, quickly: bool) -> None:
             learn.fit_one_cycle(2, 5e-3)
         return learn, next(learn.model.parameters()).device.type
 
-    nranks = len(devices) if isinstance(devices, list) else 2
-    learn, where = in_ddp.options(devices=ONE if nranks == 1 else devices, imports=FASTAI)(nranks, train)
+    nranks = 1 if "one rank" in request.node.name else 2
+    learn, where = in_ddp.options(**options, imports=FASTAI)(nranks, train)
     assert where == ONE and {weight.device.type for weight in learn.model.parameters()} == {"cpu"}
     with learn.no_bar():
         assert learn.recorder.values[-1][-1] == pytest.approx(float(learn.validate()[0]), rel=0.02)
@@ -550,21 +626,22 @@ def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
     return history.values("valid_loss"), loss
 
 
-@pytest.fixture
-def one_each() -> Iterator[Session]:
-    """A session with all GPUs that there are."""
+@pytest.fixture(params=["all GPUs", "two NCCL ranks"])
+def sharding_session(request: pytest.FixtureRequest) -> Iterator[Session]:
+    """A session with all GPUs that there are, and one of two ranks that may share a GPU."""
     pytest.importorskip("fbgemm_gpu", reason="FBGEMM is not installed: TorchRec's part is left out")
-    with Session(max(1, GPUS), devices=ONE) as session:
+    all_gpus = request.param == "all GPUs"
+    with Session(max(1, GPUS) if all_gpus else 2, **({"devices": ONE} if all_gpus else PAIR)) as session:
         yield session
 
 
-def test_sharded_tables(one_each: Session) -> None:
-    assert all(one_each.run_all(train_sharded))
+def test_sharded_tables(sharding_session: Session) -> None:
+    assert all(sharding_session.run_all(train_sharded))
 
 
-def test_sharded_tables_train(one_each: Session) -> None:
+def test_sharded_tables_train(sharding_session: Session) -> None:
     for pipelined in (False, True):
-        losses, gathered = one_each.run(fit_sharded, pipelined)
+        losses, gathered = sharding_session.run(fit_sharded, pipelined)
         assert losses[-1] < losses[0] < 0.1 and gathered == pytest.approx(losses[-1], rel=1e-3)
 
 

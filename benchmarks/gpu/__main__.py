@@ -94,6 +94,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a command in the background ignores
         importlib.import_module(f"benchmarks.gpu.{arguments.inside}").run(arguments.device)
         return 0
     if arguments.render:

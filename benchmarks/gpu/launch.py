@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import time
+from typing import Any
 
 import torch
 
@@ -15,21 +18,64 @@ LIMIT = 60.0
 NEEDS = ()
 BAR = 1.5
 
-#: A process that has imported torch and nothing else forks, and its child initialises CUDA.
+#: A process that has imported torch and nothing else forks, and its child uses CUDA in one of several ways.
 BARE = """
 import os, statistics, sys, time
 import torch
-def turn():
+import torch.distributed as dist
+device, ways = sys.argv[1], sys.argv[2:]
+def use(way):
+    if device != "cpu":
+        torch.cuda.set_device(0)
+    if "group" in way:
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl" if "gloo" in way else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "touch" in way:
+        torch.ones(1, device=device).item()
+    if "destroyed" in way:
+        dist.destroy_process_group()
+def turn(way):
     begin = time.perf_counter()
     pid = os.fork()
     if pid == 0:
-        torch.ones(1, device=sys.argv[1]).item()
+        use(way)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     return time.perf_counter() - begin
-turn()
-print(statistics.median(turn() for _ in range(5)))
+for way in ways:
+    turn(way)
+    print(statistics.median(turn(way) for _ in range(7)))
 """
+WAYS = {
+    "touch": "a bare fork of a process with torch, CUDA used",
+    "context": "a bare fork that chooses its device only",
+    "touch group": "a bare fork with NCCL's group, CUDA used",
+    "touch group gloo": "a bare fork with gloo's and NCCL's group, CUDA used",
+    "touch group gloo destroyed": "a bare fork with gloo's and NCCL's group, CUDA used, group destroyed",
+}
+
+
+def timed(use: bool) -> tuple[float, float]:
+    """In a rank: the time at the beginning and at the end of the function."""
+    begin = time.time()
+    if use:
+        touch()
+    return begin, time.time()
+
+
+def phases(options: Any, use: bool) -> str:
+    """Where the time of a warm call goes: medians of some calls."""
+    before, inside, after = [], [], []
+    for _ in range(7):
+        called = time.time()
+        begin, end = options(1, timed, use)
+        returned = time.time()
+        before.append(begin - called)
+        inside.append(end - begin)
+        after.append(returned - end)
+    names = ("until the function begins", "in it", "until its result is here")
+    medians = (statistics.median(one) for one in (before, inside, after))
+    return ", ".join(f"{value * 1000:.0f} ms {name}" for name, value in zip(names, medians, strict=True))
 
 
 def touch() -> float:
@@ -38,14 +84,19 @@ def touch() -> float:
 
 
 def run(device: str) -> None:
-    bare = float(subprocess.check_output([sys.executable, "-c", BARE, device], text=True))
-    note("a bare fork of a process with torch, CUDA used", f"{bare * 1000:,.0f} ms")
+    output = subprocess.check_output([sys.executable, "-c", BARE, device, *WAYS], text=True)
+    took = [float(line) for line in output.split()]
+    for what, one in zip(WAYS.values(), took, strict=True):
+        note(what, f"{one * 1000:,.0f} ms")
+    bare = took[0]
     options = in_ddp.options(devices=device)
     ours = median(lambda: seconds(lambda: options(1, touch)))
     found = f"{ours * 1000:,.0f} ms, {ours / bare:.2f} × the bare fork"
     note("warm `in_ddp(1)`, CUDA used", found, met=ours / bare <= BAR, bar=f"at most {BAR} ×")
     idle = median(lambda: seconds(lambda: options(1, int)))
     note("warm `in_ddp(1)`, CUDA not used", f"{idle * 1000:,.0f} ms")
+    for use in (True, False):
+        note(f"where the time goes, CUDA {'used' if use else 'not used'}", phases(options, use))
     if device == "cuda":
         with attempt("NCCL alone"):
             alone = median(lambda: seconds(lambda: in_ddp.options(devices=device, backend="nccl")(1, touch)))

@@ -227,10 +227,10 @@ def measure(published: Published, data: Data, session: Session, epochs: int | No
     curve = ", ".join(f"{epoch}: {test[0]:.4f} and {test[1]:.4f}" for epoch, _, test in records)
     figures = [" | ".join(f"{one:.4f}" for one in each) for each in (result, published.result)]
     return [
-        f"{len(data.histories.values):,} rows of {len(data.histories.lengths):,} users to train on, {data.size - 2:,} items; "
-        f"the last row of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, width "
-        f"50, dropout {published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax of "
-        f"cosines at a temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
+        f"{len(data.histories.values):,} rows of {len(data.histories.lengths):,} users to train on, {data.size - 2:,} "
+        f"items; the last row of each is to be found: {published.judged}. Length {published.length}, 2 blocks, 1 head, "
+        f"width 50, dropout {published.dropout}, Adam with 0.001 and betas 0.9 and 0.98, batches of {BATCH}, softmax "
+        f"of cosines at a temperature of {TEMPERATURE} over {NEGATIVES} negatives that are drawn for a batch.",
         "",
         f"| | {' | '.join(METRICS).replace('_', ' ')} |",
         "|---|" + "--:|" * len(METRICS),

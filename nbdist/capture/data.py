@@ -142,7 +142,7 @@ class Storage:
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
         # Of the array itself, never of a memoryview: one that is freed in a cycle of garbage while it has a
         # PickleBuffer crashes CPython 3.11.
-        data: Any = torch.empty(0, dtype=torch.uint8).set_(untyped).numpy()
+        data: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped).numpy()
         return _untyped_storage, (pickle.PickleBuffer(data), on_cuda and not self.to_cpu)
 
 

@@ -12,7 +12,7 @@ What is gathered, and where it comes from:
 | print options, error state | `numpy.get_printoptions()`, `numpy.geterr()` |
 | options that are not at their default | `pandas.get_option` |
 | parameters that are not at their default, but for the backend's | `matplotlib.rcParams` |
-| default dtype, matmul precision, deterministic mode, grad mode, cuDNN's flags | `torch` |
+| default dtype and device, precisions, deterministic mode, grad mode, autocast, flags of kernels | `torch` |
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from . import torch_modes
 from .patches import Patches
 from .pickler import Pickler
 
@@ -190,21 +191,6 @@ def _unchanged(name: str, now: Any) -> bool:
     return now is not None and name in _seen and same(_seen[name][0], now)
 
 
-def torch_modes(torch: Any) -> dict[str, Any]:
-    """The modes of torch that hold now, by name."""
-    cudnn = torch.backends.cudnn
-    return {
-        "dtype": torch.get_default_dtype(),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "grad": torch.is_grad_enabled(),
-        "cudnn": (cudnn.benchmark, cudnn.deterministic),
-    }
-
-
 #: By name: the module that has the setting, which is not imported for it, and what reads it.
 _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logging": ("logging", _Loggers()),
@@ -216,7 +202,7 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "numpy.errstate": ("numpy", lambda module: module.geterr()),
     "pandas": ("pandas", _pandas),
     "matplotlib": ("matplotlib", _matplotlib),
-    "torch": ("torch", torch_modes),
+    "torch": ("torch", torch_modes.read),
 }
 
 

@@ -83,7 +83,7 @@ def patch_distributed(module: types.ModuleType) -> Originals:
         self.val = torch.lerp(mean, self.val, self.beta)
 
     def through_cpu(x: Any) -> bool:
-        "Whether `x` is on a GPU that ranks share, so that they talk through gloo"
+        "Say whether `x` is on a GPU that ranks share, so that they talk through gloo"
         return x.device.type == "cuda" and dist.is_initialized() and collective_device().type == "cpu"
 
     def maybe_gather(x: Any, axis: int = 0) -> Any:

@@ -13,7 +13,8 @@ from ..wire.rendezvous import LOOPBACK_INTERFACE
 #: By default torch ends the process (SIGABRT) when a collective times out, and when the context of the GPU is lost
 #: (https://github.com/pytorch/pytorch/issues/126544). With these the collective is aborted, and the rank raises. Before
 #: it aborts, torch sleeps for four times the "dump" timeout, 15 s by default, and a thread that has written a dump
-#: sleeps for eight minutes, which the end of the process group waits for.
+#: sleeps for eight minutes, which the end of the process group waits for. torch before 2.7 cannot be asked whether a
+#: collective was aborted (see `check`): it goes on to end the process, which is better than a wrong result.
 _RAISE = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -35,10 +36,17 @@ def environ(world: World) -> dict[str, str]:
     """The variables that NCCL and torch read in this rank; those that the user has set hold."""
     if "nccl" not in world.backend:
         return {}
-    variables = dict(_RAISE)
+    variables = dict(_RAISE) if _can_be_asked() else {}
     if world.shares_gpu and world.world_size > 1:
         variables |= {**_SHARED_GPU, "NCCL_HOSTID": f"nbdist-{world.rank}"}
     return {name: os.environ.get(name, value) for name, value in variables.items()}
+
+
+def _can_be_asked() -> bool:
+    import torch.distributed as dist
+
+    backend = getattr(dist, "ProcessGroupNCCL", None)  # builds for CPUs have none
+    return backend is None or hasattr(backend, "get_error")
 
 
 def backend_of(group: Any) -> Any:

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..capture import torch_modes
 from ..capture.reading import Keep, Unreadable, read
-from ..capture.settings import current, describe_handler, pickle_setting, same, torch_modes
+from ..capture.settings import current, describe_handler, pickle_setting, same
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
@@ -106,18 +107,7 @@ class Settings:
 
     def _torch_modes(self, value: Any) -> None:
         torch = importlib.import_module("torch")
-        # What holds anyway is not set: `use_deterministic_algorithms(False)` would import a second's worth of modules.
-        last = self._last.get("torch") or torch_modes(torch)
-        setters: dict[str, Callable[[Any], Any]] = {
-            "dtype": torch.set_default_dtype,
-            "precision": torch.set_float32_matmul_precision,
-            "deterministic": lambda on: torch.use_deterministic_algorithms(on[0], warn_only=on[1]),
-            "grad": torch.set_grad_enabled,
-            "cudnn": _set_cudnn,
-        }
-        for name, new in value.items():
-            if last[name] != new:
-                setters[name](new)
+        torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
 
     _appliers: Mapping[str, Callable[[Settings, Any], None]] = {
         "patches": _patches,
@@ -136,11 +126,6 @@ class Settings:
 
 def _set_locale(name: str) -> None:
     locale.setlocale(locale.LC_ALL, name)
-
-
-def _set_cudnn(flags: tuple[bool, bool]) -> None:
-    cudnn = importlib.import_module("torch").backends.cudnn
-    cudnn.benchmark, cudnn.deterministic = flags
 
 
 def _handler(target: Any, level: int, formatter: Any, filters: Sequence[Any]) -> logging.Handler:

@@ -5,11 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import importlib.util
+import logging
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _DISTRIBUTIONS = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 """Both hold the module `fbgemm_gpu`: built for CUDA, and for CPUs alone."""
@@ -44,12 +51,66 @@ def check_torchrec() -> None:
         if version is not None and version.split(".")[:2] != versions[name].split(".")[:2]:
             raise ImportError(f"{name} {version} is installed, which belongs to another release of torch. {advice}")
     try:
-        importlib.import_module("fbgemm_gpu")
-        importlib.import_module("torchrec")
+        with _without_warnings_of_fbgemm():
+            importlib.import_module("fbgemm_gpu")
+            importlib.import_module("torchrec")
     except ModuleNotFoundError as error:
         raise ImportError(f"TorchRec needs the module {error.name}, which is not installed. {advice}") from error
     except Exception as error:  # OSError, AttributeError, RuntimeError: whatever a library of the wrong build runs into
         raise ImportError(f"TorchRec or FBGEMM cannot be loaded: {type(error).__name__}: {error}. {advice}") from error
+
+
+def check_gpu(device: torch.device) -> None:
+    """Make sure that FBGEMM can work on a rank's device, by a first piece of work. TorchRec is there.
+
+    Its wheels hold code for a few models of GPUs alone: as of FBGEMM 1.6 for compute capability 8.x, 9.0 and 10.0, and
+    so none for a T4, a V100, or an RTX 20 or 50.
+
+    Raises:
+        ImportError: It is the build for CPUs.
+        RuntimeError: It has no code for this GPU.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return
+    try:
+        torch.ops.fbgemm.asynchronous_complete_cumsum(torch.ones(2, dtype=torch.int32, device=device))
+        torch.cuda.synchronize(device)
+    except NotImplementedError as error:
+        raise ImportError(
+            "the FBGEMM that is installed works on CPUs alone, and this rank has a GPU: pip uninstall fbgemm-gpu-cpu "
+            f"&& pip install --no-deps {' '.join(pair_for_this_torch())}"
+        ) from error
+    except RuntimeError as error:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise RuntimeError(
+            f"FBGEMM, by which TorchRec looks up rows, does not work on this GPU, {torch.cuda.get_device_name(device)} "
+            f"of compute capability {major}.{minor}: {str(error).splitlines()[0]}. Its wheels have code for some GPUs "
+            "alone, in release 1.6 for 8.x, 9.0 and 10.0. Use replicate(model, optimizer), which needs no FBGEMM"
+        ) from error
+
+
+@contextlib.contextmanager
+def _without_warnings_of_fbgemm() -> Iterator[None]:
+    """Leave out what FBGEMM warns of as it is imported, and the handler that this leaves at the root logger.
+
+    FBGEMM 1.6 does not know itself in its list of releases, and says so for each of its libraries. Whether it goes with
+    this torch has been looked at before.
+    """
+    root = logging.getLogger()
+    before = list(root.handlers)
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or Path(record.pathname).parent.name != "fbgemm_gpu"
+
+    root.addFilter(others)
+    try:
+        yield
+    finally:
+        root.removeFilter(others)
+        for handler in set(root.handlers) - set(before):
+            root.removeHandler(handler)
 
 
 def pair_for_this_torch() -> tuple[str, str]:

@@ -275,9 +275,9 @@ def open_shared_collectives() -> SharedCollectives | None:
         offer = _Offer(machine, os.getpid(), [_file(fd) for fd in writes], _file(segment.fd) if rank == 0 else None)
         offers: list[Any] = [None] * size
         dist.all_gather_object(offers, offer)
-        made = torch.ones(1)
+        made = torch.ones(1, device="cpu")
         outboxes: list[list[int]] = []
-        parts = torch.empty(0)
+        parts = torch.empty(0, device="cpu")
         try:
             for other in range(size):
                 if other != rank:

@@ -114,7 +114,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         """`torch.distributed.barrier`."""
-        return self.allreduce([torch.zeros(1)])
+        return self.allreduce([torch.zeros(1, device="cpu")])
 
     # As torch called them before 2.12 or so.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -138,7 +138,7 @@ class SharedGroup(dist.ProcessGroup):
 def shared_group() -> SharedGroup | None:
     """The one of this process group, None where its ranks cannot share memory. All ranks have to call it."""
     known = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, SharedGroup) and group.usable]
-    all_know = torch.tensor(len(known))
+    all_know = torch.tensor(len(known), device="cpu")
     dist.all_reduce(all_know, ReduceOp.MIN)
     if all_know:
         return known[-1]

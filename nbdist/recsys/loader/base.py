@@ -63,6 +63,8 @@ class Loader(Adapter):
     _waits = True  # whether making a block takes waiting
     _group: Any = None  # through which ranks agree, if not the default process group
     table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
+    whole = True
+    """Whether all rows are held in memory."""
 
     def __init__(
         self,
@@ -129,6 +131,28 @@ class Loader(Adapter):
                 del window
                 if last == high:  # nothing more is read
                     break
+
+    def _epoch_on_device(self) -> Window | None:
+        """The epoch that is next, or goes on next, as one window of dense columns on the device; None where it is none.
+
+        Whoever takes batches of it by hand says so by `_advance`.
+        """
+        if not self.whole or self._rest is not None:
+            return None
+        partition = self.partition
+        windows = self._windows(partition, self.rank, self._epoch, partition.batch_start(self.rank, self._start))
+        if self.device.type == "cuda":
+            windows = self._resident.windows(windows, self.device, self.table)
+        window = next(windows)
+        parts = [window.order, *window.table.values()]
+        there = all(isinstance(part, torch.Tensor) and part.device == self.device for part in parts)
+        return window if there else None
+
+    def _advance(self, steps: int) -> None:
+        """Go on as if so many further batches of the epoch had been given."""
+        self._start = self._step = self._step + steps
+        if self._step == len(self):
+            self.set_epoch(self._epoch + 1)
 
     def _names(self) -> list[str]:
         """The columns by their names; none where they have none."""

@@ -149,7 +149,7 @@ def _select(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
 
 
 def empty_like(tensor: Tensor, rows: int, pinned: bool) -> Tensor:
-    """Room for so many rows like those of a tensor, where that is; in page-locked memory, if that is a CPU's."""
+    """Make room for rows of a tensor's shape, dtype and device; on the CPU, if `pinned`, in page-locked memory."""
     pinned = pinned and tensor.device.type == "cpu"
     return torch.empty(rows, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device, pin_memory=pinned)
 

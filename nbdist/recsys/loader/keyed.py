@@ -33,7 +33,7 @@ class Keyed(NamedTuple):
 
     @classmethod
     def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str], pinned: bool = False) -> Keyed:
-        """Those of batches that begin at these rows, and end at the last of them; page-locked, if they are `pinned`.
+        """Make the ids of batches that begin at these rows; `pinned`: in page-locked memory.
 
         Raises:
             ValueError: A column has no integers, has another shape, or an id of more than 31 bits.

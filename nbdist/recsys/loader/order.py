@@ -36,7 +36,7 @@ def drawn(rows: int, seed: int, start: int, stop: int, device: torch.device) -> 
 
 
 def at(permutation: Permutation, rows: Tensor) -> Tensor:
-    """What `Permutation.at` gives for these rows (int64, shape (n,)), computed where they are."""
+    """Compute `Permutation.at` for these rows (int64, shape (n,)) on their device."""
     found = _once(permutation, rows)
     while (beyond := found >= permutation.rows).any():
         found[beyond] = _once(permutation, found[beyond])

@@ -198,7 +198,8 @@ def replicate(
     elif sparse:
         tables = CopiedTables(sparse, process_group)
     parallel = model
-    if tables is None or any(parameter not in tables for parameter in trained):
+    alone = dist.get_world_size(process_group) == 1  # with nobody to exchange gradients with
+    if not alone and (tables is None or any(parameter not in tables for parameter in trained)):
         if tables is not None:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sparse))
         parallel = DistributedDataParallel(

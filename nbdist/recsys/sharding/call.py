@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import nn
 
+from ...devices import collective_device
 from ..parallel.optimizer_choice import EPS, LR, MakeOptimizer, check_alone, described
-from ..versions import check_torchrec
+from ..versions import check_gpu, check_torchrec
 from .sharded import Sharded
 
 
@@ -29,7 +30,7 @@ def shard(
 
     Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
     by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the initial weights
-    depend neither on the strategies nor on the number of ranks, but those of a CPU, and of each model of GPU, differ.
+    depend neither on the strategies nor on the number of ranks; a CPU, and each model of GPU, draws its own numbers.
     Tables with values keep them; each rank has them whole until it has its part.
 
     rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
@@ -64,7 +65,8 @@ def shard(
 
     Raises:
         ValueError: Before anything is built, for an optimizer, a strategy or a size that cannot work; it says why.
-        RuntimeError: Outside a process group.
+        RuntimeError: Outside a process group; or FBGEMM has no code for this rank's GPU, such as a T4, where
+            `replicate` is what works.
         ImportError: TorchRec or FBGEMM is missing, or of another release than torch; it says what to install. The model
             is left as it is.
 
@@ -86,6 +88,7 @@ def shard(
     if not dist.is_initialized():
         raise RuntimeError("shard() works in a rank: call it in a function that in_ddp or a Session runs")
     check_torchrec()
+    check_gpu(collective_device())
     from .build import build
 
     if callable(optimizer):

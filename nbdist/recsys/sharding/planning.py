@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import comm
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -32,6 +34,9 @@ from .strategies import STRATEGIES, Table, column_parts, refusal, too_large_to_c
 #: Part of the free memory that a plan leaves for activations, for what is sent, and for what allocators lose. TorchRec
 #: takes as much.
 RESERVE = 0.15
+#: Of TorchRec's ways to hold a table those in the device's own memory. The others take the host's for a GPU, without
+#: a word where the GPU's does not do, and each lookup goes through the bus.
+_KERNELS = [EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value]
 
 
 def make_sharders(fused: dict[str, Any]) -> list[Any]:
@@ -65,10 +70,15 @@ class Planner:
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
         bandwidth = measure(self.device, self.group)
+        memory, left = self.memory, ""
+        if memory is None:
+            free, rank = _least_free(self.device, local)
+            memory = max(0, int(free * (1 - RESERVE)) - self._dense_bytes())
+            left = f" ({free:,} are free on rank {rank}; the rest is for dense layers, activations and what is sent)"
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                outcome = [self._plan_here(constraints, nranks, local, bandwidth)]
+                outcome = [self._plan_here(constraints, nranks, local, bandwidth, memory, left)]
             except ValueError as error:
                 outcome = [error]
         dist.broadcast_object_list(outcome, src=0, device=self.device)
@@ -95,19 +105,23 @@ class Planner:
         parts = column_parts(strategy or "column_wise", nranks, local)
         return ParameterConstraints(
             sharding_types=possible,
+            compute_kernels=_KERNELS,
             min_partition=columns // parts if columns % (4 * parts) == 0 else columns,
             pooling_factors=[1.0] * len(features),
             feature_names=features,
         )
 
     def _plan_here(
-        self, constraints: dict[str, ParameterConstraints], nranks: int, local: int, bandwidth: Bandwidth
+        self,
+        constraints: dict[str, ParameterConstraints],
+        nranks: int,
+        local: int,
+        bandwidth: Bandwidth,
+        memory: int,
+        left: str,
     ) -> tuple[ShardingPlan, Plan]:
-        on_gpu, memory, left = self.device.type == "cuda", self.memory, ""
-        if memory is None:
-            free = torch.cuda.mem_get_info()[0] if on_gpu else psutil.virtual_memory().available // local
-            memory = max(0, int(free * (1 - RESERVE)) - self._dense_bytes())
-            left = f" ({free:,} are free; the rest is for dense layers, activations and what is sent)"
+        """Plan for ranks that may use `memory` bytes each; `left` says in the error what is left of the free ones."""
+        on_gpu = self.device.type == "cuda"
         caps = {"hbm_cap_bytes" if on_gpu else "ddr_cap_bytes": memory}
         best: list[Any] = []
 
@@ -171,6 +185,24 @@ class Planner:
         order = list(self.tables)
         shards.sort(key=lambda s: (order.index(s.table), s.rank, s.row, s.column))
         return Plan(tuple(shards), nranks)
+
+
+def _least_free(device: torch.device, local: int) -> tuple[int, int]:
+    """Ask all ranks for the free bytes that each may take; return the fewest, and the rank that has so few.
+
+    All ranks have to call it. Ranks that share a GPU divide its memory; so do the `local` ranks of a machine of CPUs.
+    """
+    if device.type == "cuda":
+        # What the allocator holds back for later, of earlier calls and of measurements, is to be had as well.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", dist.get_rank())
+        mine = torch.cuda.mem_get_info(device)[0] + cached, str(uuid)
+    else:
+        mine = psutil.virtual_memory().available // local, str(dist.get_rank())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    sharing = Counter(where for _, where in everyone)
+    return min((free // sharing[where], rank) for rank, (free, where) in enumerate(everyone))
 
 
 def _hardware(bandwidth: Bandwidth, on_gpu: bool, nranks: int, local: int) -> HardwareConfig:

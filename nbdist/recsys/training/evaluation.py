@@ -24,13 +24,22 @@ Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[T
 """Model and batch → predictions, such as logits of shape (rows,), and targets; and, for metrics of ranked rows such as
 `NDCG`, whose rows they are: integers, shape (rows,), such as the users."""
 
-Precision: TypeAlias = Literal["bf16", "fp32"]
+Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(precision: str | None) -> None:
-    """Raise `ValueError` for what is no `Precision`."""
-    if precision not in (None, "bf16", "fp32"):
-        raise ValueError(f'`precision` must be "bf16", "fp32" or None, got {precision!r}')
+    """Raise `ValueError` for what is no `Precision`, and for bf16 on a GPU that has none in hardware."""
+    if precision not in (None, "fp32", *_AUTOCAST):
+        raise ValueError(f'`precision` must be "bf16", "fp16", "fp32" or None, got {precision!r}')
+    if precision != "bf16" or collective_device().type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):  # which is slower than float32
+        raise ValueError(
+            f'`precision` must be "fp16" or "fp32" on rank {ranks.rank()}, whose GPU, {torch.cuda.get_device_name()}, '
+            'has no bfloat16 in hardware, got "bf16"'
+        )
 
 
 def evaluate(
@@ -53,14 +62,16 @@ def evaluate(
             and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users.
         loader: The rows, on the device that the model is on; each rank has its share.
         metrics: Name → metric. They are moved to the rank's device and reset before.
-        precision: "bf16": run `predict` under autocast to bfloat16. "fp32" or None: without autocast.
+        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16. "fp32" or None: without
+            autocast.
 
     Returns:
         Name → value.
 
     Raises:
-        ValueError: Outside a process group; for another `precision`; for predictions that are NaN, or that a metric
-            refuses; and where a metric cannot be computed of such rows, such as an AUC where all labels are the same.
+        ValueError: Outside a process group; for another `precision`, or "bf16" where the GPU has none; for predictions
+            that are NaN, or that a metric refuses; and where a metric cannot be computed of such rows, such as an AUC
+            where all labels are the same.
 
     Examples:
         >>> import torch
@@ -130,6 +141,7 @@ def measure(
 
 def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Tensor, ...]:
     """Predictions, in single precision, and targets of a batch; and the users, if `predict` tells them."""
-    with torch.autocast(collective_device().type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+    half = _AUTOCAST.get(precision or "fp32")
+    with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
         predictions, *others = predict(model, batch)
     return predictions.float(), *others

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
@@ -48,6 +49,7 @@ class Run:
         self._origin = (0, 0, 0.0)
         """A step after which so many epochs were over; and the part of an epoch that a step before it is, which differs
         in one that was begun on other ranks."""
+        self._scaler = _scaler(precision, model.optimizer)
         self.step = 0
         self._saved = -1
         self.history = History()
@@ -99,14 +101,16 @@ class Run:
                 loss = self.loss(*forward(module, self.predict, batch, self.precision)[:2])
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
-                (loss * (self._sizes[number] * self._ranks / total)).backward()
+                self._scaler.scale(loss * (self._sizes[number] * self._ranks / total)).backward()
                 if ahead:
                     ahead.proceed()
             self._loss += loss.detach() * self._sizes[number]
             self._rows += self._sizes[number]
+        self._scaler.unscale_(optimizer)  # where they overflow on one rank, all ranks leave the step out
         if self.max_grad_norm is not None:
             self.model.clip_gradients(self.max_grad_norm)
-        optimizer.step()
+        self._scaler.step(optimizer)
+        self._scaler.update()
         self.step += 1
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
@@ -169,6 +173,7 @@ class Run:
             "since": (float(self._loss), self._rows, self._seconds),
         }
         common = {"history": self.history._to_json(), "epoch": self.epoch, "origin": self._origin}
+        common["loss_scale"] = self._scaler.state_dict()
         snapshots._save(self.model, self.step, common, own)
         self._since = time.perf_counter()
 
@@ -188,6 +193,8 @@ class Run:
         self.step = self._saved = common["step"]
         self.history = History._from_json(common["history"])
         self.train.load_state_dict(own["loader"])
+        if common["loss_scale"]:
+            self._scaler.load_state_dict(common["loss_scale"])
         since = [own["since"]]
         if rank < there:
             set_random_state(own["random"])
@@ -217,3 +224,14 @@ class Run:
         if self._loss.device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._since
+
+
+def _scaler(precision: Precision | None, optimizer: torch.optim.Optimizer) -> ShardedGradScaler:
+    """What scales the loss in fp16, and leaves a step out on all ranks where it overflows on one; else it does nothing.
+
+    A fused optimizer would leave the step out by itself, but in torch 2.13 fails at this scaler's shapes.
+    """
+    half = precision == "fp16"
+    if half and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return ShardedGradScaler(collective_device().type, process_group=dist.group.WORLD, enabled=half)

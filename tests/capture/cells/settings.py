@@ -99,6 +99,87 @@ finally:
     decimal.getcontext().prec = 28
 assert in_ddp(1, state)[:2] == state()[:2]
 
+# %% modes of torch that matter on GPUs
+import torch
+
+cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+
+
+def state():
+    return (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cuda"),
+        (torch.ones(1, 1) @ torch.ones(1, 1)).dtype,
+    )
+
+
+before = state()
+try:
+    cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = True, False, True
+    cuda.enable_flash_sdp(False)
+    cuda.enable_cudnn_sdp(False)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_ddp(1, state) == state()
+        assert state()[-1] is torch.bfloat16
+    with Session(1) as session:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert session.run(state) == state()
+        assert session.run(state) == state()
+        assert session.run(torch.is_autocast_cache_enabled)
+finally:
+    cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = False, True, False
+    cuda.enable_flash_sdp(True)
+    cuda.enable_cudnn_sdp(True)
+    torch.set_autocast_dtype("cuda", torch.float16)
+assert in_ddp(1, state) == state() == before
+
+# %% precision of float32 by the newer names
+import torch
+
+if hasattr(torch.backends, "fp32_precision"):
+    matmul = torch.backends.cuda.matmul
+
+    def precision():
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+
+    before = precision()
+    with Session(1) as session:
+        try:
+            matmul.fp32_precision = "tf32"  # torch then refuses to be asked for `get_float32_matmul_precision()`
+            assert session.run(precision) == precision() != before
+            torch.backends.fp32_precision = "ieee"
+            assert session.run(lambda: torch.backends.fp32_precision) == "ieee"
+        finally:
+            torch.backends.fp32_precision = "none"
+            torch.set_float32_matmul_precision("highest")
+        assert session.run(torch.get_float32_matmul_precision) == "highest"
+        assert session.run(lambda: torch.backends.fp32_precision) == "none"
+
+# %% the default device
+import torch
+
+
+def where():
+    return torch.ones(1).device.type
+
+
+data = torch.arange(10_000)
+with Session(1, devices="cpu") as session:
+    for device, wanted in {"cuda": "cpu", "meta": "meta", "cpu": "cpu"}.items():
+        try:
+            torch.set_default_device(device)
+            assert session.run(where) == wanted
+            assert session.run(lambda: data.sum().item()) == 49_995_000
+        finally:
+            torch.set_default_device(None)
+    assert session.run(where) == "cpu"
+
 # %% pandas and matplotlib
 import matplotlib
 import pandas as pd

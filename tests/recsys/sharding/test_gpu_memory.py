@@ -15,10 +15,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_configs import PoolingType
 
 from nbdist import Session
-from nbdist.recsys.sharding import shard
+from nbdist.recsys.sharding import planning, shard
 from nbdist.recsys.sharding import sharded as sharded_module
+from nbdist.recsys.sharding.bandwidth import Bandwidth
+from nbdist.recsys.sharding.collections import find_tables
 from nbdist.recsys.sharding.hooks import move_inputs
 from nbdist.recsys.sharding.initial import fill
+from nbdist.recsys.sharding.planning import Planner, make_sharders
 from nbdist.recsys.sharding.strategies import Table
 
 pytestmark = pytest.mark.slow
@@ -70,6 +73,51 @@ def test_a_sharded_model_takes_inputs_from_the_cpu() -> None:
     assert {one.device.type for one in (first, pair[0], pair[1].values(), kwargs["batch"]["user"])} == {"meta"}
     there = ids.to(torch.device("meta"))
     assert module(there)[0][0] is there, "what a loader has looked at stays the same object"
+
+
+def planner(memory: int | None) -> Planner:
+    """Plan one table of 3.2 MB for a GPU, with nothing but its memory asked for."""
+    model = bags(50_000)
+    tables = find_tables(model)
+    return Planner(model, tables, {}, make_sharders({}), {"users": "adagrad"}, 8, memory, torch.device("cuda"), None)
+
+
+def test_tables_that_no_gpu_can_hold_are_refused() -> None:
+    """Left to itself TorchRec would take memory of the host."""
+    one = planner(None)
+    constraints = {"users": one._constrain(one.tables["users"], 1, 1)}
+    constraints["users"].sharding_types = ["table_wise"]
+    with pytest.raises(ValueError, match="the tables do not fit on 1 ranks with 1,000,000 bytes each, alas"):
+        one._plan_here(constraints, 1, 1, Bandwidth(1e9, 1e9), 1_000_000, ", alas")
+    torchrec_plan, _ = one._plan_here(constraints, 1, 1, Bandwidth(1e9, 1e9), 10_000_000, "")
+    assert next(iter(torchrec_plan.plan[""].values())).compute_kernel == "fused"
+
+
+def test_the_rank_with_the_least_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 share a GPU; rank 2 has the least, but for what its allocator holds back."""
+    free, reserved, uuids = [9_000, 9_000, 1_000], [0, 0, 3_500], ["a", "a", "b"]
+    here = [0]
+
+    def of(values: list[Any]) -> Any:
+        return lambda device: values[here[0]]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[here[0]], 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", of(reserved))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", of([0, 0, 500]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of([types.SimpleNamespace(uuid=one) for one in uuids]))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_rank", lambda: here[0])
+    told: list[Any] = []
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: told.append(mine))
+    for here[0] in range(3):
+        with pytest.raises(TypeError):  # nobody has answered
+            planning._least_free(torch.device("cuda", 0), 3)
+    assert told == [(9_000, "a"), (9_000, "a"), (4_000, "b")]
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), told))
+    assert planning._least_free(torch.device("cuda", 0), 3) == (4_000, 2)
+    free[2] = 3_000
+    told[2] = (6_000, "b")
+    assert planning._least_free(torch.device("cuda", 0), 3) == (4_500, 0)
 
 
 def test_a_table_is_drawn_where_its_shards_are() -> None:
@@ -134,7 +182,7 @@ def test_what_a_gpu_is_asked_for() -> None:
         found = re.search(r"([\d,]+) bytes on one rank", str(caught.value))
         assert found is not None
         needed = int(found[1].replace(",", ""))
-        with pytest.raises(ValueError, match=r"bytes each \([\d,]+ are free; the rest is for dense layers"):
+        with pytest.raises(ValueError, match=r"bytes each \([\d,]+ are free on rank 0; the rest is for dense layers"):
             session.run(plan_with, int(needed / 0.95))  # enough for the table, and for nothing beside it
         session.run(plan_with, int(needed / 0.8))
         received, same = session.run(gather_by_blocks)

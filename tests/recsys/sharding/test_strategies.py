@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import logging
 import mmap
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -33,7 +35,7 @@ from nbdist.recsys.sharding import STRATEGIES, Plan, Sharded, bandwidth, equal_s
 from nbdist.recsys.sharding.bandwidth import Bandwidth, measure
 from nbdist.recsys.sharding.plan import Shard as PlanShard
 from nbdist.recsys.sharding.sharded import kernels
-from nbdist.recsys.versions import check_torchrec, matching, pair_for_this_torch, releases
+from nbdist.recsys.versions import check_gpu, check_torchrec, matching, pair_for_this_torch, releases
 from nbdist.shm.process_group import shared_group
 from nbdist.system.huge_pages import gather
 
@@ -879,6 +881,48 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         check_torchrec()
     versions(fbgemm_gpu_cpu="1.8.0")
     check_torchrec()
+
+
+def test_a_gpu_that_fbgemm_has_no_code_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4, say; the package is here."""
+    check_gpu(torch.device("cpu"))
+    asked: list[torch.device] = []
+
+    def ones(*shape: int, device: torch.device, **options: Any) -> torch.Tensor:
+        asked.append(device)
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nand much more")
+
+    monkeypatch.setattr(torch, "ones", ones)  # in place of FBGEMM, which gets a CPU's tensors here
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(RuntimeError, match=r"Tesla T4 of compute capability 7\.5: .* on the device\. .*replicate\("):
+        check_gpu(torch.device("cuda", 0))
+    assert asked == [torch.device("cuda", 0)]
+
+    def no_cuda(*shape: int, **options: Any) -> torch.Tensor:
+        raise NotImplementedError("Could not run 'fbgemm::asynchronous_complete_cumsum' from the 'CUDA' backend")
+
+    monkeypatch.setattr(torch, "ones", no_cuda)
+    with pytest.raises(ImportError, match=r"works on CPUs alone, .* pip install --no-deps torchrec=="):
+        check_gpu(torch.device("cuda", 0))
+
+
+def test_what_fbgemm_logs_as_it_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As FBGEMM 1.6 does, 14 times, with five lines each; and what it says of a library that is broken stays."""
+    (tmp_path / "fbgemm_gpu").mkdir()
+    script = tmp_path / "fbgemm_gpu" / "__init__.py"
+    script.write_text(
+        "import logging\n"
+        "for _ in range(14): logging.warning('_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM')\n"
+        "logging.error('Could not load the library')\n"
+    )
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr("importlib.import_module", lambda name: name == "fbgemm_gpu" and runpy.run_path(str(script)))
+    check_torchrec()
+    assert capfd.readouterr().err == "ERROR:root:Could not load the library\n"
+    assert logging.root.handlers == [] and not logging.root.filters
 
 
 def test_the_pair_as_pip_takes_it() -> None:

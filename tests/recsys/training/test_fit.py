@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from clicks import Clicks, build, clicks, loaders, noisy, predict
+from clicks import USERS, Clicks, build, clicks, loaders, noisy, predict
 from conftest import Kernel, Sessions
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +25,8 @@ from nbdist.recsys.loader import MemoryLoader
 from nbdist.recsys.metrics import AUC, RMSE
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.sharding.sharded import kernels
-from nbdist.recsys.training import Snapshots, evaluate, fit, warmup_decay
+from nbdist.recsys.training import Snapshots, evaluate, evaluation, fit, warmup_decay
+from nbdist.recsys.training.evaluation import Precision
 from nbdist.recsys.training.history import History, Record
 
 WARM = "import torchrec.distributed"
@@ -609,6 +613,103 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: Sessions, tmp_path: P
     assert sessions[2].run_all(counts, True) == [{(5, 5)}] * 2
 
 
+# --- half precision ---
+
+
+class Pairs(nn.Module):
+    """A table with sparse gradients, and a layer over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(USERS, 8, sparse=True)
+        self.over = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.over(self.table(ids)).squeeze(1)  # type: ignore[no-any-return]
+
+
+def half(
+    precision: Precision, copied: bool, fused: bool, overflows: int | None, **options: Any
+) -> tuple[History, States, set[torch.dtype], list[float]]:
+    """In a rank: train; on rank 1 alone the gradients of a step overflow. And what the table's sum was after steps."""
+    seen, sums, step = set(), [], 0
+
+    def watch(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal step
+        logits = module(batch["user"])
+        seen.add(logits.dtype)
+        if module.training:
+            step += 1
+            sums.append(float(replicated.module.table.weight.sum()))
+            if step == overflows and dist.get_rank() == 1:
+                logits = logits * torch.tensor(1e38).exp()
+        return logits, batch["liked"]
+
+    more = {"process_group": dist.new_group()} if copied else {}
+    replicated = replicate(
+        Pairs(), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8, fused=True if fused else None), **more
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Detected call of")  # a first step that is left out is nobody's mistake
+        history = fit(replicated, watch, *loaders(3000, 64), progress=False, precision=precision, **options)
+    return history, {key: value.clone() for key, value in replicated.module.state_dict().items()}, seen, sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("copied", "fused"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("norm", [None, 0.1])
+def test_fp16_learns_what_fp32_learns(sessions: Sessions, copied: bool, fused: bool, norm: float | None) -> None:
+    options = {"epochs": 2, "max_grad_norm": norm}
+    _, expected, full, _ = sessions[2].run(half, "fp32", copied, fused, None, **options)
+    history, weights, halves, _ = sessions[2].run(half, "fp16", copied, fused, None, **options)
+    assert full == {torch.float32} and halves == {torch.float16}
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0.02)
+    assert history[-1].metrics["auc"] > 0.7
+    for overflows in (1, 3):
+        parts = sessions[2].run_all(half, "fp16", copied, fused, overflows, steps=5, max_grad_norm=norm)
+        (_, first, _, sums), (_, second, _, others) = parts
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+        assert sums == others and all(math.isfinite(one) for one in sums)
+        left_out = [step + 1 for step in range(4) if sums[step] == sums[step + 1]]
+        assert left_out == [overflows], "no rank has taken that step"
+
+
+@pytest.mark.slow
+def test_the_scale_of_fp16_is_part_of_a_snapshot(sessions: Sessions, tmp_path: Path) -> None:
+    def scale(step: int) -> float:
+        return float(json.loads((tmp_path / f"step-{step}" / "state.json").read_text())["loss_scale"]["scale"])
+
+    options = {"snapshots": Snapshots(tmp_path, every=2, keep=9, resume=True)}
+    sessions[2].run(half, "fp16", False, False, 3, steps=4, **options)
+    assert (scale(2), scale(4)) == (2.0**16, 2.0**15)
+    history, *_ = sessions[2].run(half, "fp16", False, False, None, steps=6, **options)
+    assert scale(6) == 2.0**15 and history[-1].step == 6
+
+
+@pytest.mark.slow
+def test_fp16_is_refused_for_tables_that_are_sharded(sessions: Sessions) -> None:
+    with pytest.raises(ValueError, match='must be "bf16" or "fp32" for a model that is sharded, got "fp16"'):
+        sessions[2].run(train, "sharded", 100, 10, steps=1, precision="fp16")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_bf16_is_refused_where_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    asked: list[bool] = []
+
+    def supported(including_emulation: bool = True) -> bool:
+        asked.append(including_emulation)
+        return there
+
+    monkeypatch.setattr(evaluation, "collective_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with contextlib.nullcontext() if there else pytest.raises(ValueError, match=r'"fp16" or "fp32" on rank 0, .* T4'):
+        evaluation.check_precision("bf16")
+    assert asked == [False]
+    evaluation.check_precision("fp16")
+
+
 # --- what is refused ---
 
 
@@ -627,7 +728,7 @@ def test_the_steps_of_fused_optimizers_are_saved(sessions: Sessions, tmp_path: P
         ({"epochs": 1, "eval_every": 2, "valid": None}, "eval_every= needs valid="),
         ({"epochs": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: at least 1"),
         ({"epochs": 1, "max_grad_norm": 0.0}, "`max_grad_norm` must be above 0, got 0.0"),
-        ({"epochs": 1, "precision": "fp16"}, '`precision` must be "bf16", "fp32" or None, got \'fp16\''),
+        ({"epochs": 1, "precision": "half"}, '`precision` must be "bf16", "fp16", "fp32" or None, got \'half\''),
         (
             {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
             "keep_best='ndcg' needs valid=, .* valid_loss, auc",

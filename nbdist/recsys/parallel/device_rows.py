@@ -1,0 +1,106 @@
+"""Steps on the rows of tables that sparse gradients name, in shapes that are known beforehand: nothing waits for a GPU.
+
+The gradients of a row that comes several times are added up first, as torch does for sparse gradients; so a table's
+rows and their state are touched once a step, and no others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .fused_rows import FusedAdagrad
+
+FUSED = True
+"""Whether Triton's kernel is used where there is one."""
+
+
+class RowSteps:
+    """SGD's or Adagrad's steps on tables of one width.
+
+    Args:
+        tables: Shape (rows, width) each, float32, on one device.
+        sums: What Adagrad keeps of each, of their shapes. None: the steps are SGD's.
+        eps: Of Adagrad.
+        maximize: Whether a step goes up the gradient.
+    """
+
+    def __init__(
+        self, tables: Sequence[nn.Parameter], sums: Sequence[Tensor] | None, *, eps: float, maximize: bool
+    ) -> None:
+        self.tables, self._sums, self._eps, self._maximize = list(tables), sums, eps, maximize
+        self._fused = None if sums is None else _fused(tables, sums, eps)
+
+    def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
+        """Take a step.
+
+        Args:
+            grads: Of each table, sparse; rows may come several times. None: the table stays as it is.
+            rate: The learning rate, shape (), on the device.
+        """
+        rate = -rate if self._maximize else rate
+        if self._fused is not None and any(grad is not None for grad in grads):
+            self._fused.step(grads, rate)
+            return
+        for i, (table, grad) in enumerate(zip(self.tables, grads, strict=True)):
+            if grad is not None:
+                ids, rows = grad._indices()[0], grad._values()
+                if self._sums is None:
+                    table.index_add_(0, ids, rows * -rate)
+                else:
+                    adagrad_rows(table, self._sums[i], ids, rows, rate, self._eps)
+
+
+def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> FusedAdagrad | None:
+    """Return what steps in one kernel, if this process can compile it."""
+    device, width = tables[0].device, tables[0].shape[1]
+    if not FUSED or device.type != "cuda" or not all(one.is_contiguous() for one in (*tables, *sums)):
+        return None
+    try:
+        from .fused_rows import FusedAdagrad, try_out
+
+        try_out(len(tables), width, device)
+    except Exception as error:  # no Triton, no compiler that it needs, a GPU that it does not know
+        warnings.warn(
+            f"torch updates the tables, and no kernel of Triton, which would be faster: {error}", stacklevel=2
+        )
+        return None
+    return FusedAdagrad(tables, sums, eps)
+
+
+def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: Tensor, eps: float) -> None:
+    """Take Adagrad's step on some rows, in place.
+
+    Args:
+        table: Shape (rows, width).
+        sums: Of squares, of the same shape.
+        ids: Rows, shape (n,); each may come several times.
+        grads: Shape (n, width): those of a row are added up.
+        rate: The learning rate, shape ().
+        eps: Above 0.
+    """
+    total, rows = coalesced(ids, grads)
+    squares = total * total
+    scales = sums.index_select(0, rows).add_(squares).sqrt_().add_(eps)
+    # What is beyond the last of the rows is zero, and is added to a row that others may name.
+    sums.index_add_(0, rows, squares)
+    table.index_add_(0, rows, total.div_(scales).mul_(-rate))
+
+
+def coalesced(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Add up the gradients of each row, in shapes that do not depend on how many rows there are.
+
+    Returns:
+        Sums, shape (n, width), zero from the number of rows on; and rows, shape (n,), each once up to there.
+    """
+    ordered, places = torch.sort(ids, stable=True)
+    begins = torch.ones_like(ordered)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    segments = begins.cumsum(0) - 1
+    sums = torch.zeros_like(grads).index_add_(0, segments, grads.index_select(0, places))
+    return sums, torch.zeros_like(ordered).scatter_(0, segments, ordered)

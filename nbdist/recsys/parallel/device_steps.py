@@ -1,0 +1,186 @@
+"""Steps of torch's optimizers that wait for nothing: learning rates and counts are on the device, as CUDA graphs need.
+
+The state is the optimizer's own, so that it can go on by itself at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .device_rows import RowSteps
+
+
+def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter], tables: object = None) -> str:
+    """Say why `DeviceSteps` cannot take an optimizer's steps; nothing where it can.
+
+    Args:
+        optimizer: Any.
+        sparse: Those of its parameters that have sparse gradients.
+        tables: What has a hook of its steps that does nothing on one rank.
+    """
+    kind = type(optimizer).__name__
+    if type(optimizer) not in _STEPS:
+        return f"the optimizer is {kind}, not one of torch's {', '.join(one.__name__ for one in _STEPS)}"
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    if any(getattr(hook, "__self__", None) is not tables for hook in hooks):
+        return "the optimizer has hooks of its steps"
+    rows = set(sparse)
+    for group in optimizer.param_groups:
+        for name in ("differentiable", "lr_decay", "decoupled_weight_decay"):
+            if group.get(name) and type(optimizer) is not torch.optim.AdamW:
+                return f"{kind} has {name}={group[name]}"
+        if any(isinstance(group.get(name), Tensor) for name in ("lr", "betas")):
+            return f"{kind} has a learning rate that is a tensor"
+        if any(one.dtype != torch.float32 for one in group["params"]):
+            return "a parameter is not float32"
+        if rows.intersection(group["params"]):
+            if type(optimizer) not in (torch.optim.SGD, torch.optim.Adagrad):
+                return f"a table says sparse=True and is trained by {kind}, not by SGD or Adagrad"
+            if group["weight_decay"] or group.get("momentum") or group.get("eps") == 0:
+                return f"a table says sparse=True, and {kind} has weight decay, momentum or eps=0"
+    return ""
+
+
+class DeviceSteps:
+    """The steps of an optimizer for which `unsuitable` says nothing, and that has taken one itself.
+
+    Args:
+        optimizer: Whose parameters and state are used.
+        sparse: Those of its parameters that have sparse gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._take = _STEPS[type(optimizer)]
+        rows = set(sparse)
+        self._dense = [[one for one in group["params"] if one not in rows] for group in optimizer.param_groups]
+        self._rows = [self._row_steps(group, rows) for group in optimizer.param_groups]
+        self._counts: dict[Tensor, Tensor] = {}
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                count = optimizer.state.get(one, {}).get("step")
+                if count is not None:
+                    self._counts[one] = torch.full((), float(count), device=one.device)
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[Tensor, Tensor], rates: Sequence[Tensor]) -> None:
+        """Take a step.
+
+        Args:
+            grads: Parameter → gradient, for those that have one.
+            rates: The learning rate of each group of parameters, shape (), on the device.
+        """
+        for group, dense, rows, rate in zip(self._optimizer.param_groups, self._dense, self._rows, rates, strict=True):
+            some = [one for one in dense if one in grads]
+            if some:
+                states = [self._optimizer.state[one] for one in some]
+                counts = [self._counts[one] for one in some if one in self._counts]
+                self._take(some, [_laid_out(grads[one], one) for one in some], states, counts, rate, group)
+            for steps in rows:
+                steps.step([grads.get(table) for table in steps.tables], rate)
+
+    def count(self, steps: int) -> None:
+        """Tell the optimizer that so many steps were taken."""
+        for one in self._counts:
+            self._optimizer.state[one]["step"] += steps
+
+    def follow(self) -> None:
+        """Go on after steps that the optimizer has taken itself."""
+        for one, count in self._counts.items():
+            count.fill_(float(self._optimizer.state[one]["step"]))
+
+    def _row_steps(self, group: dict[str, Any], rows: set[nn.Parameter]) -> list[RowSteps]:
+        """What updates the tables of a group: one for those of one width."""
+        tables = [one for one in group["params"] if one in rows]
+        found = []
+        for width in dict.fromkeys(table.shape[1] for table in tables):
+            some = [table for table in tables if table.shape[1] == width]
+            sums = None
+            if isinstance(self._optimizer, torch.optim.Adagrad):
+                sums = [self._optimizer.state[table]["sum"] for table in some]
+            found.append(RowSteps(some, sums, eps=group.get("eps", 0.0), maximize=group["maximize"]))
+        return found
+
+
+def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Return a gradient whose numbers lie as those of its parameter, as fused steps need it."""
+    return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
+
+
+def _adagrad(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    counts: list[Tensor],
+    rate: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """Take that of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
+    sums = [state["sum"] for state in states]
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    if group["weight_decay"]:
+        grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+    torch._foreach_addcmul_(sums, grads, grads, value=1)
+    scales = torch._foreach_sqrt(sums)
+    torch._foreach_add_(scales, group["eps"])
+    steps = torch._foreach_div(grads, scales)
+    torch._foreach_mul_(steps, rate)
+    torch._foreach_sub_(params, steps)
+
+
+def _adam(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    counts: list[Tensor],
+    rate: Tensor,
+    group: dict[str, Any],
+    take: Callable[..., None] = torch._fused_adam_,
+) -> None:
+    """Take that of torch's `_fused_adam`; the counts of steps are kept by it, too."""
+    torch._foreach_add_(counts, 1)
+    take(
+        params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+        counts,
+        lr=rate,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        **{name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")},
+    )
+
+
+def _sgd(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    counts: list[Tensor],
+    rate: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """Take that of torch's `_fused_sgd`."""
+    torch._fused_sgd_(
+        params,
+        grads,
+        [state["momentum_buffer"] for state in states] if group["momentum"] else [],
+        lr=rate,
+        is_first_step=False,
+        **{name: group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")},
+    )
+
+
+_STEPS: dict[type, Callable[..., None]] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adagrad: _adagrad,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: functools.partial(_adam, take=torch._fused_adamw_),
+}
