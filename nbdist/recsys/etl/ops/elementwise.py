@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import polars as pl
 
@@ -147,7 +148,7 @@ class Clip(ColumnStep):
         return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
 
 
-def _bound(name: str, value: float | None) -> float | None:
+def _bound(name: str, value: Any) -> float | None:
     """A bound of `Clip` as JSON can hold it: a finite number, or None where no value is beyond it."""
     if value is None:
         return None
