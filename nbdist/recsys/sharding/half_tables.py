@@ -20,10 +20,11 @@ TRAINED = (DataType.FP32, DataType.FP16)
 def check_types(tables: Mapping[str, Table]) -> None:
     """Raise `ValueError` for tables of a type that FBGEMM does not train on CPUs and GPUs alike."""
     for name, table in tables.items():
-        if table.config.data_type not in TRAINED:
+        data_type = getattr(table.config, "data_type", DataType.FP32)
+        if data_type not in TRAINED:
             raise ValueError(
                 f"`data_type` of table {name!r} must be {' or '.join(one.name for one in TRAINED)}, got "
-                f"{table.config.data_type.name}: FBGEMM does not train others"
+                f"{data_type.name}: FBGEMM does not train others"
             )
 
 

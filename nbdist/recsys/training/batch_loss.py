@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a batch; that of no predictions at all, such as SASRec makes of histories of one item, is 0.
+    """Return the loss of a batch; 0 where there are no predictions, as SASRec makes none of histories of one item.
 
     Raises:
         ValueError: Predictions and targets are as many numbers in different shapes.
@@ -17,7 +17,7 @@ def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, ta
     if not predictions.numel():
         return predictions.sum()
     if 1 < predictions.numel() == targets.numel() and predictions.shape != targets.shape:
-        # Unless they are numbers of classes, of which there is one.
+        # Unless targets are numbers of classes, and there is one class.
         classes = not targets.is_floating_point() and predictions.ndim == 2 and targets.ndim == 1
         if not classes or (targets.device.type == "cpu" and targets.any()):
             raise ValueError(

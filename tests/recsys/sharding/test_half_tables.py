@@ -1,4 +1,4 @@
-"""Tables of half precision take steps as those of single precision do, and other types are refused before a step."""
+"""Tables of half precision take the steps of single precision, and other types are refused before a step."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from clicks import build, loaders
+from clicks import predict as of_clicks
 from conftest import Sessions
 from torch import nn
 from torchmetrics import MeanMetric
@@ -19,7 +21,7 @@ from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import Snapshots, evaluate, fit, warmup_decay
 
 pytestmark = pytest.mark.slow
-WARM = "import torchmetrics"
+WARM = "import torchrec.distributed"
 X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).float()
 
@@ -64,6 +66,25 @@ def test_rates_that_are_set_between_two_runs_count(sessions: Sessions) -> None:
         return [*found, model.optimizer.param_groups[0]["lr"]]
 
     assert sessions[2].run(run) == pytest.approx([0.1, 0.1, 0.02, 0.02, 0.02, 0.02, 0.02])
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+def test_a_rate_of_0_that_is_set_between_two_runs_moves_nothing(sessions: Sessions, how: str) -> None:
+    def run() -> tuple[Any, Any, Any]:
+        model = build(how, 0.0)
+        states = []
+        for rate in (None, 0.0, 0.1):
+            for group in model.optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
+            fit(model, of_clicks, *loaders(200, 20, 3), steps=3, schedule=warmup_decay(3), progress=False)
+            whole = model.gather()
+            states.append({} if whole is None else {name: one.clone() for name, one in whole.state_dict().items()})
+        return states[0], states[1], states[2]
+
+    first, second, third = sessions[2].run(run)
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, atol=0, rtol=0)
+    assert any(not torch.equal(third[name], values) for name, values in second.items())
 
 
 @pytest.mark.parametrize("where", ["target", "prediction"])
