@@ -120,7 +120,7 @@ gpu: setup
 CUDA_PYTHON ?=
 gpu-imitated: setup
 	@$(if $(CUDA_PYTHON),PYTHONPATH=$(CURDIR) $(CUDA_PYTHON) tests/gpu/imitated -m pytest -q -p no:xdist $(or $(PYTEST_ARGS),tests/gpu),\
-	    $(PY) -m nox -s gpu-imitated -- $(PYTEST_ARGS))
+	    $(PY) -m nox -s colab -- imitated $(PYTEST_ARGS))
 
 # What a machine needs beside a torch with CUDA and its NumPy: a few megabytes, for Python 3.12 on Linux.
 gpu-wheels: setup

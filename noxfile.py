@@ -118,11 +118,22 @@ def check(session: nox.Session, name: str) -> None:
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1))
 
 
+def use_imitated_gpus(session: nox.Session, about: dict[str, Any]) -> None:
+    """Run tests/gpu, or what was asked for, in an environment whose torch is a CUDA build."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    build(session, about)
+    tests = session.posargs[1:] or ["tests/gpu"]
+    session.run("python", "tests/gpu/imitated", "-m", "pytest", "-q", "-p", "no:xdist", *tests)
+
+
 def add_session(name: str, about: dict[str, Any]) -> None:
     python = sys.executable if "over" in about else interpreter(about["python"])
 
     def run(session: nox.Session) -> None:
-        check(session, name)
+        if session.posargs[:1] == ["imitated"]:
+            use_imitated_gpus(session, about)
+        else:
+            check(session, name)
 
     run.__doc__ = about["what"]
     nox.session(run, name=name, python=python, venv_backend="uv|venv", reuse_venv="over" not in about)
@@ -130,21 +141,6 @@ def add_session(name: str, about: dict[str, Any]) -> None:
 
 for _name, _about in ENVIRONMENTS.items():
     add_session(_name, _about)
-
-
-@nox.session(
-    name="gpu-imitated",
-    python=interpreter(ENVIRONMENTS["colab"]["python"]),
-    venv_backend="uv|venv",
-    venv_location=".nox/colab",
-)
-def gpu_imitated(session: nox.Session) -> None:
-    """Run tests/gpu on imitated GPUs, with Colab's torch, which is a CUDA build."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    build(session, ENVIRONMENTS["colab"])
-    session.run(
-        "python", "tests/gpu/imitated", "-m", "pytest", "-q", "-p", "no:xdist", *(session.posargs or ["tests/gpu"])
-    )
 
 
 @nox.session(python=False)

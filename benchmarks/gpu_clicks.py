@@ -1,10 +1,10 @@
-"""How fast a click model trains on one GPU, step by step and captured, and whether both learn the same.
+"""Training speed of a click model on one GPU, eager and captured, and whether both learn the same.
 
     python -m benchmarks.gpu_clicks --out FILE [--dry-run] [--only PART ...]
 
 Each figure is printed and appended to FILE as a line of JSON as soon as it is known; a part that fails leaves others
 alone. On a machine without network it needs torch, NumPy and what `nbdist.recsys.training` imports. `--dry-run` runs on
-a CPU rank and tells whether this command works, and nothing of GPUs.
+a CPU rank, to see whether this command works.
 """
 
 from __future__ import annotations
@@ -45,6 +45,21 @@ class Clicks(nn.Module):
         return self.tower(torch.cat(found, dim=1)).squeeze(1)  # (rows,)
 
 
+class OneTable(nn.Module):
+    """The same with one table for all columns: the rows of a column follow the rows of the column before."""
+
+    def __init__(self, width: int, sizes: Sequence[int] = SIZES, sparse: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(sum(sizes), width, sparse=sparse)
+        self.tower = Clicks(width, sizes).tower
+        starts = torch.tensor([0, *itertools.accumulate(sizes)][:-1], dtype=torch.int32)
+        self.register_buffer("starts", starts, persistent=False)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ids = torch.stack([batch[f"c{i}"] for i in range(len(self.starts))], dim=1) + self.starts
+        return self.tower(self.table(ids).flatten(1)).squeeze(1)  # (rows,)
+
+
 def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return model(batch), batch["liked"]
 
@@ -79,6 +94,7 @@ def fitted(
     fused: bool = True,
     count: int = 0,
     last_bit: bool = False,
+    one_table: bool = False,
     **options: Any,
 ) -> Any:
     """In a rank: history and model of a run; with `last_bit`, of one whose weights begin one bit away."""
@@ -92,7 +108,7 @@ def fitted(
     module.UNROLLED = unrolled
     device_rows.FUSED = fused
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    clicks = Clicks(width, sizes, sparse)
+    clicks = (OneTable if one_table else Clicks)(width, sizes, sparse)
     if last_bit:
         for one in clicks.parameters():
             one.data.mul_(1 + torch.finfo(one.dtype).eps)
@@ -238,6 +254,8 @@ def parts() -> list[Part]:
         ("captured, 65,536 x 64", speed, (64, 65_536), large),
         ("eager, 65,536 x 64", speed, (64, 65_536), {"steps": 60, "captured": False}),
         ("captured, 2,048 x 16, 16 columns", speed, (16, 2048), small | columns),
+        ("captured, 2,048 x 16, one table", speed, (16, 2048), small | {"one_table": True}),
+        ("captured, 2,048 x 16, 16 columns, one table", speed, (16, 2048), small | columns | {"one_table": True}),
         ("eager, 2,048 x 16, 16 columns", speed, (16, 2048), {"steps": 60, "captured": False} | columns),
     ]
     return found

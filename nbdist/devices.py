@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import itertools
 import os
 import re
 import sys
@@ -69,6 +70,13 @@ def gpu_names() -> list[str]:
     return []
 
 
+def has_nccl() -> bool:
+    """Return whether this build of torch has NCCL. Builds for Jetson have none."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_nccl_available()
+
+
 def choose_devices(
     nranks: int, devices: str | Sequence[Any] | None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
@@ -87,9 +95,10 @@ def choose_devices(
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
     if nranks > gpus:
+        share = f", or let them share one, to try something out: devices={['cuda:0'] * nranks!r}" if gpus == 1 else ""
         raise ValueError(
             f"{nranks} ranks want a GPU each, but {_are_visible(gpus)}. Ask for "
-            f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...)'
+            f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...){share}'
         )
     return [f"cuda:{rank}" for rank in range(nranks)]
 
@@ -138,8 +147,11 @@ def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     """How many GPUs, or parts of GPUs, ranks with this environment may use."""
     if entries is not None and all(entry.startswith("MIG-") for entry in entries):
         return len(entries)  # of parts, of which a process sees the first only
-    here = environ.get(VISIBLE) == os.environ.get(VISIBLE)
-    return visible_gpus() if here or entries is None else len(entries)
+    if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
+        return visible_gpus()
+    known = len(gpu_names())  # of the machine, where that is known
+    real = itertools.takewhile(lambda entry: not known or not entry.isdigit() or int(entry) < known, entries)
+    return len(list(real))
 
 
 def _are_visible(gpus: int) -> str:
@@ -147,7 +159,10 @@ def _are_visible(gpus: int) -> str:
 
 
 def _entries(visible: str | None) -> list[str] | None:
-    """The GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first that makes no sense. None: all."""
+    """The GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first that makes no sense. None: all.
+
+    None are left where one is there twice.
+    """
     if visible is None:
         return None
     entries: list[str] = []
@@ -155,7 +170,7 @@ def _entries(visible: str | None) -> list[str] | None:
         if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))):
             break
         entries.append(entry)
-    return entries
+    return entries if len(set(entries)) == len(entries) else []
 
 
 def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
@@ -193,16 +208,21 @@ def shared(devices: Sequence[str]) -> bool:
 def choose_backend(devices: Sequence[str], asked: str | None, visible: str | None = None) -> tuple[str, str]:
     """The backend of the process group, and what to say of it; `asked` is what the user wants.
 
-    Raises `ValueError` for NCCL with CPU ranks.
+    Raises `ValueError` for NCCL with CPU ranks, and where torch is built without it.
     """
     gpus = devices[0] != "cpu"
-    several = gpus and len(devices) > 1 and devices[0] != "cuda" and shared(own_gpus(devices, visible))
+    local = gpus and devices[0] != "cuda"  # a cluster's ranks may have another build of torch
+    several = local and len(devices) > 1 and shared(own_gpus(devices, visible))
     if asked is not None:
         if "nccl" in asked and not gpus:
             raise ValueError(f"backend={asked!r}: NCCL is for ranks with GPUs, and these are CPU ranks")
+        if "nccl" in asked and local and not has_nccl():
+            raise ValueError(f"backend={asked!r}: this build of torch has no NCCL. Leave it out, or take 'gloo'")
         return asked, _NCCL_ON_SHARED if "nccl" in asked and several else ""
     if several:
         return "gloo", "ranks that share a GPU talk through gloo: NCCL wants a whole one for each"
+    if local and not has_nccl():
+        return "gloo", "" if len(devices) == 1 else "ranks talk through gloo: this build of torch has no NCCL"
     return (NCCL if gpus else "gloo"), ""
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nbdist import Session
-from nbdist.system.cores import parse_cores, shares, usable_cores
+from nbdist.system.cores import near, parse_cores, shares, usable_cores
 
 
 def test_parse_cores() -> None:
@@ -36,6 +36,15 @@ def test_shares(cores: set[int], nranks: int, nodes: int) -> None:
 
 def test_a_rank_stays_on_a_node() -> None:
     assert shares(range(8), [[0, 2, 4, 6], [1, 3, 5, 7]], 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_ranks_are_near_their_gpus() -> None:
+    own = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    first, second = range(4), range(4, 8)
+    assert near(own, [second, first, second, first]) == [[4, 5], [0, 1], [6, 7], [2, 3]]
+    assert near(own, [second, second, second, first]) == [[4, 5], [6, 7], [2, 3], [0, 1]], "there are only two there"
+    assert near(own, [[], [], [], []]) == own
+    assert near(own, [[], second, [], first]) == [[2, 3], [4, 5], [6, 7], [0, 1]]
 
 
 @pytest.mark.skipif(not LINUX, reason="only Linux binds processes to cores")

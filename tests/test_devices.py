@@ -27,6 +27,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "visible_gpus", lambda: 3)
     monkeypatch.setattr(devices, "gpu_names", lambda: UUIDS)
+    monkeypatch.setattr(devices, "has_nccl", lambda: True)  # torch for CPUs has not
 
 
 @pytest.mark.parametrize(
@@ -83,14 +84,20 @@ def test_devices_that_cannot_be_had(
 
 
 def test_variables_for_the_ranks_alone_count() -> None:
-    session = Session(2, env={"CUDA_VISIBLE_DEVICES": "5,6,7"}, devices=["cuda:2", "cuda:0"])
+    session = Session(2, env={"CUDA_VISIBLE_DEVICES": "1,0,2"}, devices=["cuda:2", "cuda:0"])
     chosen = executor_of(session).layout
     assert place_ranks(chosen.devices, chosen.env["CUDA_VISIBLE_DEVICES"]) == [
-        Place("7,5", "cuda:0"),
-        Place("7,5", "cuda:1"),
+        Place("2,1", "cuda:0"),
+        Place("2,1", "cuda:1"),
     ]
-    with pytest.raises(ValueError, match="2 ranks want a GPU each, but 1 GPU is visible"):
-        Session(2, env={"CUDA_VISIBLE_DEVICES": "5"})
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [("2", "1 GPU is"), ("2,7,0", "1 GPU is"), ("0,0", "0 GPUs are")])
+def test_gpus_that_cuda_would_not_find_do_not_count(visible: str, gpus: str) -> None:
+    """CUDA stops at a number that the machine does not have, and finds none where one is there twice."""
+    with pytest.raises(ValueError, match=f"2 ranks want a GPU each, but {gpus} visible") as caught:
+        Session(2, devices="cuda", env={"CUDA_VISIBLE_DEVICES": visible})
+    assert ("devices=['cuda:0', 'cuda:0']" in str(caught.value)) == (gpus == "1 GPU is")
 
 
 def test_the_backend_follows_from_the_devices() -> None:
@@ -108,6 +115,18 @@ def test_the_backend_follows_from_the_devices() -> None:
     with pytest.raises(ValueError, match="NCCL is for ranks with GPUs"):
         Session(2, devices="cpu", backend={"backend": "nccl"})
     assert repr(Session(2)) == f"<nbdist.Session: 2 ranks on cuda:0, cuda:1, {NCCL}, not started>"
+
+
+def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_nccl", lambda: False)
+    assert choose_backend(["cuda:0"], None) == ("gloo", "")
+    assert choose_backend(["cuda:0", "cuda:1"], None) == (
+        "gloo",
+        "ranks talk through gloo: this build of torch has no NCCL",
+    )
+    assert choose_backend(["cuda", "cuda"], None) == (NCCL, ""), "a cluster has a build of its own"
+    with pytest.raises(ValueError, match="backend='nccl': this build of torch has no NCCL"):
+        Session(2, backend="nccl")
 
 
 def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[World]:
@@ -220,6 +239,23 @@ class FakeGpuStorage:
 
     def cpu(self) -> Any:
         return torch.arange(3, dtype=torch.uint8).untyped_storage()
+
+
+class FakeGenerator(torch.Generator):
+    """A generator of a GPU, which torch for CPUs cannot make."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def test_generators_of_the_gpu_begin_at_their_seed_in_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Generator", FakeGenerator)
+    generator = FakeGenerator().manual_seed(7)
+    wanted = torch.rand(3, generator=torch._C.Generator().manual_seed(7))
+
+    def draw() -> torch.Tensor:
+        return torch.rand(3, generator=generator)
+
+    assert torch.equal(in_ddp.options(devices="cpu")(1, draw), wanted)
 
 
 def test_tensors_on_the_gpu_go_to_the_cpu_of_cpu_ranks() -> None:

@@ -538,6 +538,75 @@ def test_tables_with_sparse_gradients() -> None:
             assert last < first / 10 and sparse
 
 
+def train_captured(captured: bool | None, **options: Any) -> tuple[list[float], torch.Tensor]:
+    """In a rank: losses and weights of a model, trained by SGD, which leaves the last bits what they are."""
+    from nbdist.recsys.loader import MemoryLoader
+    from nbdist.recsys.sharding import replicate
+    from nbdist.recsys.training import fit, warmup_decay
+
+    torch.manual_seed(0)
+    tables = torch.nn.Embedding(500, 16, sparse=True), torch.nn.Linear(16, 1)
+    model = replicate(torch.nn.Sequential(*tables), lambda some: torch.optim.SGD(some, lr=0.5))
+    ids = torch.randint(500, (5000,), generator=torch.Generator().manual_seed(0))
+    rows = MemoryLoader({"id": ids, "liked": ids % 3 == 0}, 64, shuffle=True, seed=1)
+    options = {"steps": 130, "log_every": 40, "schedule": warmup_decay(130, warmup=9), "progress": False, **options}
+    history = fit(model, lambda m, b: (m(b["id"])[:, 0], b["liked"]), rows, captured=captured, **options)
+    return [record.loss for record in history], torch.cat([one.flatten() for one in model.module.parameters()]).cpu()
+
+
+@pytest.mark.parametrize(
+    "options, close", [({}, 1e-5), ({"max_grad_norm": 0.01}, 1e-5), ({"precision": "bf16"}, 1e-2)], ids=str
+)
+def test_captured_steps_learn_the_same(options: Any, close: float) -> None:
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    with Session(1, devices=ONE) as session:
+        losses, weights = session.run(train_captured, False, **options)
+        # Where there are CPUs alone, nothing can be captured.
+        found, captured = session.run(train_captured, None if DRY else True, **options)
+    assert found == pytest.approx(losses, rel=close)
+    torch.testing.assert_close(captured, weights, rtol=close, atol=close)
+
+
+def step_rows() -> list[tuple[float, bool]]:
+    """In a rank, for some widths: how far Triton's kernel ends from torch's Adagrad, and whether it repeats itself."""
+    from nbdist.recsys.parallel.fused_rows import FusedAdagrad
+
+    found = []
+    for width in (16, 64, 10):
+        draw = torch.Generator("cuda").manual_seed(0)
+        tables = [
+            torch.nn.Parameter(torch.randn(n, width, device="cuda", generator=draw).double()) for n in (5000, 1, 90_000)
+        ]
+        runs = [
+            [one.detach().float() for one in tables] + [torch.zeros_like(one.float()) for one in tables] for _ in "ab"
+        ]
+        optimizer = torch.optim.Adagrad(
+            tables, lr=0.1, eps=1.0
+        )  # so that the last bit of a gradient near 0 is no matter
+        fused = [FusedAdagrad(run[:3], run[3:], 1.0) for run in runs]
+        for _ in range(5):
+            grads = []
+            for table in tables:
+                ids = (torch.rand(4096, device="cuda", generator=draw) ** 3 * len(table)).long()[None]
+                rows = torch.randn(4096, width, device="cuda", generator=draw)
+                table.grad = torch.sparse_coo_tensor(ids, rows.double(), table.shape, check_invariants=False)
+                grads.append(torch.sparse_coo_tensor(ids, rows, table.shape, check_invariants=False))
+            optimizer.step()
+            for one in fused:
+                one.step(grads, torch.tensor(0.1, device="cuda"))
+        far = max(float((one - table).abs().max()) for one, table in zip(runs[0], tables, strict=False))
+        found.append((far, all(torch.equal(*pair) for pair in zip(*runs, strict=True))))
+    return found
+
+
+@pytest.mark.skipif(DRY, reason="Triton's kernel needs a GPU")
+def test_tables_are_stepped_by_triton_as_by_torch() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    with Session(1, devices=ONE) as session:
+        for far, same in session.run(step_rows):
+            assert far < 1e-4 and same
+
+
 FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 
 
@@ -656,8 +725,8 @@ def test_the_fork_server_has_not_initialised_the_driver() -> None:
         [
             sys.executable,
             "-c",
-            f"{code}\nfrom nbdist.server import driver; print(driver.initialised())\n"
-            "import torch; torch.cuda.init(); print(driver.initialised())",
+            f"{code}\nfrom nbdist.server import cuda_driver; print(cuda_driver.initialised())\n"
+            "import torch; torch.cuda.init(); print(cuda_driver.initialised())",
         ],
         env={**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         capture_output=True,

@@ -6,13 +6,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from nbdist import Session, in_ddp
 
-from nbdist import Session, in_ddp, rank_device
-
-from .notes import attempt, median, note, seconds
+from .notes import median, note, seconds
 
 LIMIT = 60.0
 NEEDS = ()
@@ -48,27 +47,32 @@ for way in ways:
 """
 WAYS = {
     "touch": "a bare fork of a process with torch, CUDA used",
-    "context": "a bare fork that chooses its device only",
-    "touch group": "a bare fork with NCCL's group, CUDA used",
-    "touch group gloo": "a bare fork with gloo's and NCCL's group, CUDA used",
-    "touch group gloo destroyed": "a bare fork with gloo's and NCCL's group, CUDA used, group destroyed",
+    "touch group gloo destroyed": "the same with gloo's and NCCL's group, which it destroys",
 }
 
 
-def timed(use: bool) -> tuple[float, float]:
-    """In a rank: the time at the beginning and at the end of the function."""
+#: Functions as a cell defines them: they are of no module, which each rank would import.
+CELL = """
+import time
+import torch
+from nbdist import rank_device
+
+def touch():
+    return float(torch.ones(1, device=rank_device()).item())
+
+def timed():
     begin = time.time()
-    if use:
-        touch()
+    touch()
     return begin, time.time()
+"""
 
 
-def phases(options: Any, use: bool) -> str:
-    """Where the time of a warm call goes: medians of some calls."""
+def phases(options: Any, function: Callable[[], tuple[float, float]]) -> str:
+    """Where the time of a warm call goes: medians of some calls of a function that returns when it began and ended."""
     before, inside, after = [], [], []
     for _ in range(7):
         called = time.time()
-        begin, end = options(1, timed, use)
+        begin, end = options(1, function)
         returned = time.time()
         before.append(begin - called)
         inside.append(end - begin)
@@ -78,32 +82,25 @@ def phases(options: Any, use: bool) -> str:
     return ", ".join(f"{value * 1000:.0f} ms {name}" for name, value in zip(names, medians, strict=True))
 
 
-def touch() -> float:
-    """In a rank: use its GPU."""
-    return float(torch.ones(1, device=rank_device()).item())
-
-
 def run(device: str) -> None:
+    cell: dict[str, Any] = {"__name__": "cell"}
+    exec(CELL, cell)
+    touch, timed = cell["touch"], cell["timed"]
     output = subprocess.check_output([sys.executable, "-c", BARE, device, *WAYS], text=True)
     took = [float(line) for line in output.split()]
     for what, one in zip(WAYS.values(), took, strict=True):
         note(what, f"{one * 1000:,.0f} ms")
     bare = took[0]
     options = in_ddp.options(devices=device)
-    ours = median(lambda: seconds(lambda: options(1, touch)))
+    ours = median(lambda: seconds(lambda: options(1, touch)), 9)
     found = f"{ours * 1000:,.0f} ms, {ours / bare:.2f} × the bare fork"
     note("warm `in_ddp(1)`, CUDA used", found, met=ours / bare <= BAR, bar=f"at most {BAR} ×")
+    note("where the time goes", phases(options, timed))
     idle = median(lambda: seconds(lambda: options(1, int)))
     note("warm `in_ddp(1)`, CUDA not used", f"{idle * 1000:,.0f} ms")
-    for use in (True, False):
-        note(f"where the time goes, CUDA {'used' if use else 'not used'}", phases(options, use))
-    if device == "cuda":
-        with attempt("NCCL alone"):
-            alone = median(lambda: seconds(lambda: in_ddp.options(devices=device, backend="nccl")(1, touch)))
-            note("the same with NCCL alone, without gloo beside it", f"{alone * 1000:,.0f} ms")
+    cpu = median(lambda: seconds(lambda: in_ddp.options(devices="cpu")(1, int)))
+    note("warm `in_ddp(1)` of a CPU rank", f"{cpu * 1000:,.0f} ms")
     with Session(1, devices=device) as session:
         session.run(touch)
         live = median(lambda: seconds(lambda: session.run(touch)), 20)
         note("a call in a live session, CUDA used", f"{live * 1000:,.2f} ms")
-        live = median(lambda: seconds(lambda: session.run(int)), 20)
-        note("a call in a live session, CUDA not used", f"{live * 1000:,.2f} ms")

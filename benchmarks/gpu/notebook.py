@@ -14,6 +14,8 @@ from .notes import attempt, note, seconds
 LIMIT = 110.0
 NEEDS = ("fastai", "pandas")
 RATINGS = 100_000
+#: Batch → epochs, of which the fastest but for the first counts.
+EPOCHS = {64: 2, 512: 4, 4096: 9}
 FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 #: How much slower than plain fastai an epoch may be, for noise.
 NOISE = 1.05
@@ -43,7 +45,7 @@ def epoch(batch: int, quickly: bool, count: int) -> tuple[float, float, str]:
 
         fast(learn)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx() if dist.is_initialized() else contextlib.nullcontext():
-        took = [seconds(lambda: learn.fit_one_cycle(1, 5e-3, wd=0.1)) for _ in range(3)]
+        took = [seconds(lambda: learn.fit_one_cycle(1, 5e-3, wd=0.1)) for _ in range(EPOCHS[batch])]
     return min(took[1:]), float(learn.recorder.values[-1][-1]), next(learn.model.parameters()).device.type
 
 

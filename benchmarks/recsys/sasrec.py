@@ -24,7 +24,6 @@ from nbdist import Session, rank_device
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import SASRec, draw_rows
-from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit
 
@@ -184,6 +183,8 @@ def judge(model: SASRec, data: Data, judged: Judged) -> list[float]:
     blocks = MemoryLoader({"history": judged.histories}, 1000, rank=0, world_size=1)
     queries = torch.cat([model.query(block).cpu() for block in blocks])
     if judged.drawn is None:
+        from nbdist.recsys.retrieval import top_k
+
         _, named = top_k(queries, items, K, exclude=_and_no_items(judged.histories))
     else:
         scores = (items[judged.drawn.long()] @ queries[:, :, None]).squeeze(2)  # (users, 1 + candidates)

@@ -166,6 +166,17 @@ def own_device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def own_generator(seed: int, state: Any) -> Any:
+    """Make a rank's generator for one of the notebook's GPU; on a CPU, where states differ, it begins at the seed."""
+    import torch
+
+    generator = torch.Generator(own_device())
+    generator.manual_seed(seed)
+    if generator.device.type == "cuda":
+        generator.set_state(state)
+    return generator
+
+
 def typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 

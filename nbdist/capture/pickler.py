@@ -19,7 +19,7 @@ import cloudpickle
 from cloudpickle.cloudpickle import subimport
 
 from . import classes, data, reading, reducers
-from .data import OUT_OF_BAND, Storage, own_device, reduce_data, reduce_tensor, typed_storage
+from .data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
 from .mapped import MappedFiles
 from .names import (
     Outputs,
@@ -162,6 +162,8 @@ class Pickler(cloudpickle.Pickler):
                 return typed_storage, (self._storage(obj._untyped_storage), obj.dtype)
             if isinstance(obj, torch.UntypedStorage):
                 return typed_storage, (self._storage(obj), None)
+            if type(obj) is torch.Generator and obj.device.type == "cuda":
+                return own_generator, (obj.initial_seed(), obj.get_state())
             if type(obj) is torch.device and obj.type == "cuda":
                 # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
                 return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())

@@ -73,7 +73,10 @@ def patched() -> Iterator[Originals]:
 
 
 def _patch_tensors(module: types.ModuleType) -> Originals:
-    """Copy read-only arrays before tensors are made of them: as of pandas 3, torch warns of each in every rank."""
+    """Copy read-only arrays before tensors are made of them: as of pandas 3, torch warns of each in every rank.
+
+    On a Mac, have CPU ranks use the CPU: fastai would choose its GPU by itself.
+    """
     import numpy as np
 
     as_tensor, array2tensor = module.as_tensor, module._array2tensor
@@ -87,7 +90,10 @@ def _patch_tensors(module: types.ModuleType) -> Originals:
     def _array2tensor(x: Any, *args: Any, **kwargs: Any) -> Any:
         return array2tensor(writable(x), *args, **kwargs)
 
-    return replace([(module, "as_tensor", _as_tensor), (module, "_array2tensor", _array2tensor)])
+    originals = replace([(module, "as_tensor", _as_tensor), (module, "_array2tensor", _array2tensor)])
+    if os.environ.get("ACCELERATE_USE_CPU") == "true" and module._has_mps() and module.defaults.use_cuda is None:
+        originals += replace([(module.defaults, "use_cuda", False)])
+    return originals
 
 
 def _patch_schedule(module: types.ModuleType) -> Originals:

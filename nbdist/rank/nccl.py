@@ -33,13 +33,17 @@ _SHARED_GPU = {
 
 
 def environ(world: World) -> dict[str, str]:
-    """The variables that NCCL and torch read in this rank; those that the user has set hold."""
+    """The variables that NCCL and torch read in this rank; those of NCCL that the user has set hold."""
     if "nccl" not in world.backend:
         return {}
     variables = dict(_RAISE) if _can_be_asked() else {}
+    places = {}
     if world.shares_gpu and world.world_size > 1:
-        variables |= {**_SHARED_GPU, "NCCL_HOSTID": f"nbdist-{world.rank}"}
-    return {name: os.environ.get(name, value) for name, value in variables.items()}
+        number = str(world.rank)
+        variables |= {**_SHARED_GPU, "NCCL_HOSTID": f"nbdist-{number}"}
+        # For TorchRec, which places the shards of a rank on cuda:{LOCAL_RANK}: each rank has its GPU as cuda:0.
+        places = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": number, "GROUP_RANK": number}
+    return {name: os.environ.get(name, value) for name, value in variables.items()} | places
 
 
 def _can_be_asked() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 #: Where each library finds the size of its pool, by threadpoolctl's names of those whose pool can be changed later. The
@@ -15,6 +16,9 @@ _VARIABLES = {
     "numexpr": "NUMEXPR_NUM_THREADS",
     "polars": "POLARS_MAX_THREADS",
 }
+
+#: How many processes torch.compile starts: else as many as there are cores, up to 32, in each rank.
+_COMPILING = "TORCHINDUCTOR_COMPILE_THREADS"
 
 _pools: list[Any] = []
 
@@ -31,7 +35,7 @@ def find_pools() -> None:
 
 def variables(threads: int) -> dict[str, str]:
     """The variables that say so; those that the user has set hold."""
-    names = {name: os.environ.get(name, str(threads)) for name in _VARIABLES.values()}
+    names = {name: os.environ.get(name, str(threads)) for name in [*_VARIABLES.values(), _COMPILING]}
     return {"OMP_NUM_THREADS": str(threads), **names}
 
 
@@ -40,6 +44,10 @@ def resize_pools(threads: int) -> None:
 
     The server has OpenBLAS loaded with a single thread, since a process with threads must not fork.
     """
+    compiler: Any = sys.modules.get("torch._inductor.config")  # has read its variable where it is loaded
+    if compiler is not None:
+        asked = os.environ.get(_COMPILING, "")
+        compiler.compile_threads = int(asked) if asked.isdigit() else threads
     for pool in _pools:
         asked = os.environ.get(_VARIABLES.get(pool.internal_api, ""), "")
         pool.set_num_threads(int(asked) if asked.isdigit() else threads)

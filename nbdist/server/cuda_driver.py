@@ -1,7 +1,8 @@
-"""Whether this process has initialised the CUDA driver, after which no fork of it can use a GPU."""
+"""Whether this process has initialised the driver of GPUs, after which no fork of it can use one."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -11,6 +12,8 @@ import sys
 WITHOUT_DRIVER = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 _LIBRARY = "libcuda.so.1"
+#: What HIP opens when it is initialised: torch for AMD's GPUs calls them CUDA devices, too.
+_AMD = "/dev/kfd"
 
 
 def initialised() -> bool:
@@ -20,8 +23,22 @@ def initialised() -> bool:
     """
     if sys.platform != "linux":
         return False
+    return _cuda_initialised() or _hip_initialised()
+
+
+def _cuda_initialised() -> bool:
     try:
         driver = ctypes.CDLL(_LIBRARY, mode=os.RTLD_NOLOAD)
     except OSError:
         return False
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
+
+
+def _hip_initialised() -> bool:
+    if not os.path.exists(_AMD):
+        return False
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
+            if os.readlink(f"/proc/self/fd/{fd}") == _AMD:
+                return True
+    return False

@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
@@ -45,3 +45,20 @@ def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) ->
         return [[ordered[rank % len(ordered)]] for rank in range(nranks)]
     bounds = [len(ordered) * rank // nranks for rank in range(nranks + 1)]
     return [ordered[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+def near(own: Sequence[Sequence[int]], wanted: Sequence[Collection[int]]) -> list[Sequence[int]]:
+    """Return the shares in another order: each rank has one with cores that it wants, as long as there are such.
+
+    Args:
+        own: The share of each rank.
+        wanted: The cores that are near each rank's GPU; none where that is not known.
+    """
+    left = list(own)
+    chosen: dict[int, Sequence[int]] = {}
+    for rank, cores in enumerate(wanted):
+        best = max(left, key=lambda share: len(set(share) & set(cores)))
+        if set(best) & set(cores):
+            left.remove(best)
+            chosen[rank] = best
+    return [chosen[rank] if rank in chosen else left.pop(0) for rank in range(len(own))]

@@ -5,9 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+
+from .cores import parse_cores
+
+_BUS = Path("/sys/bus/pci/devices")
+#: NVML's number for an error without a name.
+_UNKNOWN = 999
 
 
 class GpuUse(NamedTuple):
@@ -26,14 +33,14 @@ class GpuUse(NamedTuple):
 def look(gpu: str) -> GpuUse | None:
     """How a GPU is used now. None where that cannot be told.
 
-    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number, taken for that of the driver, as torch does, or a name.
+    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA counts the fastest GPU first, and the driver by
+    the bus, so a number is no use where GPUs differ, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     with _nvml() as nvml:
         if nvml is None:
             return None
         try:
-            by_number = gpu.isdigit()
-            handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else nvml.nvmlDeviceGetHandleByUUID(gpu)
+            handle = _handle(nvml, gpu)
             memory, name = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetName(handle)
         except nvml.NVMLError:
             return None
@@ -44,6 +51,38 @@ def look(gpu: str) -> GpuUse | None:
             processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
         text = name.decode() if isinstance(name, bytes) else str(name)
         return GpuUse(text, memory.used, memory.total, load, {one.pid: one.usedGpuMemory for one in processes})
+
+
+def local_cores(gpu: str) -> list[int]:
+    """Return the cores of the NUMA node that a GPU is on, by its entry in CUDA_VISIBLE_DEVICES; none if not known."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        try:
+            bus = nvml.nvmlDeviceGetPciInfo(_handle(nvml, gpu)).busId
+        except nvml.NVMLError:
+            return []
+    address = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-len("0000:00:00.0") :]
+    try:
+        return parse_cores((_BUS / address / "local_cpulist").read_text())
+    except OSError:
+        return []
+
+
+def _handle(nvml: Any, gpu: str) -> Any:
+    if not gpu.isdigit():
+        return nvml.nvmlDeviceGetHandleByUUID(gpu)
+    if not _counts_as_cuda(nvml):
+        raise nvml.NVMLError(_UNKNOWN)
+    return nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+
+
+def _counts_as_cuda(nvml: Any) -> bool:
+    """Return whether the driver numbers the GPUs as CUDA does."""
+    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return True
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return len({nvml.nvmlDeviceGetName(handle) for handle in handles}) == 1
 
 
 @contextlib.contextmanager

@@ -58,3 +58,16 @@ def test_public_names() -> None:
     assert nbdist.fastai.fast.__module__ == "nbdist.fastai.learners"
     with pytest.raises(AttributeError, match="no attribute 'fats'"):
         nbdist.fastai.fats  # noqa: B018
+
+
+def test_cpu_ranks_do_not_use_the_gpu_of_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastai.torch_core as core
+
+    monkeypatch.setattr(core, "_has_mps", lambda: True)
+    assert str(core.default_device()) == "mps:0"
+    with patched():
+        assert str(core.default_device()) == "mps:0", "not in a rank"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with patched():
+        assert str(core.default_device()) == "cpu"
+    assert core.defaults.use_cuda is None

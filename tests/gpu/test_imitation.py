@@ -1,17 +1,13 @@
-"""The imitated GPU itself: results are real, and limits, waits and errors are those of a GPU."""
+"""The imitated GPU itself: results are real; it has a GPU's limits, waits and errors."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import imitated
 import pytest
 import torch
+from imitated import program
 from imitated.computing import Computing, kernels
 
 
@@ -21,15 +17,6 @@ def gpu() -> Iterator[Computing]:
     with Computing() as computing:
         yield computing
     assert kernels() == before, "kernels were launched that computed nothing"
-
-
-def program(code: str, **machine: Any) -> str:
-    """What a Python program with a machine of its own writes."""
-    with imitated.environment(**machine) as variables:
-        environ = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # ------------------------------------------------------------------------------------------------------------ results
@@ -157,9 +144,8 @@ print(torch.cuda.mem_get_info(0)[0] >> 20)
 
 
 ASSERTING = """
-import sys
-sys.path.insert(0, {folder!r})
 import torch
+from imitated import program
 from imitated.computing import Computing
 with Computing():
     row = torch.ones(4, 2, device="cuda").index_select(0, torch.tensor([9], device="cuda"))
@@ -173,7 +159,7 @@ with Computing():
 
 
 def test_an_index_out_of_bounds_is_found_when_the_host_waits_and_stays() -> None:
-    lines = program(ASSERTING.format(folder=str(Path(__file__).parent))).splitlines()
+    lines = program(ASSERTING).splitlines()
     assert lines == ["(1, 2)", *["AcceleratorError CUDA error: device-side assert triggered"] * 2]
 
 

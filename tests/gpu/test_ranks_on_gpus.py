@@ -84,7 +84,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 def test_out_of_memory_says_where_and_the_ranks_go_on(session: Session) -> None:
     pids = session.run_all(os.getpid)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        session.run(lambda: torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
+        session.run(lambda: dist.get_rank() or torch.empty(1 << 42, dtype=torch.uint8, device="cuda"))
     assert "rank 0 works on cuda:0 (Imitated GPU 9.0, " in str(caught.value.__cause__)
     assert session.run_all(sums) == [9.0, 9.0] and session.run_all(os.getpid) == pids
 
@@ -105,3 +105,33 @@ def test_an_assertion_on_the_gpu_is_said_and_the_next_call_has_fresh_ranks(
     assert session.run_all(sums) == [9.0, 9.0]
     assert not set(session.run_all(os.getpid)) & set(pids)
     assert "cannot use its GPU any more, after a CUDA error" in capfd.readouterr().err
+
+
+def trained(shard: bool) -> tuple[float, float, torch.Tensor]:
+    """In a rank: the first and last loss, and the weights."""
+    torch.manual_seed(0)
+    with Computing():
+        model: Any = torch.nn.Linear(8, 1).to(rank_device())
+        if shard:
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model)
+        else:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(64, 8, device=rank_device())
+        losses = []
+        for _ in range(20):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        weights = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+        return losses[0], losses[-1], torch.cat([one.detach().flatten() for one in weights])
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_models_train_over_both_gpus(session: Session, shard: bool) -> None:
+    (first, last, weights), (_, _, others) = session.run_all(trained, shard)
+    assert last < first / 4 and weights.device.type == "cpu" and torch.equal(weights, others)

@@ -40,9 +40,11 @@ def predict(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Ten
 
 def fitted(gpu: Computing, sparse: bool, device: str, runs: tuple[int, ...], **options: Any) -> list[Any]:
     """Operations, waits, losses and a checksum of the weights after each of some runs of `fit`, one after the other."""
+    from nbdist.recsys.parallel import device_rows
     from nbdist.recsys.sharding import replicate
     from nbdist.recsys.training import fit
 
+    device_rows.FUSED = False  # kernels of Triton are not imitated
     torch.manual_seed(0)
     model = replicate(Clicks(sparse), lambda some: torch.optim.Adagrad(some, lr=0.05))
     train = MemoryLoader(rows(), BATCH, shuffle=True, seed=1, remainder="drop", device=device)
@@ -112,6 +114,12 @@ def test_training_gives_what_it_gives_on_a_cpu(session: Session, captured: bool,
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-4, atol=1e-6)
 
 
+def test_fp16_learns_what_fp32_learns(session: Session) -> None:
+    losses, _ = session.run(trained, False, "cuda", precision="fp16")
+    wanted, _ = session.run(trained, False, "cuda")
+    assert losses == pytest.approx(wanted, rel=1e-2) and losses != wanted
+
+
 # ---------------------------------------------------------------------------------------------------------- the loader
 
 
@@ -139,6 +147,17 @@ def test_batches_of_the_loader(session: Session, kind: str) -> None:
     assert where == {"cuda:0"} and found == wanted
     if kind == "dense":
         assert copies <= 2, "the table stays on the GPU; the epoch's order goes there"
+
+
+def test_a_large_order_is_drawn_on_the_gpu_and_is_that_of_a_cpu(session: Session) -> None:
+    def look(device: str) -> tuple[list[int], set[str]]:
+        with Computing() as gpu:
+            loader = MemoryLoader({"row": torch.arange(1 << 18)}, 1 << 16, shuffle=True, seed=3, device=device)
+            found = torch.cat([batch["row"] for batch in loader])
+            return found.tolist(), {name for name in gpu.operations if "xor" in name}
+
+    (found, hashes), (wanted, none) = session.run(look, "cuda"), session.run(look, "cpu")
+    assert found == wanted and hashes and not none
 
 
 def test_a_table_larger_than_a_part_of_the_memory_is_copied_batch_by_batch(session: Session) -> None:

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from calls import boom, on, remember, sums
 
 from nbdist import Session
 from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls.gpu_errors import explain_gpu_error
 from nbdist.kernel.session import executor_of
-from nbdist.system.gpus import GpuUse, in_words, look
+from nbdist.system.gpus import GpuUse, in_words, local_cores, look
 
 GIB = 1 << 30
 
@@ -35,6 +37,8 @@ class FakeNvml:
     def __init__(self) -> None:
         self.processes: dict[int, int | None] = {}
         self.open = 0
+        self.other = b"NVIDIA H100"
+        """The name of the other GPUs."""
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -42,14 +46,20 @@ class FakeNvml:
     def nvmlShutdown(self) -> None:
         self.open -= 1
 
+    def nvmlDeviceGetCount(self) -> int:
+        return 6
+
     def nvmlDeviceGetHandleByIndex(self, number: int) -> str:
-        return {5: "handle"}[number]
+        return "handle" if number == 5 else "other"
 
     def nvmlDeviceGetHandleByUUID(self, name: str) -> str:
         return {"GPU-abc": "handle", "MIG-abc": "part"}[name]
 
     def nvmlDeviceGetName(self, handle: str) -> bytes:
-        return b"NVIDIA H100"
+        return self.other if handle == "other" else b"NVIDIA H100"
+
+    def nvmlDeviceGetPciInfo(self, handle: str) -> Any:
+        return SimpleNamespace(busId={"handle": b"00000000:C1:00.0"}[handle])
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
         return SimpleNamespace(used=60 * GIB, total=80 * GIB)
@@ -87,10 +97,43 @@ def test_what_the_driver_says(nvml: FakeNvml) -> None:
     use = look("5")
     assert use == look("GPU-abc") == GpuUse("NVIDIA H100", 60 * GIB, 80 * GIB, 97, nvml.processes)
     part = look("MIG-abc")
-    assert part is not None and part.load is None and look("4") is None and look("GPU-no") is None
+    assert part is not None and part.load is None and look("GPU-no") is None
     assert in_words(use, {7: 3}) == (
         "NVIDIA H100, 60.0 GiB of 80.0 GiB in use: this notebook 1.0 GiB, rank 3 40.0 GiB, pid 1073741824 ?"
     )
+
+
+def test_the_cores_near_a_gpu(nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nbdist.system.gpus._BUS", tmp_path)
+    assert local_cores("GPU-abc") == []
+    (tmp_path / "0000:c1:00.0").mkdir()
+    (tmp_path / "0000:c1:00.0" / "local_cpulist").write_text("0-1,8\n")
+    assert local_cores("5") == local_cores("GPU-abc") == [0, 1, 8]
+    assert local_cores("GPU-no") == []
+
+
+def test_numbers_of_gpus_that_differ_are_those_of_cuda(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts the fastest first, the driver by the bus."""
+    nvml.other = b"NVIDIA T4"
+    assert look("5") is None and look("GPU-abc") is not None
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert look("5") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "log", "says"),
+    [
+        ("CUDA error: all CUDA-capable devices are busy or unavailable", "", "nvidia-smi -c DEFAULT"),
+        ("NCCL error in: x.cpp:1, unhandled system error\nError while creating shared memory segment", "", "NCCL_SHM_"),
+        ("NCCL error: unhandled system error", "WARN Error while creating shared memory segment /dev/s", "NCCL_SHM_"),
+        ("NCCL communicator was aborted", "Watchdog caught collective operation timeout: Work(1)", "timeout: Work(1)"),
+        ("CUDA error: an illegal memory access", "", "rank 1 works on cuda:0"),
+        ("no GPU in this", "Watchdog caught collective operation timeout: Work(1)", None),
+    ],
+)
+def test_what_to_do_about_errors_of_the_machine(text: str, log: str, says: str | None) -> None:
+    lines = explain_gpu_error(RuntimeError(text), 1, "cuda:0", None, {}, log)
+    assert (says is None and lines == []) or (says is not None and says in "\n".join(lines))
 
 
 def out_of_memory() -> None:

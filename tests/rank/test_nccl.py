@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from nbdist.rank import nccl
+from nbdist.rank.world import environ
 from nbdist.wire.messages import Slot, World
 from nbdist.wire.rendezvous import RendezvousAddress
 
@@ -57,3 +58,20 @@ def test_a_torch_that_cannot_be_asked_for_errors_keeps_its_own_settings(monkeypa
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in nccl.environ(world)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", object, raising=False)
     assert nccl.environ(world) == {}
+
+
+def test_each_rank_on_a_shared_gpu_counts_as_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec puts the shards of a rank on `cuda:{LOCAL_RANK}`."""
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    monkeypatch.setenv("NCCL_NET", "IB")
+    rendezvous = RendezvousAddress("127.0.0.1", 1, 0)
+    found = [
+        environ(World(rank, 2, "cuda:0", "nccl", Slot(0, rank, 2, "lo", 1, ()), rendezvous, 1, shares_gpu=True))
+        for rank in range(2)
+    ]
+    assert [one["NCCL_HOSTID"] for one in found] == ["nbdist-0", "nbdist-1"]
+    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"], one["NODE_RANK"]) for one in found] == [
+        ("0", "1", "0"),
+        ("0", "1", "1"),
+    ]
+    assert {one["NCCL_NET"] for one in found} == {"IB"}

@@ -75,3 +75,17 @@ def test_the_function_in_the_notebook_itself_leaves_its_pools_alone() -> None:
     from nbdist import in_ddp
 
     assert in_ddp(0, sizes) == before == sizes()
+
+
+def compiling() -> tuple[str, int]:
+    import torch._inductor.config as config
+
+    return os.environ["TORCHINDUCTOR_COMPILE_THREADS"], config.compile_threads
+
+
+def test_ranks_compile_with_their_share_of_the_cores() -> None:
+    """torch would start up to 32 processes in each rank, and has read their number where the server has loaded it."""
+    with Session(2, threads=3) as session:
+        assert session.run_all(compiling) == [("3", 3)] * 2
+    with Session(2, threads=3, env={"TORCHINDUCTOR_COMPILE_THREADS": "5"}) as session:
+        assert session.run_all(compiling) == [("5", 5)] * 2

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nbdist import RankDied, Session, in_ddp
 from nbdist.engines import forkserver
+from nbdist.server import cuda_driver
 
 pytestmark = pytest.mark.slow
 
@@ -241,6 +242,19 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
     )
     assert in_ddp(1, driver_state, library, imports="import uses_driver") == 0
     assert "uses_driver initialises CUDA when imported" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_hip_is_initialised_where_its_device_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch for AMD's GPUs calls them CUDA devices, and no fork may follow there, either."""
+    device = tmp_path / "kfd"
+    monkeypatch.setattr(cuda_driver, "_AMD", str(device))
+    assert not cuda_driver.initialised()
+    device.touch()
+    assert not cuda_driver.initialised()
+    with device.open():
+        assert cuda_driver.initialised()
+    assert not cuda_driver.initialised()
 
 
 @pytest.mark.long("modules that notebooks import")

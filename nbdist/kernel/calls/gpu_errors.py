@@ -14,6 +14,13 @@ _CUDA = re.compile(
 _NCCL = re.compile(r"\bNCCL\b|a collective took longer than its timeout")
 #: What torch writes about a collective that it aborts.
 _TIMEOUT = re.compile(r"Watchdog caught (collective operation timeout: .*)")
+#: What to do about errors that have nothing to do with the function, by what their text or the rank's output says.
+_ADVICE = {
+    "are busy or unavailable": "the GPU may be in a compute mode that admits one process alone (`nvidia-smi -q -d "
+    "COMPUTE`), and the notebook or another rank is that one: `nvidia-smi -c DEFAULT`, or one rank with a GPU",
+    "Error while creating shared memory segment": "/dev/shm is full, or too small for NCCL, as in containers with 64 "
+    "MB of it: more (`docker run --shm-size=1g`), or Session(env={'NCCL_SHM_DISABLE': '1'}), which is slower",
+}
 #: What a kernel on the GPU writes where one of its assertions does not hold, once for each of its threads.
 _ASSERTION = re.compile(r"^(?P<where>.*?): (block: .*?, thread: .*? )?(?P<what>Assertion `.*` failed\.?)", re.M)
 
@@ -38,11 +45,13 @@ def explain_gpu_error(
         log: What the rank has written.
         lost: Whether the rank cannot use its GPU any more: then the exception is one of CUDA's, whatever its text.
     """
-    if _NCCL.search(text_of(error)) and (timeouts := _TIMEOUT.findall(log)):
-        return [f"rank {rank}: {timeouts[-1]}"]
-    if not lost and not (isinstance(error, RuntimeError) and _CUDA.search(text_of(error))):
-        return []
-    lines = []
+    text = text_of(error)
+    nccl = isinstance(error, RuntimeError) and bool(_NCCL.search(text))
+    lines = [advice for sign, advice in _ADVICE.items() if sign in text or (nccl and sign in log)]
+    if nccl and (timeouts := _TIMEOUT.findall(log)):
+        lines.append(f"rank {rank}: {timeouts[-1]}")
+    if not lost and not (isinstance(error, RuntimeError) and _CUDA.search(text)):
+        return lines
     if found := _ASSERTION.search(log):
         lines.append(f"on the GPU: {found['where']}: {found['what']}")
     use = None if gpu is None else look(gpu)

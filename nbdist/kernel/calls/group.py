@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from ...devices import VISIBLE, own_gpus, place_ranks, shared
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
 from ...errors import NbdistError, RankDied
+from ...system.cores import near
 from ...system.ending import before_servers
+from ...system.gpus import local_cores
 from ...system.interrupts import postponed_interrupts
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
@@ -111,7 +113,11 @@ class Group:
         with contextlib.closing(self._open_rendezvous()) as rendezvous, self.ranks.together():
             places = place_ranks(layout.devices, environ.get(VISIBLE))
             shares_gpu = bool(gpus := layout.gpus()) and shared(gpus)
-            for rank, (place, slot) in enumerate(zip(places, self.ranks.slots, strict=True)):
+            slots = self.ranks.slots
+            cores = [slot.cores for slot in slots]
+            if layout.threads == "bind" and gpus:
+                cores = near(cores, [local_cores(gpu) for gpu in gpus])
+            for rank, (place, slot) in enumerate(zip(places, slots, strict=True)):
                 world = World(
                     rank=rank,
                     world_size=len(layout.devices),
@@ -122,7 +128,7 @@ class Group:
                     slot=slot,
                     rendezvous=rendezvous.address,
                     threads=self._threads(slot.threads, environ),
-                    cores=slot.cores if layout.threads == "bind" else None,
+                    cores=cores[rank] if layout.threads == "bind" else None,
                     shares_gpu=shares_gpu,
                     group=self.number,
                 )

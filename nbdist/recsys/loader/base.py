@@ -133,9 +133,9 @@ class Loader(Adapter):
                     break
 
     def _epoch_on_device(self) -> Window | None:
-        """The epoch that is next, or goes on next, as one window of dense columns on the device; None where it is none.
+        """Return what is left of the current epoch as one window of dense columns on the device; None where that fails.
 
-        Whoever takes batches of it by hand says so by `_advance`.
+        A caller that takes batches out of it calls `_advance` for them.
         """
         if not self.whole or self._rest is not None:
             return None
@@ -149,7 +149,7 @@ class Loader(Adapter):
         return window if there else None
 
     def _advance(self, steps: int) -> None:
-        """Go on as if so many further batches of the epoch had been given."""
+        """Go on as if `steps` further batches of the epoch had been given."""
         self._start = self._step = self._step + steps
         if self._step == len(self):
             self.set_epoch(self._epoch + 1)

@@ -80,7 +80,7 @@ def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: 
         table: Shape (rows, width).
         sums: Of squares, of the same shape.
         ids: Rows, shape (n,); each may come several times.
-        grads: Shape (n, width): those of a row are added up.
+        grads: Shape (n, width): the gradients of a row are added up.
         rate: The learning rate, shape ().
         eps: Above 0.
     """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .device_rows import RowSteps
+from .device_rows import RowSteps, coalesced
 
 
 def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter], tables: object = None) -> str:
@@ -20,7 +20,7 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
 
     Args:
         optimizer: Any.
-        sparse: Those of its parameters that have sparse gradients.
+        sparse: Its parameters with sparse gradients.
         tables: What has a hook of its steps that does nothing on one rank.
     """
     kind = type(optimizer).__name__
@@ -51,7 +51,7 @@ class DeviceSteps:
 
     Args:
         optimizer: Whose parameters and state are used.
-        sparse: Those of its parameters that have sparse gradients.
+        sparse: Its parameters with sparse gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter]) -> None:
@@ -84,8 +84,22 @@ class DeviceSteps:
             for steps in rows:
                 steps.step([grads.get(table) for table in steps.tables], rate)
 
+    @torch.no_grad()
+    def clipped(self, grads: Mapping[Tensor, Tensor], norm: float) -> dict[Tensor, Tensor]:
+        """Return the gradients, scaled so that the norm of all of them together is at most `norm`."""
+        dense = {one: grad for one, grad in grads.items() if not grad.is_sparse}
+        sparse = {one: grad for one, grad in grads.items() if grad.is_sparse}
+        squares = [one.square() for one in torch._foreach_norm(list(dense.values()))] if dense else []
+        squares += [coalesced(one._indices()[0], one._values())[0].square().sum() for one in sparse.values()]
+        scale = (norm / (torch.stack(squares).sum().sqrt() + 1e-6)).clamp(max=1.0)
+        found = dict(zip(dense, torch._foreach_mul(list(dense.values()), scale), strict=True)) if dense else {}
+        for one, grad in sparse.items():
+            rows = grad._values() * scale
+            found[one] = torch.sparse_coo_tensor(grad._indices(), rows, grad.shape, check_invariants=False)
+        return found
+
     def count(self, steps: int) -> None:
-        """Tell the optimizer that so many steps were taken."""
+        """Add `steps` to the optimizer's own counts of steps."""
         for one in self._counts:
             self._optimizer.state[one]["step"] += steps
 
@@ -95,7 +109,7 @@ class DeviceSteps:
             count.fill_(float(self._optimizer.state[one]["step"]))
 
     def _row_steps(self, group: dict[str, Any], rows: set[nn.Parameter]) -> list[RowSteps]:
-        """What updates the tables of a group: one for those of one width."""
+        """Make what updates the tables of a group: one object for each width of a table."""
         tables = [one for one in group["params"] if one in rows]
         found = []
         for width in dict.fromkeys(table.shape[1] for table in tables):
@@ -108,7 +122,7 @@ class DeviceSteps:
 
 
 def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient whose numbers lie as those of its parameter, as fused steps need it."""
+    """Return a gradient with the strides of its parameter, which fused steps need."""
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
@@ -120,7 +134,7 @@ def _adagrad(
     rate: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """Take that of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
+    """Take the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
     sums = [state["sum"] for state in states]
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
@@ -143,7 +157,7 @@ def _adam(
     group: dict[str, Any],
     take: Callable[..., None] = torch._fused_adam_,
 ) -> None:
-    """Take that of torch's `_fused_adam`; the counts of steps are kept by it, too."""
+    """Take the step of torch's `_fused_adam`, and count it."""
     torch._foreach_add_(counts, 1)
     take(
         params,
@@ -167,7 +181,7 @@ def _sgd(
     rate: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """Take that of torch's `_fused_sgd`."""
+    """Take the step of torch's `_fused_sgd`."""
     torch._fused_sgd_(
         params,
         grads,

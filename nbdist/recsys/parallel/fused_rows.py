@@ -1,6 +1,6 @@
 """Adagrad on the rows that sparse gradients name, in one kernel for all tables of one width. It is Triton's: for GPUs.
 
-The ids are sorted, so that those of a row follow one another. The first of them adds up their gradients, in an order
+The ids are sorted, so that equal ids follow one another. The first of them adds up their gradients, in an order
 that is always the same, and updates the row and its sum of squares.
 """
 
@@ -92,7 +92,7 @@ def try_out(tables: int, width: int, device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-# Were they specialized, the kernel would be compiled anew for some rates, while a graph is recorded.
+# With these specialized, Triton would compile the kernel again for some rates, while a graph is recorded.
 @triton.jit(do_not_specialize=["rate", "count"])  # type: ignore[untyped-decorator]
 def _adagrad(  # type: ignore[no-untyped-def]
     places,

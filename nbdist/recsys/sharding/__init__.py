@@ -3,18 +3,33 @@
 `shard` divides the embedding tables among the ranks, with TorchRec; `replicate` gives each rank a copy, without it.
 """
 
-import contextlib
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..parallel.replicated import Replicated, replicate
-from ..versions import check_torchrec
-from .call import shard
-from .equal_length import equal_steps
-from .plan import Plan
-from .sharded import Sharded
-from .strategies import OPTIMIZERS, STRATEGIES
 
-with contextlib.suppress(ImportError):  # `shard` raises it again
-    check_torchrec()
-    from . import build  # noqa: F401  # here, so that the fork server has TorchRec, and not each rank in each call
+if TYPE_CHECKING:
+    from .call import shard
+    from .equal_length import equal_steps
+    from .plan import Plan
+    from .sharded import Sharded
+    from .strategies import OPTIMIZERS, STRATEGIES
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "Plan", "Replicated", "Sharded", "equal_steps", "replicate", "shard"]
+
+_MODULES = {
+    "shard": "call",
+    "equal_steps": "equal_length",
+    "Plan": "plan",
+    "Sharded": "sharded",
+    "OPTIMIZERS": "strategies",
+    "STRATEGIES": "strategies",
+}
+"""Name → its module, which is imported at the first use: TorchRec takes seconds, and `replicate` does without."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -11,6 +12,10 @@ from ...devices import collective_device
 from ..parallel.optimizer_choice import EPS, LR, MakeOptimizer, check_alone, described
 from ..versions import check_gpu, check_torchrec
 from .sharded import Sharded
+
+with contextlib.suppress(ImportError):  # `shard` raises it again
+    check_torchrec()
+    from . import build  # noqa: F401  # here, so that the fork server has TorchRec, and not each rank in each call
 
 
 def shard(

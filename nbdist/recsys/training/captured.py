@@ -1,6 +1,6 @@
 """Steps that are recorded as CUDA graphs and replayed: no Python runs for a step, and the GPU waits for nothing.
 
-A graph is that of one step, or of some in a row. Before it is replayed, the rows of its batches, in the epoch's order,
+A graph holds one step, or some in a row. Before it is replayed, the rows of its batches, in the epoch's order,
 and its learning rates are copied to where it reads them. Everything else it finds where it was recorded: columns,
 weights, state of the optimizer, sum of the losses.
 """
@@ -51,8 +51,8 @@ def hindrance(run: Run) -> str:
         return "the model is not one of `replicate`"
     if isinstance(model._tables, CommonTables):
         return "tables are in memory that ranks share"
-    if run.gradient_accumulation_steps > 1 or run.max_grad_norm is not None:
-        return "gradient_accumulation_steps= or max_grad_norm= was given"
+    if run.gradient_accumulation_steps > 1:
+        return "gradient_accumulation_steps= was given"
     if run.precision not in (None, "fp32", "bf16"):
         return f"precision is {run.precision}"
     if train.transform is not None or train.keyed:
@@ -63,7 +63,7 @@ def hindrance(run: Run) -> str:
 
 
 def capturing(run: Run, captured: bool | None, steps: int, scheduled: bool) -> CapturedSteps | None:
-    """What records the steps of a run and replays them, if that is wanted and possible.
+    """Make what records the steps of a run and replays them, if that is wanted and possible.
 
     Args:
         run: The run.
@@ -110,7 +110,7 @@ class Recorder:
         return f"{Path(waits[0].filename).name}, line {waits[0].lineno}, waits for the GPU" if waits else ""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work, which is not done thereby; returns what does it."""
+        """Record work without doing it; returns a function that does it."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what it frees may not be freed meanwhile
         try:
@@ -132,7 +132,7 @@ class Recorder:
 
 
 class CapturedSteps:
-    """The steps of a run of which `hindrance` says nothing.
+    """The steps of a run for which `hindrance` returns nothing.
 
     Args:
         run: The run.
@@ -178,7 +178,7 @@ class CapturedSteps:
         self.settle()
 
     def settle(self) -> None:
-        """Let the optimizer know of the steps that were taken for it."""
+        """Add the steps that were replayed to the optimizer's counts of steps."""
         if self._device_steps is not None:
             self._device_steps.count(self._uncounted)
         self._uncounted = 0
@@ -207,14 +207,14 @@ class CapturedSteps:
         return True
 
     def _rows(self, number: int, count: int) -> Tensor:
-        """Where the rows of some batches are, in the epoch's order."""
+        """Return the rows of some batches, in the epoch's order."""
         assert self._window is not None
         train = self._run.train
         low, *_, high = train.partition.batch_starts(train.rank, range(number, number + count + 1))
         return self._window.order[low - self._window.start : high - self._window.start]
 
     def _train_alone(self, number: int) -> None:
-        """One step as the run takes it, by the optimizer itself."""
+        """Take one step as the run does, by the optimizer itself."""
         assert self._window is not None
         self.settle()
         run = self._run
@@ -229,7 +229,7 @@ class CapturedSteps:
             self._device_steps = DeviceSteps(run.model.optimizer, sparse)
 
     def _rehearse(self, number: int) -> None:
-        """One step as it will be recorded; it may turn out that it cannot be."""
+        """Take one step as it will be recorded, and refuse where it cannot be."""
         run, recorder = self._run, Recorder()
         rows = self._rows(number, 1)
         device = rows.device
@@ -251,7 +251,7 @@ class CapturedSteps:
             self._refuse(why)
 
     def _fill(self, number: int, count: int, always: bool = False) -> None:
-        """Tell the graph of so many steps its rows and learning rates."""
+        """Copy the rows and learning rates of `count` steps to where their graph reads them."""
         run = self._run
         rows = self._rows(number, count)
         self._order[: len(rows)].copy_(rows)
@@ -262,7 +262,7 @@ class CapturedSteps:
             self._rates.copy_(host.pin_memory() if self._rates.is_cuda else host, non_blocking=True)
 
     def _replay(self, number: int, count: int) -> None:
-        """Replay the graph of so many steps, on the batches from `number` on."""
+        """Replay the graph of `count` steps, on the batches from `number` on."""
         assert self._recorder is not None
         self._fill(number, count)
         if count not in self._graphs:
@@ -275,7 +275,7 @@ class CapturedSteps:
         self._took(count)
 
     def _steps(self, count: int) -> None:
-        """What is recorded: so many steps."""
+        """Take `count` steps: this is recorded."""
         assert self._window is not None and self._device_steps is not None
         run = self._run
         size = run.train.batch_size
@@ -287,6 +287,8 @@ class CapturedSteps:
             loss = run.loss_of(shaped)
             grads = torch.autograd.grad(loss, self._trained, allow_unused=True)
             found = {one: grad for one, grad in zip(self._trained, grads, strict=True) if grad is not None}
+            if run.max_grad_norm is not None:
+                found = self._device_steps.clipped(found, run.max_grad_norm)
             self._device_steps.step(found, rates.unbind())
             run._loss += loss.detach() * size
 
@@ -306,6 +308,6 @@ class CapturedSteps:
 
 
 def _host_random() -> tuple[Any, ...]:
-    """Where the random generators of the host are."""
+    """Return the state of the host's random generators."""
     state = random_state()
     return state["python"], state["numpy"], state["torch"].tolist()

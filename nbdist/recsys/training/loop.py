@@ -123,10 +123,10 @@ def fit(
         captured: Whether steps are recorded as a CUDA graph and replayed, which takes a small model a tenth of the
             time. For one rank with a GPU and what `replicate` gave; a loader whose columns are dense and fit on the
             GPU, without `transform=` and `keyed=`; torch's SGD, Adagrad, Adam or AdamW (for tables that say
-            `sparse=True`, the first two); without `max_grad_norm` and `gradient_accumulation_steps`. `predict` and
-            `loss` are called for some of the steps alone: they may not wait for the GPU, as `.item()` and indexing by a
-            mask do, nor do anything but compute tensors. None: where that can be, in runs of some length. True: where
-            it cannot be, that is an error.
+            `sparse=True`, the first two); without `gradient_accumulation_steps`. `predict` and `loss` are called for
+            some of the steps alone: they may not wait for the GPU, as `.item()` and indexing by a mask do, nor do
+            anything but compute tensors. None: where that can be, in runs of 100 steps or more. True: where it cannot
+            be, that is an error.
         progress: Whether rank 0 shows anything.
 
     Returns:

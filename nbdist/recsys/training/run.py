@@ -248,7 +248,7 @@ class Run:
 
 
 def _scaler(precision: Precision | None, optimizer: torch.optim.Optimizer) -> ShardedGradScaler:
-    """What scales the loss in fp16, and leaves a step out on all ranks where it overflows on one; else it does nothing.
+    """Make what scales the loss in fp16, and leaves a step out on all ranks where it overflows on one; else a no-op.
 
     A fused optimizer would leave the step out by itself, but in torch 2.13 fails at this scaler's shapes.
     """

@@ -8,21 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 _BUILT = HERE.parents[2] / "build" / "imitated-gpu"
 _PRELOADED = "libcudart-imitated.so"
 #: The libraries by their sources.
 _LIBRARIES = {"cudart.c": _PRELOADED, "cuda.c": "libcuda.so.1", "nvml.c": "libnvidia-ml.so.1"}
-
-
-def present() -> bool:
-    """Return whether this process runs with an imitated GPU."""
-    return _PRELOADED in os.environ.get("LD_PRELOAD", "")
 
 
 def build(folder: Path = _BUILT) -> Path:
@@ -73,3 +70,18 @@ def environment(
             "IMITATED_CAPABILITY": capability,
             "IMITATED_EXCLUSIVE": str(int(exclusive)),
         }
+
+
+def program(code: str, environ: dict[str, str] | None = None, **machine: Any) -> str:
+    """Run a Python program with a machine of its own, and return what it writes to standard output.
+
+    Args:
+        code: The program.
+        environ: Variables on top of this process' own.
+        machine: Arguments of `environment`.
+    """
+    with environment(**machine) as variables:
+        own = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path), **(environ or {})}
+        done = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

@@ -202,15 +202,20 @@ class Computing(TorchDispatchMode):
                 raise
             raise_on_gpu()
             return made
+        if func.namespace == "_c10d_functional":  # it goes on in the background
+            tree_map_only(torch.Tensor, torch.ops._c10d_functional.wait_tensor, computed)
         return _results(func, args, kwargs, host_args, host_kwargs, computed, device)
 
     def _record(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """Keep an operation for each launch of the graph that is recorded; its results have no values until then."""
         host_args, host_kwargs = _hosted(args, kwargs)
-        meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (host_args, host_kwargs))
-        if host_kwargs.get("device") is not None:
-            meta[1]["device"] = torch.device("meta")
-        made = _results(func, args, kwargs, *meta, func(*meta[0], **meta[1]), device)
+        if all(one.alias_info is not None and one.alias_info.is_write for one in func._schema.returns):
+            made = _results(func, args, kwargs, host_args, host_kwargs, [None] * len(func._schema.returns), device)
+        else:
+            meta = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (host_args, host_kwargs))
+            if host_kwargs.get("device") is not None:
+                meta[1]["device"] = torch.device("meta")
+            made = _results(func, args, kwargs, *meta, func(*meta[0], **meta[1]), device)
         targets = [on_host(leaf) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
 
         def compute() -> None:

@@ -1,7 +1,7 @@
-/* libcuda.so.1, the driver, as far as it is asked directly: whether it was initialised here, and how many GPUs it shows. */
+/* libcuda.so.1, the driver, as far as it is asked directly: whether it was initialised here, and which GPUs it shows. */
 #include "machine.h"
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, NOT_SUPPORTED = 801 };
+enum { SUCCESS = 0, NOT_INITIALIZED = 3, NO_DEVICE = 100 };
 
 static int initialised_by; /* process id */
 static int shown[MAX_GPUS], count; /* GPUs in the order that CUDA gives them, as CUDA_VISIBLE_DEVICES restricts it */

@@ -1,5 +1,5 @@
-/* libcudart, preloaded over torch's own: GPUs whose memory is the host's, streams that are always done, and kernels that
- * are not run. Results come from `computing.py`, which computes on the host what kernels would.
+/* libcudart, preloaded over torch's own: GPUs whose memory is the host's, streams that are always done, and kernels
+ * that are not run. Results come from `computing.py`, which computes on the host what kernels would.
  *
  * What is kept of the real one: which calls wait for the GPU, which fail and how, what an error leaves behind.
  */
@@ -406,7 +406,9 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     if (greatest) *greatest = -5;
     return enter();
 }
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) { return function(data), enter(); }
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    return function(data), enter();
+}
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
     return function(stream, cudaSuccess, data), enter();
 }
@@ -426,7 +428,9 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
     event->milliseconds = now.tv_sec * 1e3 + now.tv_nsec / 1e6;
     return enter();
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    return cudaEventRecordWithFlags(event, stream, 0);
+}
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) {
     *milliseconds = end->milliseconds - begin->milliseconds;
     return enter();
@@ -504,7 +508,8 @@ static cudaError_t launch(void) {
     return enter();
 }
 cudaError_t __cudaGetKernel(void **kernel, const void *function) { return *kernel = (void *)function, cudaSuccess; }
-cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t memory, cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t memory,
+                               cudaStream_t stream) {
     return launch();
 }
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t memory,

@@ -36,8 +36,12 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *id, Device *device) {
     return sscanf(id, "%*x:%x", &bus) == 1 ? nvmlDeviceGetHandleByIndex_v2(bus - 1, device) : NOT_FOUND;
 }
 int nvmlDeviceGetIndex(Device device, unsigned *index) { return *index = number(device), SUCCESS; }
-int nvmlDeviceGetUUID(Device device, char *text, unsigned size) { return gpu_uuid(number(device), text, size), SUCCESS; }
-int nvmlDeviceGetName(Device device, char *text, unsigned size) { return gpu_name(number(device), text, size), SUCCESS; }
+int nvmlDeviceGetUUID(Device device, char *text, unsigned size) {
+    return gpu_uuid(number(device), text, size), SUCCESS;
+}
+int nvmlDeviceGetName(Device device, char *text, unsigned size) {
+    return gpu_name(number(device), text, size), SUCCESS;
+}
 int nvmlDeviceGetCudaComputeCapability(Device device, int *major, int *minor) {
     *major = gpu_capability(number(device)) / 10;
     *minor = gpu_capability(number(device)) % 10;

@@ -140,6 +140,18 @@ def test_what_is_learned_is_the_same(sessions: Sessions, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["Adagrad, sparse", "AdamW"])
+def test_gradients_are_clipped(sessions: Sessions, name: str) -> None:
+    make, sparse = OPTIMIZERS[name]
+    options = {"sparse": sparse, "max_grad_norm": 0.02}
+    expected = sessions[1].run(train, make, False, **options)
+    found = sessions[1].run(train, make, True, **options)
+    plain = sessions[1].run(train, make, False, sparse=sparse)
+    assert found[-1] > 20 and found[0][-1].loss != pytest.approx(plain[0][-1].loss, abs=1e-5)
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
 def test_a_run_is_resumed(sessions: Sessions, tmp_path: Path) -> None:
     """Snapshots between, broken off while captured; resumed captured, and not."""
     make, options = OPTIMIZERS["Adam"][0], {"schedule": warmup_decay(75, warmup=10)}
@@ -154,10 +166,10 @@ def test_a_run_is_resumed(sessions: Sessions, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_captured(sessions: Sessions) -> None:
-    """It is an error where it was asked for; otherwise the run is the usual one."""
+    """An error with `captured=True`; without it, the run is the usual one."""
     refusals: dict[str, dict[str, Any]] = {
         "draws random numbers on the CPU": {"dropout": 0.5},  # as dropout does here, and does not on a GPU
-        "max_grad_norm= was given": {"max_grad_norm": 1.0},
+        "gradient_accumulation_steps= was given": {"gradient_accumulation_steps": 2},
         "not all columns of the loader lie on the GPU": {
             "data": rows() | {"list": Ragged(torch.arange(1000), torch.arange(1001))}
         },
