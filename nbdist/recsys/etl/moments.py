@@ -50,6 +50,11 @@ def known(column: pl.Expr) -> pl.Expr:
     return pl.when(values.abs() <= _LARGEST).then(values)
 
 
+def mean() -> pl.Expr:
+    """The mean that a table has; where values are all the same, it is that value, whatever their sum rounds to."""
+    return (pl.col(SUM) / pl.col(COUNT)).clip(pl.col(LEAST), pl.col(MOST))
+
+
 class Sums:
     """An `Aggregate` of some rows, then of others, in the end of all ranks.
 
@@ -127,7 +132,7 @@ class Sums:
 def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
     """The keys of rows, and as `VALUE` the square of its distance from the mean that `table` has for them."""
     names = [key(name) for name in keys]
-    means = table.select(*names, (pl.col(SUM) / pl.col(COUNT)).alias("mean"))
+    means = table.select(*names, mean().alias("mean"))
     joined = rows.join(means, on=names, how="left", nulls_equal=True) if names else rows.join(means, how="cross")
     return joined.select(*names, (pl.col(VALUE) - pl.col("mean")) ** 2)
 
@@ -136,9 +141,8 @@ def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
     """Tables of different rows as one, sorted by the keys."""
     rows = pl.concat(tables)
     names = [key(name) for name in keys]
-    mean = pl.col(SUM) / pl.col(COUNT)
     # Between one and the next of them, as Chan, Golub and LeVeque (1979) have it; of a single one, 0.
-    apart = (mean.first() - mean.last()) ** 2 * pl.col(COUNT).first() * pl.col(COUNT).last() / pl.col(COUNT).sum()
+    apart = (mean().first() - mean().last()) ** 2 * pl.col(COUNT).first() * pl.col(COUNT).last() / pl.col(COUNT).sum()
     columns = [
         pl.col(ROWS, COUNT, SUM).sum(),
         pl.when(pl.col(SQUARES).count() == pl.len()).then(pl.col(SQUARES).sum() + apart.fill_nan(0.0)).alias(SQUARES),
@@ -159,10 +163,10 @@ def overall(table: pl.DataFrame) -> dict[str, float]:
     count = int(table[COUNT].sum())
     if not count:
         return dict.fromkeys(("mean", "std", "var", "min", "max"), 0.0)
-    mean = math.fsum(table[SUM].to_list()) / count
-    apart = table.select(pl.col(COUNT) * (pl.col(SUM) / pl.col(COUNT) - mean) ** 2).to_series()
-    squares = math.fsum([*table[SQUARES].fill_null(0.0).to_list(), *(apart.to_list() if len(table) > 1 else [])])
-    var = squares / max(1, count - 1)
     least: Any = table[LEAST].min()
     most: Any = table[MOST].max()
-    return {"mean": mean, "std": math.sqrt(var), "var": var, "min": least, "max": most}
+    middle = min(max(math.fsum(table[SUM].to_list()) / count, least), most)
+    apart = table.select(pl.col(COUNT) * (mean() - middle) ** 2).to_series()
+    squares = math.fsum([*table[SQUARES].fill_null(0.0).to_list(), *(apart.to_list() if len(table) > 1 else [])])
+    var = squares / max(1, count - 1)
+    return {"mean": middle, "std": math.sqrt(var), "var": var, "min": least, "max": most}

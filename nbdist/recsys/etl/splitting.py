@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -38,7 +39,7 @@ def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> 
     """The last row of each user for testing, the one before it for validation, all others for training.
 
     Users with fewer than three rows are in the training rows alone. Of rows of the same time, the later one in `rows`
-    is the later one; a time that is null is before all others.
+    is the later one; a time that is null or NaN is before all others.
 
     Args:
         rows: A frame, or a lazy one: then nothing is computed.
@@ -57,8 +58,9 @@ def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> 
         ([10, 20, 10], [30], [40])
     """
     check_columns(rows, by, time)
-    none = pl.col(time).is_null()
-    ranked = pl.col(time).rank("ordinal").over(by) + none.sum().over(by)
+    known = _known(rows, time)
+    none = known.is_null()
+    ranked = known.rank("ordinal").over(by) + none.sum().over(by)
     order = pl.when(none).then(none.cum_sum().over(by)).otherwise(ranked)
     behind = pl.len().over(by) - order  # how many rows of the user come later
     part = (
@@ -74,12 +76,14 @@ def time_split(
 ) -> Split[Frame]:
     """The latest rows for testing, those before them for validation, the earliest for training: as in use.
 
-    Rows of the same time are in the same part. A time that is null is before all others.
+    Rows of the same time are in the same part: that of the first of them. A time that is null or NaN is before all
+    others.
 
     Args:
         rows: A frame, or a lazy one: then nothing is computed.
         time: The column that they are divided by.
-        valid: The part of the rows for validation, 0 to 1; or the first time that they have.
+        valid: The part of the rows for validation, 0 to 1, of which the nearest number of rows is taken; or the first
+            time that they have.
         test: The same for testing. Both are parts, or both are times.
 
     Raises:
@@ -96,20 +100,36 @@ def time_split(
         [3, 5, 2]
     """
     check_columns(rows, time)
-    if isinstance(valid, float) != isinstance(test, float):
+    parts = [_is_part(valid), _is_part(test)]
+    if any(parts) and not all(part or one == 0 for part, one in zip(parts, (valid, test), strict=True)):
         raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
+    known = _known(rows, time)
     first: Any
     last: Any
-    if isinstance(valid, float):
+    if any(parts):
+        valid, test = float(valid), float(test)
         if not (valid >= 0 and test >= 0 and valid + test < 1):
             raise ValueError(f"valid={valid} and test={test}: at least 0, and together less than 1")
-        place = pl.col(time).rank("min")  # of rows of the same time, that of the first of them
-        first, last = place > pl.len() * (1 - valid - test), place > pl.len() * (1 - test)
+        # Of rows of the same time, the place of the first of them.
+        place = known.rank("min").cast(pl.Int64) + known.null_count()
+        tested = (pl.len() * test).round().cast(pl.Int64)
+        first, last = place > pl.len() - tested - (pl.len() * valid).round().cast(pl.Int64), place > pl.len() - tested
     else:
         if not valid <= test:
             raise ValueError(f"valid={valid!r} is after test={test!r}")
-        first, last = pl.col(time) >= valid, pl.col(time) >= test
+        first, last = known >= valid, known >= test
     return _divide(rows, pl.when(last).then(_TEST).when(first).then(_VALID).otherwise(_TRAIN))
+
+
+def _is_part(value: Any) -> bool:
+    """Whether `value` is a part of the rows, and no time."""
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
+
+
+def _known(rows: pl.DataFrame | pl.LazyFrame, time: str) -> pl.Expr:
+    """The column of times, NaN being null."""
+    column = pl.col(time)
+    return column.fill_nan(None) if rows.collect_schema()[time].is_float() else column
 
 
 def _divide(rows: Frame, part: pl.Expr) -> Split[Frame]:

@@ -1,6 +1,7 @@
 """How good a recommender is, over all ranks: AUC, log loss, RMSE; recall, NDCG, hit rate, MRR of ranked items."""
 
-from .ranking import MRR, NDCG, HitRate, Recall, ranking_metrics
+from .ranked_items import ranking_metrics
+from .ranking import MRR, NDCG, HitRate, Recall
 from .rows import AUC, RMSE, LogLoss, Throughput
 
 __all__ = ["AUC", "MRR", "NDCG", "RMSE", "HitRate", "LogLoss", "Recall", "Throughput", "ranking_metrics"]

@@ -1,6 +1,6 @@
-"""Metrics of ranked items, over all ranks: how much of what a user took is among the first k that the model names.
+"""Metrics of ranked rows, over all ranks: how much of what a user took is among the first k that the model names.
 
-They are torchmetrics' own, with which rows belong together told by a third tensor: `indexes`, such as the users. ::
+A third tensor, `indexes`, says which rows belong together, such as the users. ::
 
     recall = Recall(10)
     for batch in loader:
@@ -10,25 +10,48 @@ They are torchmetrics' own, with which rows belong together told by a third tens
 
 from __future__ import annotations
 
-from abc import ABC
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics.retrieval import RetrievalHitRate, RetrievalMRR, RetrievalNormalizedDCG, RetrievalRecall
-from torchmetrics.retrieval.base import RetrievalMetric
+from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from .. import ranks
-from ..loader.columns import Ragged
+from .checks import check_finite, check_some_rows, checked_labels, checked_rows
+from .ties import Ties
 
 
-class _Grouped(RetrievalMetric, ABC):
-    """What torchmetrics' own lack.
+class Grouped(Metric):
+    """A mean over users of what the order of each user's rows is worth.
 
-    A rank with fewer batches than others would have all wait for ever; and a score below 0, as logits are, would not
-    count as one.
+    Rows with the same score count by their expectation, over all orders of these alike. Users without a positive row
+    are left out of the mean; `compute` counts them, and rank 0 warns of them.
+
+    Args:
+        k: How many of a user's rows count. None: all.
+
+    Raises:
+        ValueError: `k` is less than 1.
     """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    users = 0
+    """Over how many users `compute` has taken the mean."""
+    users_without_positives = 0
+    """How many users it has left out."""
+
+    def __init__(self, k: int | None) -> None:
+        super().__init__()
+        if k is not None and k < 1:
+            raise ValueError(f"`k` must be at least 1, got {k}")
+        self.k = k
+        for name in ("preds", "target", "indexes"):
+            self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
         """Take rows in.
@@ -37,31 +60,62 @@ class _Grouped(RetrievalMetric, ABC):
             preds: Scores, one per row, higher for what is named first.
             target: Whether the user took it: 0 or 1, or booleans.
             indexes: Whose rows they are: integers.
+
+        Raises:
+            ValueError: Their numbers differ, they have several columns, a score is not finite, a label is something
+                else, or users are not integers.
         """
-        if len(preds):
-            super().update(preds, target, indexes)
+        indexes = indexes.flatten()
+        if indexes.is_floating_point() or indexes.dtype == torch.bool:
+            raise ValueError(f"users must be integers, got {indexes.dtype}")
+        if len(indexes) != len(preds):
+            raise ValueError(f"{len(preds)} predictions of {len(indexes)} users: give the user of each row")
+        if preds.shape == indexes.shape:
+            check_finite("predictions", preds, indexes)  # names the user, too
+        preds, target = checked_rows(preds, target)
+        rows: Any = self
+        rows.preds.append(preds.double())
+        rows.target.append(checked_labels(target).to(torch.uint8))
+        rows.indexes.append(indexes.long())
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Bring the rows of all ranks together, those of each rank in one piece."""
-        for name, dtype in (("indexes", torch.int64), ("preds", torch.float32), ("target", torch.int64)):
+        """Bring the rows of all ranks together, also where a rank has none."""
+        for name, dtype in (("preds", torch.float64), ("target", torch.uint8), ("indexes", torch.int64)):
             parts = getattr(self, name)
             empty = torch.empty(0, dtype=dtype, device=self.device)
-            setattr(self, name, [dim_zero_cat([part.to(dtype) for part in parts]) if len(parts) else empty])
+            setattr(self, name, [dim_zero_cat(parts) if len(parts) else empty])
         super().sync(*args, **kwargs)
 
     def compute(self) -> Tensor:
-        """The mean over all users of all ranks. Raises `ValueError` where there are no rows."""
-        scores: Any = self.preds
-        if not sum(map(len, scores)):
-            raise ValueError(f"{type(self).__name__}: no rows on any rank since the start, or since reset()")
-        self.preds = [dim_zero_cat(scores).unique(return_inverse=True)[1].double() + 1]  # their order is what counts
-        try:
-            return super().compute()
-        finally:
-            self.preds = scores
+        """The mean over all users of all ranks who have a positive row.
+
+        Raises:
+            ValueError: There are no rows, or none that is positive.
+        """
+        states: Any = self
+        check_some_rows(self, len(states.preds))
+        scores, labels, indexes = (dim_zero_cat(one) for one in (states.preds, states.target, states.indexes))
+        check_some_rows(self, len(scores))
+        every = len(indexes.unique())
+        if not labels.any():
+            raise ValueError(f"{type(self).__name__}: none of {every} users has a positive row on any rank")
+        ties = Ties.of(scores, labels, indexes)
+        self.users = len(ties.totals)
+        self.users_without_positives = every - self.users
+        if self.users_without_positives and ranks.rank() == 0:
+            warnings.warn(
+                f"{type(self).__name__}: {self.users_without_positives} of {every} users have no positive row and are "
+                "left out of the mean",
+                stacklevel=3,
+            )
+        return self._of_users(ties, len(scores) if self.k is None else self.k).mean()
+
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        """The value of each user, shape (users,)."""
+        raise NotImplementedError
 
 
-class Recall(_Grouped, RetrievalRecall):
+class Recall(Grouped):
     """Of the items that a user took, the part that is among the first k of the rows of that user; mean over users.
 
     Args:
@@ -78,10 +132,13 @@ class Recall(_Grouped, RetrievalRecall):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__(top_k=k)
+        super().__init__(k)
+
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        return ties.recall(k)
 
 
-class NDCG(_Grouped, RetrievalNormalizedDCG):
+class NDCG(Grouped):
     """Discounted gain of the first k rows of each user, as a part of the best there could be; mean over users.
 
     Args:
@@ -97,10 +154,13 @@ class NDCG(_Grouped, RetrievalNormalizedDCG):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__(top_k=k)
+        super().__init__(k)
+
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        return ties.ndcg(k)
 
 
-class HitRate(_Grouped, RetrievalHitRate):
+class HitRate(Grouped):
     """The part of the users who took at least one of the first k of their rows.
 
     Args:
@@ -116,10 +176,13 @@ class HitRate(_Grouped, RetrievalHitRate):
     """
 
     def __init__(self, k: int) -> None:
-        super().__init__(top_k=k)
+        super().__init__(k)
+
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        return ties.hit_rate(k)
 
 
-class MRR(_Grouped, RetrievalMRR):
+class MRR(Grouped):
     """One by the place of the first row that the user took, 0 where it is not among the first k; mean over users.
 
     Args:
@@ -135,65 +198,7 @@ class MRR(_Grouped, RetrievalMRR):
     """
 
     def __init__(self, k: int | None = None) -> None:
-        super().__init__(top_k=k)
+        super().__init__(k)
 
-
-def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> dict[str, float]:
-    """Recall, NDCG, hit rate and MRR of the items that a model has put first for some users, over all ranks.
-
-    With a process group, all ranks have to call it, each with users of its own, and get the same numbers.
-
-    Args:
-        ranked: Items, the best first, each once; shape (users, at least k); -1 where there is none.
-        relevant: For each of the users, the items that they took.
-        k: How many of the ranked items count. None: all.
-
-    Returns:
-        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something.
-
-    Raises:
-        ValueError: `ranked` and `relevant` are of different numbers of users, k is more than there are, or no user on
-            any rank took anything.
-
-    Examples:
-        >>> import torch
-        >>> from nbdist.recsys.loader import Ragged
-        >>> from nbdist.recsys.metrics import ranking_metrics
-        >>> ranked = torch.tensor([[4, 8], [6, 5]])
-        >>> taken = Ragged(torch.tensor([8, 5, 1]), torch.tensor([0, 1, 3]))  # 8 by the one, 5 and 1 by the other
-        >>> ranking_metrics(ranked, taken)
-        {'recall@2': 0.75, 'ndcg@2': 0.508..., 'hit_rate@2': 1.0, 'mrr@2': 0.5}
-    """
-    k = ranked.shape[1] if k is None else k
-    if len(ranked) != len(relevant.lengths):
-        raise ValueError(f"{len(ranked)} users with ranked items, and {len(relevant.lengths)} with relevant ones")
-    if not 1 <= k <= ranked.shape[1]:
-        raise ValueError(f"k={k}: 1 to {ranked.shape[1]}, as many as are ranked")
-    metrics: dict[str, Any] = {
-        f"recall@{k}": Recall(k),
-        f"ndcg@{k}": NDCG(k),
-        f"hit_rate@{k}": HitRate(k),
-        f"mrr@{k}": MRR(k),
-    }
-    if not sum(ranks.all_gather(len(relevant.values))):
-        raise ValueError("no user took anything: there is nothing to measure by")
-    first = sum(ranks.all_gather(len(ranked))[: ranks.rank()])
-    preds, target, users = _rows(ranked[:, :k], relevant)
-    for metric in metrics.values():
-        metric.to(ranked.device).update(preds, target, users + first)
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
-def _rows(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, labels and users of a row for each ranked item, and for each relevant one that is not among them."""
-    users, k = ranked.shape
-    owner = torch.arange(users, device=ranked.device).repeat_interleave(relevant.lengths)
-    found = ranked[owner] == relevant.values[:, None]  # (relevant, k)
-    label = torch.zeros_like(ranked)
-    label.index_put_((owner, found.int().argmax(1)), found.any(1).to(label.dtype), accumulate=True)
-    missed = owner[~found.any(1)]
-    place = torch.arange(k, 0, -1, dtype=torch.float32, device=ranked.device)
-    there = torch.isin(torch.arange(users, device=ranked.device), owner)  # who took nothing tells nothing
-    preds = torch.cat([place.expand(int(there.sum()), k).flatten(), place.new_zeros(len(missed))])
-    target = torch.cat([label[there].flatten(), torch.ones_like(missed)])
-    return preds, target.long(), torch.cat([there.nonzero().repeat_interleave(k), missed])
+    def _of_users(self, ties: Ties, k: int) -> Tensor:
+        return ties.mrr(k)

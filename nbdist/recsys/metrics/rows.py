@@ -21,27 +21,7 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError, Metric
 from torchmetrics.utilities import dim_zero_cat
 
-
-def _both(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Both flat and without gradient; raises for what would be broadcast into nonsense, or is not a number."""
-    predictions, targets = predictions.detach().flatten(), targets.detach().flatten()
-    if len(predictions) != len(targets):
-        raise ValueError(f"{len(predictions)} predictions for {len(targets)} targets")
-    if not predictions.isfinite().all():
-        raise ValueError(f"{int((~predictions.isfinite()).sum())} of {len(predictions)} predictions are not finite")
-    return predictions, targets
-
-
-def _labels(targets: Tensor) -> Tensor:
-    labels = targets.long()
-    if not ((targets == 0) | (targets == 1)).all():
-        raise ValueError("targets are labels: 0 or 1, or booleans")
-    return labels
-
-
-def _of_some_rows(metric: Metric, rows: Tensor | int) -> None:
-    if not int(rows):
-        raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
+from .checks import check_some_rows, checked_labels, checked_rows
 
 
 class AUC(Metric):
@@ -79,10 +59,11 @@ class AUC(Metric):
             target: Labels, one per row: 0 or 1, or booleans.
 
         Raises:
-            ValueError: Their numbers differ, a score is not finite, or a label is something else.
+            ValueError: Their numbers differ, they have several columns, a score is not finite, or a label is something
+                else.
         """
-        preds, target = _both(preds, target)
-        labels = _labels(target)
+        preds, target = checked_rows(preds, target)
+        labels = checked_labels(target)
         self.scores.append(preds.double())  # type: ignore[union-attr]
         self.labels.append(labels.to(torch.uint8))  # type: ignore[union-attr]
 
@@ -95,9 +76,9 @@ class AUC(Metric):
 
     def compute(self) -> Tensor:
         """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where there are none, or of one label only."""
-        _of_some_rows(self, len(self.scores))
+        check_some_rows(self, len(self.scores))
         scores, labels = dim_zero_cat(self.scores), dim_zero_cat(self.labels)
-        _of_some_rows(self, len(scores))
+        check_some_rows(self, len(scores))
         positives = int(labels.sum(dtype=torch.int64))
         negatives = len(labels) - positives
         if not positives or not negatives:
@@ -147,8 +128,8 @@ class LogLoss(Metric):
         Raises:
             ValueError: As for `AUC.update`; and where probabilities are outside 0 to 1.
         """
-        preds, target = _both(preds, target)
-        labels = _labels(target).double()
+        preds, target = checked_rows(preds, target)
+        labels = checked_labels(target).double()
         if self.logits:
             losses = torch.nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="sum")
         else:
@@ -160,7 +141,7 @@ class LogLoss(Metric):
 
     def compute(self) -> Tensor:
         """The mean over all rows of all ranks. Raises `ValueError` where there are none."""
-        _of_some_rows(self, self.rows)
+        check_some_rows(self, self.rows)
         return self.total / self.rows
 
 
@@ -190,14 +171,14 @@ class RMSE(MeanSquaredError):
             target: What they should have been.
 
         Raises:
-            ValueError: There are not as many of the one as of the other, or predictions are not finite.
+            ValueError: Their numbers differ, they have several columns, or one of them is not finite.
         """
-        preds, target = _both(preds, target)
+        preds, target = checked_rows(preds, target)
         super().update(preds.double(), target.double())
 
     def compute(self) -> Tensor:
         """Over all rows of all ranks. Raises `ValueError` where there are none."""
-        _of_some_rows(self, self.total)
+        check_some_rows(self, self.total)
         return super().compute()
 
 
@@ -240,5 +221,5 @@ class Throughput(Metric):
 
     def compute(self) -> Tensor:
         """Rows per second. Raises `ValueError` where there were none."""
-        _of_some_rows(self, self.rows)
+        check_some_rows(self, self.rows)
         return self.rows / self.seconds

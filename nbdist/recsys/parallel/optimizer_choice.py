@@ -70,3 +70,15 @@ def check_alone(lr: Any, eps: Any) -> None:
     for name, value in (("lr", lr), ("eps", eps)):
         if value is not None:
             raise ValueError(f"`{name}` must be left out where `optimizer` is a callable, got {value}: set it there")
+
+
+def check_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Raise `ValueError` where `eps` is 0 in the type of a parameter: a step would divide by 0 there."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for parameter in group["params"]:
+            if eps and not torch.tensor(eps, dtype=parameter.dtype):
+                raise ValueError(
+                    f"`eps` of {type(optimizer).__name__} must not be 0 in {parameter.dtype}, the type of a parameter, "
+                    f'got {eps}: keep the model in float32, and give fit(precision="bf16") or fit(precision="fp16")'
+                )

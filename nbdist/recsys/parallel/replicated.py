@@ -20,7 +20,7 @@ from . import optimizer_state as optimizers
 from .common_tables import CommonTables, sparse_tables
 from .copied_tables import CopiedTables
 from .growth import Growth
-from .optimizer_choice import MakeOptimizer, maker
+from .optimizer_choice import MakeOptimizer, check_eps, maker
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,8 @@ def replicate(
 
     Raises:
         ValueError: Something of the model is on the meta device; `optimizer` is no callable and no such name, or is a
-            callable and comes with `lr` or `eps`; or it is "adam", and a table says `sparse=True`.
+            callable and comes with `lr` or `eps`; or it is "adam", and a table says `sparse=True`; or its `eps` is 0 in
+            float16, and a parameter is that.
         RuntimeError: Outside a process group.
 
     Examples:
@@ -212,7 +213,9 @@ def replicate(
             static_graph=static_graph,
         )
         vars(model).pop("_ddp_params_and_buffers_to_ignore", None)  # not for whoever wraps it next
-    replicated = Replicated(parallel, make(trained), model, tables)
+    made = make(trained)
+    check_eps(made)
+    replicated = Replicated(parallel, made, model, tables)
     if tables is not None:
         tables.attach(replicated.optimizer)
     return replicated

@@ -51,6 +51,13 @@ class ItemIndex:
             raise ValueError(f"{len(self.ids)} ids, and vectors of shape {tuple(self.vectors.shape)}")
         if self.ids.null_count() or self.ids.n_unique() != len(self.ids):
             raise ValueError("an id is null, or is there twice")
+        wrong = ~self.vectors.isfinite().all(1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{int(wrong.sum())} of {len(self.ids)} vectors are not finite, the first is that of id "
+                f"{self.ids[row]!r} in row {row}"
+            )
 
     @classmethod
     @torch.no_grad()
@@ -111,14 +118,18 @@ class ItemIndex:
         return every.select(pl.col("items", "scores").fill_null([]))
 
     def places(self, ids: Sequence[Sequence[Any]] | pl.Series) -> Ragged:
-        """Lists of ids as places in the index, for `top_k`; ids that it does not have are left out."""
+        """Lists of ids as places in the index, for `top_k` and `ranking_metrics`.
+
+        An id that the index does not have is at -1: `top_k` passes over it, and `ranking_metrics` counts it as missed.
+        An id that is in a list twice is in the result once, and a null is left out.
+        """
         lists = pl.Series("id", ids, dtype=pl.List(self.ids.dtype))
-        rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id")
+        rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id").unique(maintain_order=True)
         known = pl.DataFrame({"id": self.ids}).with_row_index("place")
-        found = rows.join(known, on="id", maintain_order="left")
+        found = rows.join(known, on="id", how="left", maintain_order="left")
         lengths = np.bincount(found["row"].to_numpy(), minlength=len(lists))
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
-        return Ragged(torch.from_numpy(found["place"].cast(pl.Int64).to_numpy(writable=True)), offsets)
+        return Ragged(torch.from_numpy(found["place"].cast(pl.Int64).fill_null(-1).to_numpy(writable=True)), offsets)
 
     def to_faiss(self, factory: str = "Flat") -> Any:
         """A FAISS index of the vectors, by inner product; its numbers are places in `ids`.

@@ -22,7 +22,7 @@ def top_k(
         items: Shape (items, width), on the same device.
         k: How many.
         exclude: For each query, items that it is not to be given, such as those a user has taken, by their places in
-            `items`.
+            `items`; -1 is none of them.
         block: Scores that are in memory at a time.
 
     Returns:
@@ -30,7 +30,8 @@ def top_k(
         -inf and the place -1.
 
     Raises:
-        ValueError: For widths that differ, k below 1, or as many lists in `exclude` as there are no queries.
+        ValueError: For widths that differ, k below 1, as many lists in `exclude` as there are no queries, and for
+            vectors or products that are not finite.
 
     Examples:
         >>> import torch
@@ -51,6 +52,8 @@ def top_k(
         raise ValueError(f"k={k}, block={block}: at least 1")
     if exclude is not None and len(exclude.lengths) != len(queries):
         raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
+    _check_finite("query", queries.isfinite().all(1))
+    _check_finite("item", items.isfinite().all(1))
     scores = torch.full((len(queries), k), -torch.inf, dtype=queries.dtype, device=queries.device)
     places = torch.full((len(queries), k), -1, device=queries.device)
     width = min(len(items), max(k, block))
@@ -66,8 +69,16 @@ def top_k(
             together = torch.cat([scores[rows], found], dim=1)
             scores[rows], chosen = together.topk(k)
             places[rows] = torch.cat([places[rows], place + start], dim=1).gather(1, chosen)
+    _check_finite("the products of query", scores[:, 0] < torch.inf)  # NaN comes first there
     places[scores == -torch.inf] = -1
     return scores, places
+
+
+def _check_finite(what: str, finite: Tensor) -> None:
+    """Raise `ValueError` where one of some rows is not finite."""
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(f"{what} {row} must be finite, got NaN or infinity ({int((~finite).sum())} such rows)")
 
 
 def _leave_out(scores: Tensor, exclude: Ragged, rows: slice, start: int) -> None:

@@ -36,6 +36,7 @@ from .batches_ahead import InputsAhead
 from .collections import columns_of, find_tables, plain_collections, replace, to_torchrec
 from .deferred import DeferredTables, TablesOptimizer, deferring
 from .exchange import exchange_at_once
+from .half_tables import SinglePrecision, check_types
 from .hooks import (
     check_ids,
     divide_means,
@@ -82,6 +83,7 @@ def build(
     named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
     for one in dict.fromkeys(named.values()):
         check_optimizer(one, device, fused)
+    check_types(tables)
     chosen = choose(strategies, tables)
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
@@ -142,7 +144,9 @@ def build(
         optimizers.append(KeyedOptimizerWrapper(mine, dense_optimizer))
     for name, table in tables.items():
         if table.key in copies:
-            make = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
+            make: MakeOptimizer = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
+            if copies[table.key].dtype == torch.float16:
+                make = functools.partial(SinglePrecision, make=make)
             optimizers.append(KeyedOptimizerWrapper({table.key: copies[table.key]}, make))
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")

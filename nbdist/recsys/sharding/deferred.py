@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -62,7 +62,8 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
             first, count = features.index(table), features.count(table)  # its features are side by side
             ids = slice(ends[first], ends[first + count])
             rows, place = indices[ids].unique(return_inverse=True)
-            vectors = weight[rows].requires_grad_(torch.is_grad_enabled())
+            # In single precision, and so gradients are, also of tables of half precision.
+            vectors = weight[rows].float().requires_grad_(torch.is_grad_enabled())
             if vectors.requires_grad:
                 self.looked_up.append(LookedUp(table, rows, vectors))
             if self.pooling_mode == PoolingMode.NONE:
@@ -77,7 +78,8 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
                 include_last_offset=True,
             )
             found.append(pooled.view(count, samples, -1).transpose(0, 1).flatten(1))  # (samples, count * columns)
-        return torch.cat(found, dim=0 if self.pooling_mode == PoolingMode.NONE else 1)
+        output = torch.cat(found, dim=0 if self.pooling_mode == PoolingMode.NONE else 1)
+        return output.to(SparseType.from_int(self.output_dtype).as_dtype())
 
     def gradients(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Of each table that has any: its number, rows, and their gradients, added up since the last `forget`."""
@@ -114,20 +116,21 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         for table, rows, gradient in self.gradients():
             weight = weights[table]
             if self.optimizer == EmbOptimType.EXACT_SGD:
-                weight[rows] -= rate * gradient
+                change = rate * gradient
             elif self.optimizer == ADAM:
                 first, second = states[table]
                 mean = args.beta1 * first[rows] + (1 - args.beta1) * gradient
                 square = args.beta2 * second[rows] + (1 - args.beta2) * gradient**2
                 first[rows], second[rows] = mean, square
                 scale = (square / (1 - args.beta2**step)).sqrt() + args.eps
-                weight[rows] -= rate / (1 - args.beta1**step) * mean / scale
+                change = rate / (1 - args.beta1**step) * mean / scale
             else:
                 (total,) = states[table]
                 rowwise = total.ndim == 1
                 total[rows] += (gradient**2).mean(1) if rowwise else gradient**2
                 scale = total[rows].sqrt() + args.eps
-                weight[rows] -= rate * gradient / (scale[:, None] if rowwise else scale)
+                change = rate * gradient / (scale[:, None] if rowwise else scale)
+            weight[rows] = (weight[rows].float() - change).to(weight.dtype)
 
 
 class TablesOptimizer(CombinedOptimizer):

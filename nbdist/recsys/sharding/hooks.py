@@ -227,4 +227,5 @@ def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torc
     tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
     first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
     rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))
-    return nn.functional.embedding(features.values() + rows, tables.weights.view(-1, columns))
+    found = nn.functional.embedding(features.values() + rows, tables.weights.view(-1, columns))
+    return found.float()  # also of tables of half precision, as FBGEMM has it

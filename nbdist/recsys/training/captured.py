@@ -24,7 +24,6 @@ from ..loader.columns import split, take
 from ..parallel.common_tables import CommonTables, sparse_tables
 from ..parallel.device_steps import DeviceSteps, unsuitable
 from ..parallel.replicated import Replicated
-from .evaluation import forward
 from .run import Run
 from .snapshots import random_state
 
@@ -285,7 +284,7 @@ class CapturedSteps:
         parts = [split(column, range(0, len(rows) + 1, size)) for column in columns.values()]  # type: ignore[arg-type]
         for batch, rates in zip(zip(*parts, strict=True), self._rates, strict=False):
             shaped = run.train._shape(dict(zip(columns, batch, strict=True)))
-            loss = run.loss(*forward(run.model.model, run.predict, shaped, run.precision)[:2])
+            loss = run.loss_of(shaped)
             grads = torch.autograd.grad(loss, self._trained, allow_unused=True)
             found = {one: grad for one, grad in zip(self._trained, grads, strict=True) if grad is not None}
             if run.max_grad_norm is not None:

@@ -17,6 +17,7 @@ from torchmetrics.utilities.exceptions import TorchMetricsUserError
 from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
+from ..metrics.ranking import Grouped
 from ..parallel.protocol import Parallel
 
 Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"]
@@ -68,8 +69,9 @@ def evaluate(
         Name → value.
 
     Raises:
-        ValueError: Outside a process group; for another `precision`, or "bf16" where the GPU has none; and where a
-            metric cannot be computed of such rows, such as an AUC where all labels are the same.
+        ValueError: Outside a process group; for another `precision`, or "bf16" where the GPU has none; for predictions
+            that are NaN, or that a metric refuses; and where a metric cannot be computed of such rows, such as an AUC
+            where all labels are the same.
 
     Examples:
         >>> import torch
@@ -109,13 +111,19 @@ def measure(
             if loader.repeats:
                 found = tuple(one[: -loader.repeats] for one in found)
             for name, metric in metrics.items():
-                grouped = isinstance(metric, RetrievalMetric)
+                grouped = isinstance(metric, (Grouped, RetrievalMetric))
                 if grouped and len(found) < 3:
                     raise TypeError(
                         f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
                         "are, too: predictions, targets, users"
                     )
                 metric.update(*(found if grouped else found[:2]))
+            missing = found[0].isnan()
+            if missing.any():  # for metrics that are not ours
+                raise ValueError(
+                    f"predictions must be numbers, got NaN in row {int(missing.nonzero()[0, 0])} of a batch of rank "
+                    f"{ranks.rank()}"
+                )
     finally:
         model.train(was_training)
     results, failed = dict.fromkeys(metrics, math.nan), {}

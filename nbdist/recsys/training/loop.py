@@ -42,7 +42,7 @@ from .display import RunDisplay
 from .evaluation import Precision, Predict, check_precision
 from .history import History
 from .run import Run
-from .schedule import Schedule
+from .schedule import Schedule, scheduled
 from .snapshots import Snapshots
 
 
@@ -105,7 +105,8 @@ def fit(
             Otherwise those between have the training loss alone.
         loss: Of predictions (float32) and targets: the mean over the rows of a batch.
         metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
-        schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`.
+        schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`. Asked for
+            the steps of the run alone. After the run, the optimizer has its full learning rates again.
         max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
             down to if they have a larger one. None: gradients are not scaled.
         gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
@@ -181,7 +182,10 @@ def fit(
         if loader is not None:
             loader.to(collective_device())
             _same_steps(loader)
-    factor = schedule or (lambda step: 1.0)
+
+    def factor(step: int) -> float:
+        return 1.0 if schedule is None else schedule(min(step, total - 1))
+
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
     pipelined = pipelined and model._ahead is not None and bool(train.keyed) and train.transform is None
@@ -192,7 +196,8 @@ def fit(
     first = run.step
     total = steps if steps is not None else run.steps_of(epochs or 0)
     # Before `Run.train_on` first calls zero_grad, which hands the learning rates of the tables to FBGEMM.
-    rates = LambdaLR(model.optimizer, lambda further: factor(first + further))
+    schedules = contextlib.ExitStack()
+    rates = schedules.enter_context(scheduled(model.optimizer, factor, first))
     display = (
         RunDisplay(run.history, total, list(metrics) if valid else []) if progress and dist.get_rank() == 0 else None
     )
@@ -225,7 +230,7 @@ def fit(
         display.update()
     warned = told = False  # that a machine will be taken away: to be followed by a snapshot; followed by one
     capture = capturing(run, captured, total - run.step, schedule is not None)
-    with contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
+    with schedules, contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
         while run.step < total and not stopped:
             if capture is not None:
                 before = run.step
@@ -335,6 +340,13 @@ def _check(
         raise ValueError(
             f"keep_best={snapshots.keep_best!r} needs valid=, and is to be one of the metrics: {', '.join(metrics)}"
         )
+    by_patience = list(metrics)[-1] if counts["patience"] is not None else None
+    for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):
+        if chosen and metrics[chosen].higher_is_better is None:
+            raise ValueError(
+                f"{option}= goes by {chosen!r}, and {type(metrics[chosen]).__name__} does not say whether more of it "
+                "is better: set higher_is_better of its class to True or False"
+            )
 
 
 def _same_steps(loader: Loader) -> None:

@@ -21,6 +21,7 @@ from ..io.partition import Partition
 from ..loader.base import Loader
 from ..loader.columns import Batch
 from ..parallel.protocol import Ahead, Parallel
+from .batch_loss import batch_loss, not_finite, not_finite_since
 from .evaluation import Precision, Predict, forward, measure
 from .history import History, Record
 from .schedule import Schedule
@@ -57,7 +58,8 @@ class Run:
         self.note_sizes()
         # Since the last record:
         self._loss = torch.zeros((), dtype=torch.float64, device=collective_device())
-        self._rows, self._seconds = 0, 0.0
+        self._rows, self._without_loss, self._seconds = 0, 0, 0.0
+        self._empty = False  # whether the last batch had no predictions
         self._since = time.perf_counter()
 
     def note_sizes(self) -> None:
@@ -98,7 +100,7 @@ class Run:
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
             with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
-                loss = self.loss(*forward(module, self.predict, batch, self.precision)[:2])
+                loss = self.loss_of(batch)
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
                 self._scaler.scale(loss * (self._sizes[number] * self._ranks / total)).backward()
@@ -106,12 +108,23 @@ class Run:
                     ahead.proceed()
             self._loss += loss.detach() * self._sizes[number]
             self._rows += self._sizes[number]
+            self._without_loss += self._sizes[number] * self._empty
         self._scaler.unscale_(optimizer)  # where they overflow on one rank, all ranks leave the step out
         if self.max_grad_norm is not None:
             self.model.clip_gradients(self.max_grad_norm)
         self._scaler.step(optimizer)
         self._scaler.update()
         self.step += 1
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """The loss of a batch; on CPUs, raises `ValueError` where it is not finite."""
+        found = forward(self.model.model, self.predict, batch, self.precision)
+        loss = batch_loss(self.loss, found[0], found[1])
+        # In fp16 such a step is left out.
+        if self.precision != "fp16" and loss.device.type == "cpu" and not loss.isfinite():
+            raise not_finite(self.step + 1, dist.get_rank(), found[0], found[1])
+        self._empty = not len(found[0])
+        return loss
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
         """Begin to send the ids of a batch to the ranks that hold their rows, if it has as many rows on all ranks."""
@@ -131,11 +144,12 @@ class Run:
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric]) -> None:
         """Add to the history what was trained since the last record, and an evaluation."""
         self._stop_clock()
-        sums = torch.stack([self._loss, torch.tensor(self._rows).to(self._loss)])
+        sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=sums.device)
         dist.all_reduce(sums)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        loss, rows = sums.tolist()
+        loss, rows, without = sums.tolist()
+        self._check_finite(loss)
         found: dict[str, float] = {}
         failed: dict[str, str] = {}
         if valid is not None:
@@ -150,7 +164,7 @@ class Run:
             Record(
                 step=self.step,
                 epoch=self.epoch,
-                loss=loss / rows,
+                loss=loss / max(rows - without, 1),
                 metrics=found,
                 rates=[rates[full] for full in sorted(rates, reverse=True)],
                 rows_per_second=rows / float(slowest),
@@ -158,19 +172,25 @@ class Run:
             )
         )
         self._loss.zero_()
-        self._rows, self._seconds = 0, 0.0
+        self._rows, self._without_loss, self._seconds = 0, 0, 0.0
         self._since = time.perf_counter()
+
+    def _check_finite(self, loss: float) -> None:
+        """Raise `ValueError` where the sum of the losses since the last record is not finite."""
+        if self.precision != "fp16" and not math.isfinite(loss):
+            raise not_finite_since(self.step)
 
     def snapshot(self, snapshots: Snapshots) -> None:
         """Take a snapshot."""
         if self.step == self._saved:
             return
+        self._check_finite(float(self._loss))  # or it would take the place of one that is right
         self._saved = self.step
         self._stop_clock()
         own = {
             "loader": self.train.state_dict(),
             "random": random_state(),
-            "since": (float(self._loss), self._rows, self._seconds),
+            "since": (float(self._loss), self._rows, self._without_loss, self._seconds),
         }
         common = {"history": self.history._to_json(), "epoch": self.epoch, "origin": self._origin}
         common["loss_scale"] = self._scaler.state_dict()
@@ -200,9 +220,10 @@ class Run:
             set_random_state(own["random"])
         if there != here:  # one has what all had
             since = [one["since"] for one in snapshots._own_of_all(common)] if rank == 0 else []
-        self._loss.fill_(sum(loss for loss, _, _ in since))
-        self._rows = sum(rows for _, rows, _ in since)
-        self._seconds = max([seconds for _, _, seconds in since], default=0.0)
+        self._loss.fill_(sum(loss for loss, *_ in since))
+        self._rows = sum(rows for _, rows, *_ in since)
+        self._without_loss = sum(without for *_, without, _ in since)
+        self._seconds = max([seconds for *_, seconds in since], default=0.0)
         step, epochs, before = common["origin"]
         self._origin = step, epochs, before
         begun = own["loader"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
 Schedule: TypeAlias = Callable[[int], float]
-"""Step, from 0 → factor. Any function will do, as for `torch.optim.lr_scheduler.LambdaLR`, which applies it."""
+"""Step, from 0 → factor. Any function will do, as for `torch.optim.lr_scheduler.LambdaLR`, which applies it. It is
+asked for the steps of the run alone."""
 
 
 def warmup_decay(
@@ -48,3 +53,23 @@ def warmup_decay(
         return final + (1 - final) * left
 
     return factor
+
+
+@contextlib.contextmanager
+def scheduled(optimizer: torch.optim.Optimizer, factor: Schedule, first: int) -> Iterator[LambdaLR]:
+    """Multiply the learning rates by factors during a run that begins at step `first`.
+
+    Before and after it, an optimizer has its full learning rates, so that those which are set between two runs count.
+    """
+    for group in optimizer.param_groups:
+        group.pop("initial_lr", None)  # of another scheduler: LambdaLR would go on from it
+    rates = LambdaLR(optimizer, lambda further: factor(first + further))
+    try:
+        yield rates
+    finally:
+        for group in optimizer.param_groups:
+            full = group.pop("initial_lr")
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(full)
+            else:
+                group["lr"] = full

@@ -157,6 +157,11 @@ def test_a_null_that_no_server_can_take_the_logarithm_of(tmp_path: Path) -> None
         (lambda: FillMissing(value=1), "no columns are named"),
         (lambda: Clip("a"), "give min_value=, max_value=, or both"),
         (lambda: Clip("a", min_value=2, max_value=1), "min_value=2 is more than max_value=1"),
+        (lambda: Clip("a", min_value=-math.inf, max_value=math.inf), "give min_value=, max_value=, or both"),
+        (lambda: Clip("a", min_value=math.nan), "`min_value` must be a number that values can have, got nan"),
+        (lambda: Clip("a", max_value=-math.inf), "`max_value` must be a number that values can have, got -inf"),
+        (lambda: Bucketize("a", boundaries=[0, math.inf]), "rising numbers are needed, none infinite"),
+        (lambda: Bucketize("a", boundaries=[math.nan]), "rising numbers are needed, none infinite"),
         (lambda: Bucketize("a", boundaries=[]), "rising numbers are needed"),
         (lambda: Bucketize("a", boundaries=[1, 1]), "rising numbers are needed"),
         (lambda: ListSlice("a"), "one of the two, at least 1"),
@@ -176,7 +181,7 @@ def test_arguments_that_make_no_sense(make: Any, message: str) -> None:
         (ListSlice("age", last=1), "ListSlice: column 'age' is Int8: lists are needed"),
         (Clip("nowhere", min_value=1), "no column 'nowhere'"),
         (FillMissing("age", value=1.5), r"value=1.5 is not one of Int8"),
-        (Clip("age", max_value=0.5), r"0.5 is not one of Int8"),
+        (Clip("age", max_value=0.5), r"Clip\('age', .*0.5 is not one of Int8"),
         (FillMissing("age", value=300), "FillMissing"),
     ],
 )
@@ -276,3 +281,12 @@ def test_numbers_made_of_codes_are_served_as_numbers(tmp_path: Path, step: Any) 
     assert result.outputs["x"].dtype == expected.dtype and result.outputs["x"].size is None
     found = Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))["x"]
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6)
+
+
+def test_a_bound_that_is_infinite_is_none(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"age": [-1, 30]})
+    for bounds, expected in (((0, math.inf), [0, 30]), ((-math.inf, 7), [-1, 7]), ((np.int64(0), None), [0, 30])):
+        workflow = Workflow(Clip("age", min_value=bounds[0], max_value=bounds[1])).fit(rows, progress=False)
+        workflow.save(tmp_path / "saved", overwrite=True)
+        for one in (workflow, Workflow.load(tmp_path / "saved")):
+            assert one.transform(rows).collect()["age"].to_list() == expected

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
@@ -56,6 +57,36 @@ def test_parts_by_time(rows: list[Any], valid: float, test: float) -> None:
 def test_parts_of_different_times_are_as_large_as_was_said() -> None:
     frame = pl.DataFrame({"timestamp": range(1000)}).sample(fraction=1, shuffle=True, seed=1)
     assert [len(part) for part in time_split(frame, valid=0.25, test=0.1)] == [650, 250, 100]
+
+
+@given(st.integers(0, 1200), st.integers(0, 50), st.integers(0, 49), st.integers(0, 400))
+@settings(max_examples=40, deadline=None)
+def test_parts_of_any_size_are_rounded(rows: int, valid: int, test: int, nulls: int) -> None:
+    times = [*range(rows), *[None] * nulls]
+    frame = pl.DataFrame({"timestamp": times}, schema={"timestamp": pl.Int64})
+    tested, validated = round((rows + nulls) * (test / 100)), round((rows + nulls) * (valid / 100))
+    split = time_split(frame, valid=valid / 100, test=test / 100)
+    assert len(split.test) == min(tested, rows)
+    assert len(split.valid) == max(min(validated, rows - tested), 0)
+    assert split.train["timestamp"].null_count() == nulls
+
+
+@pytest.mark.parametrize(
+    ("rows", "valid", "test", "sizes"),
+    [(1000, 0.15, 0.05, [800, 150, 50]), (20, 0.15, 0.05, [16, 3, 1]), (200, 0, 0.1, [180, 0, 20])],
+)
+def test_parts_that_no_float_is_exactly(rows: int, valid: float, test: float, sizes: list[int]) -> None:
+    frame = pl.DataFrame({"timestamp": range(rows)})
+    for number in (float, np.float32):
+        parts = time_split(frame, valid=number(valid), test=number(test))
+        assert [len(part) for part in parts] == sizes
+    assert [len(part) for part in time_split(frame, valid=valid, test=test)] == sizes
+
+
+def test_a_time_that_is_nan_is_before_all_others() -> None:
+    frame = pl.DataFrame({"user": [1] * 4, "timestamp": [1.0, float("nan"), 2.0, 3.0]})
+    for split in (leave_one_out(frame), time_split(frame, valid=0.25, test=0.25)):
+        assert [part["timestamp"].fill_nan(-1).to_list() for part in split] == [[1.0, -1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize(

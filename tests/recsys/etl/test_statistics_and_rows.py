@@ -472,3 +472,31 @@ def test_types_of_keys(tmp_path: Path) -> None:
         assert Workflow.load(tmp_path / "saved").transform(rows).collect().equals(one.transform(rows).collect())
     steps_file = json.loads((tmp_path / "saved" / "workflow.json").read_text())["steps"]
     assert [step["kind"] for step in steps_file] == ["join_groupby", "target_encoding"]
+
+
+@given(
+    st.floats(-1e9, 1e9).filter(lambda value: value == 0 or abs(value) > 1e-9),
+    st.integers(1, 120),
+    st.integers(0, 40),
+)
+@settings(max_examples=25, deadline=None)
+def test_values_that_are_all_the_same_have_no_distances(value: float, rows: int, more: int) -> None:
+    """The mean of 0.1, 0.1, 0.1 is no 0.1 if it is their sum by three."""
+    frame = pl.DataFrame({"key": [1] * rows, "price": [value] * rows})
+    steps = [JoinGroupby("key", columns="price", stats=["mean", "std", "var"]), Normalize("price")]
+    workflow = Workflow(*steps).fit(frame, progress=False)
+    if more:
+        workflow = Workflow(*steps).fit(frame[:more], previous=workflow, progress=False)
+    found = workflow.transform(frame).collect()
+    assert found["price"].abs().max() == found["key_price_std"].max() == found["key_price_var"].max() == 0
+    assert found["key_price_mean"].unique().to_list() == [value]
+    other = workflow.transform(pl.DataFrame({"key": [1], "price": [value + 1]})).collect()["price"].item()
+    assert other == pytest.approx(1)
+
+
+@pytest.mark.parametrize("step", [Normalize("price"), NormalizeMinMax("price")])
+def test_values_that_differ_by_rounding_alone_are_one(step: Any) -> None:
+    frame = pl.DataFrame({"price": [0.1 + 0.2, 0.3, 0.3]})
+    workflow = Workflow(step).fit(frame, progress=False)
+    found = workflow.transform(pl.concat([frame, pl.DataFrame({"price": [1.3]})])).collect()["price"]
+    assert found[:3].abs().max() < 1e-9 and found[3] == pytest.approx(1)

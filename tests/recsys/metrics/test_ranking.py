@@ -46,12 +46,75 @@ users = st.lists(
 def test_as_a_naive_reference_has_it(users: list[Any], k: int) -> None:
     ranked, relevant = [list(row) for row, _ in users], [taken for _, taken in users]
     found = ranking_metrics(torch.tensor(ranked), ragged(relevant), k)
-    assert found == pytest.approx(naive(ranked, relevant, k), abs=1e-6)
+    expected = naive(ranked, relevant, k)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert (found["users"], found["users_without_items"]) == (
+        sum(map(bool, relevant)),
+        sum(not taken for taken in relevant),
+    )
 
 
 def test_places_without_an_item_are_no_hits() -> None:
-    found = ranking_metrics(torch.tensor([[3, -1, -1]]), ragged([[5]]))
-    assert set(found.values()) == {0.0}
+    for relevant in ([[5]], [[-1]], [[5, -1]]):
+        found = ranking_metrics(torch.tensor([[3, -1, -1]]), ragged(relevant))
+        assert set(list(found.values())[:4]) == {0.0}
+
+
+def test_an_item_counts_once_and_one_that_is_not_known_is_missed() -> None:
+    ranked = torch.tensor([[4, 8], [8, 8], [1, 2], [1, 2]])
+    found = ranking_metrics(ranked, ragged([[8, 9, 9], [8, 8], [1, -1, -1], []]))
+    assert found["recall@2"] == pytest.approx((1 / 2 + 1 + 1 / 3) / 3)
+    assert found["mrr@2"] == pytest.approx((1 / 2 + 1 + 1) / 3)
+    assert (found["users"], found["users_without_items"], found["unknown_items"]) == (3, 1, 2)
+
+
+def test_many_users_take_a_few_operations() -> None:
+    users, draw = 20_000, torch.Generator().manual_seed(0)
+    ranked = torch.randint(500, (users, 10), generator=draw)
+    taken = torch.randint(500, (users,), generator=draw)
+    with torch.profiler.profile() as profile:
+        found = ranking_metrics(ranked, Ragged(taken, torch.arange(users + 1)))
+    assert found["hit_rate@10"] == pytest.approx(float((ranked == taken[:, None]).any(1).double().mean()))
+    assert len(profile.events()) < 1000, "not one after the other"
+
+
+def test_equal_scores_count_by_their_expectation() -> None:
+    for kind in (Recall, HitRate):
+        for place in range(5):
+            metric, taken = kind(1), torch.zeros(5)
+            taken[place] = 1
+            metric.update(torch.full((5,), 0.5), taken, torch.zeros(5, dtype=torch.int64))
+            assert float(metric.compute()) == pytest.approx(0.2)
+
+
+def test_users_without_positives_are_left_out_and_said() -> None:
+    both = ranking_metrics(torch.tensor([[4], [6]]), ragged([[4], []]))
+    for metric, name in ((HitRate(1), "hit_rate@1"), (Recall(1), "recall@1"), (NDCG(1), "ndcg@1"), (MRR(1), "mrr@1")):
+        metric.update(torch.tensor([0.9, 0.1, 0.8]), torch.tensor([1, 0, 0]), torch.tensor([0, 0, 1]))
+        with pytest.warns(UserWarning, match="1 of 2 users have no positive row and are left out"):
+            assert float(metric.compute()) == both[name] == 1.0
+        assert (metric.users, metric.users_without_positives) == (1, 1)
+    alone = HitRate(1)
+    alone.update(torch.tensor([0.9]), torch.tensor([0]), torch.tensor([3]))
+    with pytest.raises(ValueError, match="HitRate: none of 1 users has a positive row"):
+        alone.compute()
+
+
+@pytest.mark.parametrize(
+    ("scores", "taken", "users", "message"),
+    [
+        ([0.1, math.nan], [0, 1], [3, 7], r"1 of 2 predictions are not finite, the first is nan in row 1 \(user 7\)"),
+        ([0.1, -math.inf], [0, 1], [3, 7], "the first is -inf in row 1"),
+        ([0.1, 0.2], [0, 2], [3, 7], "must be labels, 0 or 1, or booleans, got 2 in row 1"),
+        ([0.1, 0.2], [0, 1], [3.0, 7.0], "users must be integers, got torch.float32"),
+        ([0.1, 0.2], [0, 1], [3], "2 predictions of 1 users"),
+        ([[0.1, 0.2], [0.1, 0.2]], [[0, 1], [1, 0]], [3, 7], r"must have one column, got the shape \(2, 2\)"),
+    ],
+)
+def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str) -> None:
+    for metric in (Recall(1), NDCG(1), HitRate(1), MRR()):
+        with pytest.raises(ValueError, match=message):
+            metric.update(torch.tensor(scores), torch.tensor(taken), torch.tensor(users))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +123,7 @@ def test_places_without_an_item_are_no_hits() -> None:
         (torch.zeros(2, 3, dtype=torch.int64), [[1]], None, "2 users with ranked items, and 1 with relevant"),
         (torch.zeros(1, 3, dtype=torch.int64), [[1]], 4, "k=4: 1 to 3"),
         (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "no user took anything"),
+        (torch.full((1, 3), math.nan), [[1]], None, "items must be integers"),
     ],
 )
 def test_what_makes_no_sense(ranked: torch.Tensor, relevant: Any, k: int | None, message: str) -> None:
@@ -104,7 +168,8 @@ def test_all_ranks_have_the_numbers_of_all_users(session: Session) -> None:
     for cut in (10, 29, 0):
         assert session.run_all(share, cut) == [pytest.approx(expected), pytest.approx(expected)]
     first, second = session.run_all(in_steps)
-    assert first == second == pytest.approx([2 / 9, 1 / 3, 1 / 3, 1 / 3])
+    # Of three users one took something.
+    assert first == second == pytest.approx([2 / 3, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.slow

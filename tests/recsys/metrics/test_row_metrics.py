@@ -116,6 +116,10 @@ def test_what_makes_no_sense_is_refused(metric: Any) -> None:
         metric.update(one, torch.tensor([1, 0, 1]))
     with pytest.raises(ValueError, match="1 of 2 predictions are not finite"):
         metric.update(torch.tensor([float("nan"), 1]), torch.tensor([1, 0]))
+    with pytest.raises(ValueError, match=r"targets must have one column, got the shape \(2, 2\)"):
+        metric.update(one, torch.tensor([[1, 0], [1, 0]]))
+    with pytest.raises(ValueError, match="targets"):
+        metric.update(one, torch.tensor([1, float("nan")]))
     with pytest.raises(ValueError, match=r"no rows"):
         metric.compute()
 

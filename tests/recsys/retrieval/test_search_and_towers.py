@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from nbdist import Session, in_ddp, warm
 from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
+from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import Tower, TwoTower, draw_rows, softmax_logits
 from nbdist.recsys.retrieval import ItemIndex, top_k
 from nbdist.recsys.sharding import replicate, shard
@@ -52,6 +53,9 @@ def test_exact_in_blocks_of_any_size(queries: int, items: int, k: int, block: in
         ({"k": 0}, "k=0, block=.*: at least 1"),
         ({"items": torch.ones(4, 3)}, "queries have 2 columns, and items 3"),
         ({"exclude": Ragged(torch.tensor([1]), torch.tensor([0, 1]))}, "exclude has 1 lists for 2 queries"),
+        ({"items": torch.tensor([[1.0, 1.0], [torch.nan, 1.0]])}, "item 1 must be finite"),
+        ({"queries": torch.tensor([[1.0, 1.0], [torch.inf, 1.0]])}, "query 1 must be finite"),
+        ({"queries": torch.full((2, 2), 1e30), "items": torch.full((4, 2), 1e30)}, "the products of query 0"),
     ],
 )
 def test_searches_that_make_no_sense(options: dict[str, Any], message: str) -> None:
@@ -114,6 +118,21 @@ def test_an_index_is_kept(index: ItemIndex, tmp_path: Path) -> None:
 def test_what_is_no_index(ids: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ItemIndex(pl.Series(ids), torch.eye(2))
+
+
+def test_vectors_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"1 of 2 vectors are not finite, the first is that of id 'broken' in row 1"):
+        ItemIndex(pl.Series(["good", "broken"]), torch.tensor([[1.0, 0.0], [torch.nan, 0.0]]))
+
+
+def test_ids_that_the_index_lacks_are_counted() -> None:
+    index = ItemIndex(pl.Series([10, 20]), torch.eye(2))
+    found = index.places(pl.Series([[10, 999, 10, 999, 998, None], [], None, [20]]))
+    assert found.values.tolist() == [0, -1, -1, 1] and found.lengths.tolist() == [3, 0, 0, 1]
+    places = top_k(torch.eye(2), index.vectors, 1, exclude=index.places([[999], [20]]))[1]
+    assert places.tolist() == [[0], [0]]
+    measured = ranking_metrics(torch.tensor([[0], [1]]), index.places([[10], [999]]))
+    assert measured["hit_rate@1"] == 0.5 and measured["unknown_items"] == 1
 
 
 # --- the loss ---

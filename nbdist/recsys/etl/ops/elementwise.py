@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import polars as pl
 
@@ -31,7 +33,7 @@ class ColumnStep(Step):
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is {schema[name]}: {self._needed}")
         try:
             return pl.DataFrame(schema=schema).with_columns(self._expressions(schema, self.adds, State())).schema
-        except pl.exceptions.PolarsError as error:
+        except (pl.exceptions.PolarsError, ValueError) as error:
             raise ValueError(f"{where}: {self}: {error}") from error
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
@@ -112,8 +114,8 @@ class Clip(ColumnStep):
 
     Args:
         *columns: Of numbers.
-        min_value: The minimum. None: no minimum.
-        max_value: The maximum. None: no maximum.
+        min_value: The minimum. None or -inf: no minimum.
+        max_value: The maximum. None or inf: no maximum.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -131,6 +133,7 @@ class Clip(ColumnStep):
 
     def __init__(self, *columns: str, min_value: float | None = None, max_value: float | None = None) -> None:
         super().__init__(*columns)
+        min_value, max_value = _bound("min_value", min_value), _bound("max_value", max_value)
         if min_value is None and max_value is None:
             raise ValueError("Clip: give min_value=, max_value=, or both")
         if min_value is not None and max_value is not None and min_value > max_value:
@@ -143,6 +146,19 @@ class Clip(ColumnStep):
             if bound is not None and not dtype.is_float() and bound != int(bound):
                 raise ValueError(f"Clip: {bound} is not one of {dtype}")
         return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
+
+
+def _bound(name: str, value: Any) -> float | None:
+    """A bound of `Clip` as JSON can hold it: a finite number, or None where no value is beyond it."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"Clip: `{name}` must be a number or None, got {value!r}")
+    if math.isnan(value) or value == (math.inf if name == "min_value" else -math.inf):
+        raise ValueError(f"Clip: `{name}` must be a number that values can have, got {value}")
+    if math.isinf(value):
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 class Bucketize(ColumnStep):
@@ -171,8 +187,9 @@ class Bucketize(ColumnStep):
     def __init__(self, *columns: str, boundaries: Sequence[float]) -> None:
         super().__init__(*columns)
         self.boundaries = list(boundaries)
-        if not self.boundaries or sorted(set(self.boundaries)) != self.boundaries:
-            raise ValueError(f"Bucketize: boundaries={self.boundaries}: rising numbers are needed")
+        finite = all(math.isfinite(one) for one in self.boundaries)
+        if not self.boundaries or not finite or sorted(set(self.boundaries)) != self.boundaries:
+            raise ValueError(f"Bucketize: boundaries={self.boundaries}: rising numbers are needed, none infinite")
 
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2

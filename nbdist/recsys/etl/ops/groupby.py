@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import polars as pl
 
 from ..kernels import Kernel, lookup
-from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, overall
+from ..moments import COUNT, LEAST, MOST, ROWS, SQUARES, SUM, Aggregate, key, mean, overall
 from .statistics import StatisticsStep
 from .step import Stage, State, chained, names_of
 
@@ -137,7 +137,7 @@ class JoinGroupby(StatisticsStep):
         count = pl.col(COUNT)
         var = pl.when(count > 1).then(pl.col(SQUARES) / (count - 1))
         columns = {
-            "mean": pl.when(count > 0).then(pl.col(SUM) / count),
+            "mean": pl.when(count > 0).then(mean()),
             "var": var,
             "std": var.sqrt(),
             "min": pl.col(LEAST),

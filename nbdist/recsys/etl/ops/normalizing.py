@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,8 +31,11 @@ class _Scale(StatisticsStep):
 
     def _shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
         """What is subtracted from the values of a column, and what the rest is divided by."""
-        shift, scale = self._of(overall(self._learned(state, name)))
-        return shift, scale or 1.0
+        seen = overall(self._learned(state, name))
+        shift, scale = self._of(seen)
+        # What differs by no more than values are rounded to is one value.
+        rounding = 4 * sys.float_info.epsilon * max(abs(seen["min"]), abs(seen["max"]))
+        return shift, scale if scale > rounding else 1.0
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []

@@ -1,0 +1,62 @@
+"""What all metrics refuse: rows that do not belong together, several columns, numbers that are not finite."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torchmetrics import Metric
+
+
+def checked_rows(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both flat and without gradient.
+
+    Raises:
+        ValueError: One of them has several columns, their numbers of rows differ, or a number is not finite.
+    """
+    predictions, targets = _flat("predictions", predictions), _flat("targets", targets)
+    if len(predictions) != len(targets):
+        raise ValueError(f"{len(predictions)} predictions for {len(targets)} targets")
+    check_finite("predictions", predictions)
+    check_finite("targets", targets)
+    return predictions, targets
+
+
+def checked_labels(targets: Tensor) -> Tensor:
+    """Return labels as integers; raise `ValueError` for others than 0 and 1."""
+    wrong = (targets != 0) & (targets != 1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(f"targets must be labels, 0 or 1, or booleans, got {targets[row].item()} in row {row}")
+    return targets.long()
+
+
+def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> None:
+    """Raise `ValueError` for numbers that are not finite.
+
+    Args:
+        what: Their name, in the plural.
+        values: Shape (rows,).
+        owners: For each row the user, to be named; shape (rows,).
+    """
+    wrong = ~values.isfinite()
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        user = "" if owners is None else f" (user {owners[row].item()})"
+        raise ValueError(
+            f"{int(wrong.sum())} of {len(values)} {what} are not finite, the first is {values[row].item()} in row "
+            f"{row}{user} of this rank's batch"
+        )
+
+
+def check_some_rows(metric: Metric, rows: Tensor | int) -> None:
+    """Raise `ValueError` where a metric has seen no rows."""
+    if not int(rows):
+        raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
+
+
+def _flat(what: str, values: Tensor) -> Tensor:
+    if values.ndim > 1 and values.numel() != len(values):
+        raise ValueError(
+            f"{what} must have one column, got the shape {tuple(values.shape)}: measure each task with a metric of its "
+            "own, by one predict for each"
+        )
+    return values.detach().flatten()

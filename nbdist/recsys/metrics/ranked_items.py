@@ -1,0 +1,96 @@
+"""Recall, NDCG, hit rate and MRR of lists of items that a model has put first, without a score for every item."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ranks
+from ..loader.columns import Ragged
+
+
+def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> dict[str, float]:
+    """Recall, NDCG, hit rate and MRR of the items that a model has put first for some users, over all ranks.
+
+    With a process group, all ranks have to call it, each with users of its own, and get the same numbers.
+
+    Args:
+        ranked: Items, integers, the best first; shape (users, at least k); -1 where there is none. Of an item that is
+            there twice, the first place counts.
+        relevant: For each of the users, the items that they took. One that is there twice counts once. -1 is an item
+            that the model cannot name, as `ItemIndex.places` has it: each counts, and is missed.
+        k: How many of the ranked items count. None: all.
+
+    Returns:
+        "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And how many there
+        are: "users" who took something, "users_without_items" who did not and are left out, and "unknown_items", the
+        relevant items that are -1.
+
+    Raises:
+        ValueError: `ranked` and `relevant` are of different numbers of users or are not integers, k is more than there
+            are, or no user on any rank took anything.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist.recsys.loader import Ragged
+        >>> from nbdist.recsys.metrics import ranking_metrics
+        >>> ranked = torch.tensor([[4, 8], [6, 5]])
+        >>> taken = Ragged(torch.tensor([8, 5, 1]), torch.tensor([0, 1, 3]))  # 8 by the one, 5 and 1 by the other
+        >>> found = ranking_metrics(ranked, taken)
+        >>> found["recall@2"], found["hit_rate@2"], found["mrr@2"], found["users"]
+        (0.75, 1.0, 0.5, 2)
+    """
+    if ranked.ndim != 2 or ranked.is_floating_point() or relevant.values.is_floating_point():
+        raise ValueError(
+            f"ranked and relevant items must be integers, the ranked ones of shape (users, places), got {ranked.dtype} "
+            f"of shape {tuple(ranked.shape)} and {relevant.values.dtype}"
+        )
+    k = ranked.shape[1] if k is None else k
+    if len(ranked) != len(relevant.lengths):
+        raise ValueError(f"{len(ranked)} users with ranked items, and {len(relevant.lengths)} with relevant ones")
+    if not 1 <= k <= ranked.shape[1]:
+        raise ValueError(f"k={k}: 1 to {ranked.shape[1]}, as many as are ranked")
+    relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))
+    hits, totals = _hits(ranked[:, :k].long(), relevant)
+    there = totals > 0
+    hits, totals = hits[there].double(), totals[there]
+    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
+    found = hits.any(1).double()
+    sums = {
+        "recall": hits.sum(1) / totals,
+        "ndcg": (hits @ gains) / gains.cumsum(0)[totals.clamp(max=k) - 1],
+        "hit_rate": found,
+        "mrr": found / (hits.argmax(1) + 1),
+    }
+    mine = [len(totals), len(ranked) - len(totals), int((relevant.values == -1).sum())]
+    everyone = ranks.all_gather((mine, [float(each.sum()) for each in sums.values()]))
+    users, without, unknown = (sum(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True))
+    if not users:
+        raise ValueError("no user took anything: there is nothing to measure by")
+    means = [sum(values) / users for values in zip(*(values for _, values in everyone), strict=True)]
+    return {
+        **{f"{name}@{k}": mean for name, mean in zip(sums, means, strict=True)},
+        "users": users,
+        "users_without_items": without,
+        "unknown_items": unknown,
+    }
+
+
+def _hits(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
+    """Which ranked items are relevant, each once, shape (users, k); and how many items are, shape (users,)."""
+    users, k = ranked.shape
+    user = torch.arange(users, device=ranked.device)
+    owners = user.repeat_interleave(relevant.lengths)
+    items, number = torch.cat([ranked.flatten(), relevant.values.long()]).unique(return_inverse=True)
+    # One integer for each pair of a user and an item.
+    pairs = torch.cat([user.repeat_interleave(k), owners]) * len(items) + number
+    known = relevant.values != -1
+    taken = pairs[users * k :][known].unique()
+    unknown = owners[~known].bincount(minlength=users)
+    totals = taken.div(max(1, len(items)), rounding_mode="floor").bincount(minlength=users) + unknown
+    places, order = pairs[: users * k].sort(stable=True)
+    first = torch.ones_like(places, dtype=torch.bool)
+    first[1:] = places[1:] != places[:-1]
+    hits = torch.zeros_like(first)
+    hits[order] = first & torch.isin(places, taken)
+    return hits.view(users, k) & (ranked != -1), totals

@@ -1,0 +1,101 @@
+"""The expectation of metrics of ranked rows where rows have the same score, over all orders of these alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ties(NamedTuple):
+    """The rows of some users, each user's by score from the highest on; rows with the same score are one tie.
+
+    All but `totals` are of shape (ties,), those of a user one after the other.
+    """
+
+    owner: Tensor
+    """Number of the user: 0 to users - 1."""
+    start: Tensor
+    """Rows of the user that are ahead of the tie."""
+    size: Tensor
+    """Rows of the tie."""
+    positives: Tensor
+    """How many of these are positive."""
+    totals: Tensor
+    """Positive rows of each user, at least one; shape (users,)."""
+
+    @classmethod
+    def of(cls, scores: Tensor, labels: Tensor, users: Tensor) -> Ties:
+        """Sort rows; all three of shape (rows,). Users without a positive row are left out."""
+        _, owner = users.unique(return_inverse=True)
+        totals = owner.bincount(weights=labels.double()).long()
+        there = totals[owner] > 0
+        scores, labels, owner = scores[there], labels[there], owner[there]
+        owner, totals = (totals > 0).cumsum(0)[owner] - 1, totals[totals > 0]
+        order = scores.argsort(descending=True, stable=True)
+        order = order[owner[order].argsort(stable=True)]
+        scores, labels, owner = scores[order], labels[order], owner[order]
+        begins = torch.ones_like(owner, dtype=torch.bool)
+        begins[1:] = (owner[1:] != owner[:-1]) | (scores[1:] != scores[:-1])
+        number, first = begins.cumsum(0) - 1, begins.nonzero().squeeze(1)
+        size, positives = number.bincount(), number.bincount(weights=labels.double()).long()
+        owner = owner[first]
+        ahead = size.cumsum(0) - size  # rows of all users ahead of the tie
+        start = ahead - ahead[torch.searchsorted(owner, owner)]  # that of the user's first tie
+        return cls(owner, start, size, positives, totals)
+
+    def within(self, k: int) -> Tensor:
+        """How many rows of each tie are among the first k of the user."""
+        return (k - self.start).clamp(min=0).minimum(self.size)
+
+    def per_user(self, values: Tensor) -> Tensor:
+        """Sums over the ties of each user; shape (users,)."""
+        return self.owner.bincount(weights=values, minlength=len(self.totals))
+
+    def recall(self, k: int) -> Tensor:
+        """The part of a user's positive rows that is among the first k."""
+        return self.per_user(self.positives.double() * self.within(k) / self.size) / self.totals
+
+    def ndcg(self, k: int) -> Tensor:
+        """The discounted gain of a user's first k rows, as a part of the best there could be."""
+        places = int((self.start + self.size).max())
+        gains = 1 / torch.arange(2, places + 2, dtype=torch.float64, device=self.size.device).log2()
+        upto = torch.cat([gains.new_zeros(1), gains.cumsum(0)])  # of the first n places
+        stop = self.start + self.within(k)
+        found = self.positives.double() / self.size * (upto[stop] - upto[self.start.minimum(stop)])
+        return self.per_user(found) / upto[self.totals.clamp(max=k)]
+
+    def hit_rate(self, k: int) -> Tensor:
+        """How likely a positive row is among a user's first k."""
+        first = self._first()
+        return 1 - none_before(first.within(k), first.size, first.positives)
+
+    def mrr(self, k: int) -> Tensor:
+        """The mean of one by the place of a user's first positive row, 0 where that is behind the first k."""
+        first = self._first()
+        # The row of a tie that is the first positive one has all its negative rows ahead of it at most.
+        rows = first.within(k).minimum(first.size - first.positives + 1)
+        tie = torch.arange(len(rows), device=rows.device).repeat_interleave(rows)
+        ahead = torch.arange(len(tie), device=rows.device) - (rows.cumsum(0) - rows)[tie]  # rows of the tie ahead of it
+        start, size, positives = first.start[tie], first.size[tie], first.positives[tie]
+        likely = none_before(ahead, size, positives) * positives / (size - ahead)
+        per_row = likely / (start + ahead + 1)
+        return per_row.new_zeros(len(rows)).index_add_(0, tie, per_row)
+
+    def _first(self) -> Ties:
+        """The first tie of each user that has a positive row."""
+        some = self.positives > 0
+        owner = self.owner[some]
+        first = torch.ones_like(owner, dtype=torch.bool)
+        first[1:] = owner[1:] != owner[:-1]
+        start, size, positives = (values[some][first] for values in (self.start, self.size, self.positives))
+        return Ties(owner[first], start, size, positives, self.totals)
+
+
+def none_before(count: Tensor, size: Tensor, positives: Tensor) -> Tensor:
+    """How likely the first `count` of `size` rows in random order are without any of some `positives` rows."""
+    negatives = (size - positives).double()
+    left, size, count = (negatives - count).clamp(min=0), size.double(), count.double()
+    logarithm = ((size - count + 1).lgamma() - (size + 1).lgamma()) + ((negatives + 1).lgamma() - (left + 1).lgamma())
+    return torch.where(count <= negatives, logarithm.exp(), 0.0)

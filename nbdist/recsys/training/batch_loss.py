@@ -1,0 +1,51 @@
+"""The loss of a batch, and what is refused of it: shapes that would be broadcast, numbers that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of a batch; 0 where there are no predictions, as SASRec makes none of histories of one item.
+
+    Raises:
+        ValueError: Predictions and targets are as many numbers in different shapes.
+    """
+    if not predictions.numel():
+        return predictions.sum()
+    if 1 < predictions.numel() == targets.numel() and predictions.shape != targets.shape:
+        # Unless targets are numbers of classes, and there is one class.
+        classes = not targets.is_floating_point() and predictions.ndim == 2 and targets.ndim == 1
+        if not classes or (targets.device.type == "cpu" and targets.any()):
+            raise ValueError(
+                f"predictions and targets must have one shape, got {tuple(predictions.shape)} and "
+                f"{tuple(targets.shape)}: most losses would pair each prediction with each target. Return "
+                "predictions.squeeze(1), or targets.unsqueeze(1)"
+            )
+    return loss(predictions, targets)
+
+
+def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> ValueError:
+    """Make the error for a loss that is not finite, with the first row that explains it."""
+    for what, values in (("target", targets), ("prediction", predictions)):
+        wrong = values.isnan() | (values == torch.inf)  # a logit of -inf is one that is left out
+        if values.ndim and wrong.any():
+            row = int(wrong.nonzero()[0, 0])
+            return ValueError(
+                f"the loss of step {step} is not finite: row {row} of the batch of rank {rank} has a {what} that is "
+                f"{values[row].tolist()}. No step is taken with it; mend or leave out such rows"
+            )
+    return ValueError(
+        f"the loss of step {step} is not finite on rank {rank}, though its predictions and targets are: look at `loss`"
+    )
+
+
+def not_finite_since(step: int) -> ValueError:
+    """Make the error for a sum of losses that is not finite, of the steps up to one."""
+    return ValueError(
+        f"the loss of a step up to step {step} is not finite: a feature, a target or a weight is NaN or infinite, and "
+        "so may the weights be by now. On CPUs, fit() stops before that step and names the row"
+    )

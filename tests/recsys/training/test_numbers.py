@@ -1,0 +1,181 @@
+"""Numbers at their edges in a run: learning rates, losses that are not finite, shapes that would be broadcast."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clicks import build, loaders
+from clicks import predict as of_clicks
+from conftest import Sessions
+from torch import nn
+from torchmetrics import MeanMetric
+
+from nbdist.recsys.loader import MemoryLoader, Ragged
+from nbdist.recsys.metrics import MRR, RMSE
+from nbdist.recsys.models import SASRec, draw_rows
+from nbdist.recsys.sharding import replicate
+from nbdist.recsys.training import Snapshots, evaluate, fit, warmup_decay
+
+pytestmark = pytest.mark.slow
+WARM = "import torchrec.distributed"
+X = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).float()
+
+
+def linear() -> Any:
+    torch.manual_seed(0)
+    return replicate(nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+def predict(model: Any, batch: Any) -> Any:
+    return model(batch["x"]).squeeze(1), batch["y"]
+
+
+def rows(y: torch.Tensor = Y) -> MemoryLoader:
+    return MemoryLoader({"x": X, "y": y}, 5)
+
+
+def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(sessions: Sessions, tmp_path: Path) -> None:
+    factors = [1.0, 1.0, 0.5, 0.5, 0.1]
+
+    def run() -> list[float]:
+        options: dict[str, Any] = {"steps": 5, "log_every": 1, "schedule": lambda step: factors[step]}
+        snapshots = Snapshots(tmp_path / "run", every=5, resume=True)
+        found = fit(linear(), predict, rows(), snapshots=snapshots, progress=False, **options)
+        again = fit(linear(), predict, rows(), snapshots=snapshots, progress=False, **options)  # there is nothing to do
+        assert len(again) == 5
+        return [round(record.rates[0], 6) for record in found]
+
+    assert sessions[2].run(run) == [0.1, 0.1, 0.05, 0.05, 0.01]
+
+
+def test_rates_that_are_set_between_two_runs_count(sessions: Sessions) -> None:
+    def run() -> list[float]:
+        model, found = linear(), []
+        for rate in (None, 0.02, None):
+            for group in model.optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
+            history = fit(model, predict, rows(), steps=4, schedule=warmup_decay(4), progress=False)
+            found += [history[-1].rates[0] / warmup_decay(4)(3), model.optimizer.param_groups[0]["lr"]]
+        with pytest.raises(ZeroDivisionError):
+            fit(model, predict, rows(), steps=4, schedule=lambda step: 1 / (2 - step), progress=False)
+        return [*found, model.optimizer.param_groups[0]["lr"]]
+
+    assert sessions[2].run(run) == pytest.approx([0.1, 0.1, 0.02, 0.02, 0.02, 0.02, 0.02])
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+def test_a_rate_of_0_that_is_set_between_two_runs_moves_nothing(sessions: Sessions, how: str) -> None:
+    def run() -> tuple[Any, Any, Any]:
+        model = build(how, 0.0)
+        states = []
+        for rate in (None, 0.0, 0.1):
+            for group in model.optimizer.param_groups:
+                group["lr"] = group["lr"] if rate is None else rate
+            fit(model, of_clicks, *loaders(200, 20, 3), steps=3, schedule=warmup_decay(3), progress=False)
+            whole = model.gather()
+            states.append({} if whole is None else {name: one.clone() for name, one in whole.state_dict().items()})
+        return states[0], states[1], states[2]
+
+    first, second, third = sessions[2].run(run)
+    for name, values in first.items():
+        torch.testing.assert_close(second[name], values, atol=0, rtol=0)
+    assert any(not torch.equal(third[name], values) for name, values in second.items())
+
+
+@pytest.mark.parametrize("where", ["target", "prediction"])
+def test_a_number_that_is_none_stops_the_run_before_its_step(sessions: Sessions, tmp_path: Path, where: str) -> None:
+    x, y = X.clone(), Y.clone()
+    (x if where == "prediction" else y)[28] = math.nan
+
+    def run() -> tuple[str, bool, list[str]]:
+        model, snapshots = linear(), Snapshots(tmp_path / where, every=1)
+        with pytest.raises(ValueError) as caught:
+            fit(model, predict, MemoryLoader({"x": x, "y": y}, 5), steps=10, snapshots=snapshots, progress=False)
+        finite = all(parameter.isfinite().all() for parameter in model.module.parameters())
+        return str(caught.value), finite, [path.name for path in snapshots.all()]
+
+    said, finite, kept = sessions[1].run(run)
+    assert said.startswith(f"the loss of step 6 is not finite: row 3 of the batch of rank 0 has a {where} that is nan")
+    assert finite and kept == ["step-4", "step-5"]
+
+
+def test_shapes_that_would_be_broadcast_are_refused(sessions: Sessions) -> None:
+    def run() -> list[str]:
+        said = []
+        for y, squeezed in ((Y, False), (Y[:, None], True), (Y.long(), False)):
+
+            def columns(model: Any, batch: Any, squeezed: bool = squeezed) -> Any:
+                found = model(batch["x"])
+                return found.squeeze(1) if squeezed else found, batch["y"]
+
+            metrics = {"rmse": RMSE()}
+            for loss in (nn.functional.mse_loss, lambda predictions, targets: (predictions - targets).square().mean()):
+                with pytest.raises(ValueError) as caught:
+                    fit(linear(), columns, rows(y), steps=2, loss=loss, metrics=metrics, progress=False)
+                said.append(str(caught.value))
+        fit(linear(), lambda *args: predict(*args), MemoryLoader({"x": X[:3], "y": Y[:3]}, 1), steps=2, progress=False)
+        return said
+
+    (said,) = sessions[1].run_all(run)
+    for text, shapes in zip(said[::2], ("(5, 1) and (5,)", "(5,) and (5, 1)", "(5, 1) and (5,)"), strict=True):
+        assert f"predictions and targets must have one shape, got {shapes}" in text
+
+
+def test_histories_of_one_item_have_no_loss(sessions: Sessions) -> None:
+    """Alone they have none; among others they change nothing in it."""
+    long, short = [[2, 3, 4, 5]] * 4, [[6]] * 4
+
+    def losses(lists: list[list[int]]) -> list[float]:
+        torch.manual_seed(0)
+        items = {"movie": torch.arange(2, 12)}
+        values = torch.tensor([value for one in lists for value in one])
+        offsets = torch.tensor([0, *map(len, lists)]).cumsum(0)
+        model = SASRec(12, length=4, embedding_dim=8, blocks=1, dropout=0.0)
+        parallel = replicate(model, lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+        drawn = draw_rows(items, 8, torch.Generator().manual_seed(0))["movie"]
+
+        def next_item(model: Any, batch: Any) -> Any:
+            return model(batch, drawn)
+
+        loader = MemoryLoader({"history": Ragged(values, offsets)}, 2)
+        loss = nn.functional.cross_entropy
+        history = fit(parallel, next_item, loader, epochs=1, loss=loss, progress=False)
+        return [record.loss for record in history]
+
+    for nranks in (1, 2):
+        alone, mixed, only = (sessions[nranks].run(losses, lists) for lists in (long, long + short, short))
+        assert mixed == pytest.approx(alone) and only == [0.0]
+
+
+def test_a_metric_without_a_direction_chooses_nothing(sessions: Sessions, tmp_path: Path) -> None:
+    class Means(MeanMetric):
+        def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(preds)
+
+    def run() -> None:
+        for options in ({"snapshots": Snapshots(tmp_path / "run", keep_best="mean")}, {"patience": 1}):
+            with pytest.raises(ValueError, match="goes by 'mean', and Means does not say whether more of it is better"):
+                fit(linear(), predict, rows(), rows(), steps=1, metrics={"mean": Means()}, progress=False, **options)
+
+    sessions[1].run(run)
+
+
+def test_predictions_that_are_none_are_refused_by_any_metric(sessions: Sessions) -> None:
+    class Means(MeanMetric):
+        def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+            super().update(preds)
+
+    def broken(model: Any, batch: Any) -> Any:
+        return torch.where(torch.arange(5) == 2, math.nan, model(batch["x"]).squeeze(1)), batch["y"], batch["y"].long()
+
+    def run() -> None:
+        for metric, said in ((Means(), "got NaN in row 2 of a batch of rank 0"), (MRR(), "the first is nan in row 2")):
+            with pytest.raises(ValueError, match=said):
+                evaluate(linear(), broken, rows(), {"metric": metric})
+
+    sessions[1].run(run)
