@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import polars as pl
+
+from ..io.frames import require_frame
+from .ops.step import names_of
 
 Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
 _PART = "part (nbdist)"  # no column of the user's
@@ -34,15 +37,15 @@ class Split(Generic[Frame]):
         return iter((self.train, self.valid, self.test))
 
 
-def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> Split[Frame]:
+def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = "timestamp") -> Split[Frame]:
     """The last row of each user for testing, the one before it for validation, all others for training.
 
     Users with fewer than three rows are in the training rows alone. Of rows of the same time, the later one in `rows`
     is the later one; a time that is null is before all others.
 
     Args:
-        rows: A frame, or a lazy one: then nothing is computed.
-        by: The column of users.
+        rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
+        by: The column of users, or several whose values together are a user.
         time: The column that they are ordered by.
 
     Raises:
@@ -56,7 +59,8 @@ def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> 
         >>> train["movie"].to_list(), valid["movie"].to_list(), test["movie"].to_list()
         ([10, 20, 10], [30], [40])
     """
-    check_columns(rows, by, time)
+    rows, by = as_frame(rows), names_of(by)
+    check_columns(rows, *by, time)
     none = pl.col(time).is_null()
     ranked = pl.col(time).rank("ordinal").over(by) + none.sum().over(by)
     order = pl.when(none).then(none.cum_sum().over(by)).otherwise(ranked)
@@ -77,7 +81,7 @@ def time_split(
     Rows of the same time are in the same part. A time that is null is before all others.
 
     Args:
-        rows: A frame, or a lazy one: then nothing is computed.
+        rows: As for `leave_one_out`.
         time: The column that they are divided by.
         valid: The part of the rows for validation, 0 to 1; or the first time that they have.
         test: The same for testing. Both are parts, or both are times.
@@ -95,6 +99,7 @@ def time_split(
         >>> [len(part) for part in time_split(rows, valid=103, test=108)]
         [3, 5, 2]
     """
+    rows = as_frame(rows)
     check_columns(rows, time)
     if isinstance(valid, float) != isinstance(test, float):
         raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
@@ -116,6 +121,11 @@ def _divide(rows: Frame, part: pl.Expr) -> Split[Frame]:
     marked = rows.with_columns(part.alias(_PART))
     train, valid, test = (marked.filter(pl.col(_PART) == one).drop(_PART) for one in (_TRAIN, _VALID, _TEST))
     return Split(train, valid, test)
+
+
+def as_frame(rows: Frame) -> Frame:
+    """The rows as a frame of polars."""
+    return require_frame(rows, "rows")  # type: ignore[return-value]
 
 
 def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
