@@ -24,8 +24,8 @@ class Categorify(Step):
     `fill_unknown`.
 
     Args:
-        *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list have
-            one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+        *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list
+            have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
             "seen"))``.
         min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
             with one vocabulary name any.
