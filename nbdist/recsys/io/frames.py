@@ -56,7 +56,9 @@ def series_of(column: Any, name: str = "") -> pl.Series:
     if isinstance(column, pl.Series):
         return column
     if _is_pandas(column):
-        return pl.from_pandas(column)
+        values: Any = pl.from_pandas(column)
+        assert isinstance(values, pl.Series)
+        return values
     if isinstance(column, (pa.Array, pa.ChunkedArray)):
         found = pl.from_arrow(column)
         assert isinstance(found, pl.Series)

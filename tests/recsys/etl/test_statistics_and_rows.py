@@ -384,7 +384,7 @@ def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
     assert one.transform(rows).collect()["x"].to_list() == [None, 0.0]
     result = served_steps(one, ["x"])
     result.write(tmp_path)
-    with pytest.raises(ValueError, match="there is a null in a column that is normalized"):
+    with pytest.raises(ValueError, match="x is null, which it never was in training"):
         Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))
 
 
