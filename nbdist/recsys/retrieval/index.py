@@ -116,7 +116,7 @@ class ItemIndex:
             ValueError: As for `top_k`.
         """
         ragged = None if exclude is None else self.places(exclude)
-        scores, places = top_k(queries.float().cpu(), self.vectors, k, exclude=ragged)
+        scores, places = top_k(torch.as_tensor(queries).float().cpu(), self.vectors, k, exclude=ragged)
         found = (places >= 0).sum(1)
         whole = self.ids.gather(places[places >= 0].numpy())
         frame = pl.DataFrame({"items": whole, "scores": scores[places >= 0].numpy()})
@@ -127,7 +127,10 @@ class ItemIndex:
 
     def places(self, ids: Sequence[Sequence[Any]] | pl.Series) -> Ragged:
         """Lists of ids as places in the index, for `top_k`; ids that it does not have are left out."""
-        lists = pl.Series("id", ids, dtype=pl.List(self.ids.dtype))
+        lists = series_of(ids, "id").alias("id")
+        kind = lists.dtype.inner if isinstance(lists.dtype, pl.List) else None
+        whole = isinstance(kind, pl.DataType) and kind.is_integer() and self.ids.dtype.is_integer()
+        lists = lists.cast(pl.List(self.ids.dtype), strict=not whole)  # a number that does not fit is not there
         rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id")
         known = pl.DataFrame({"id": self.ids}).with_row_index("place")
         found = rows.join(known, on="id", maintain_order="left")
