@@ -523,7 +523,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
     for number, users in ((2, [1, 2, 2]), (1, [1, 1, 2])):
         workflows[number] = Workflow(Categorify("user")).fit(pl.DataFrame({"user": users}), progress=False)
         models[number] = Scores(4)
-        export_ensemble(workflows[number], models[number], path, "some", backend="python", version=number)
+        options: dict[str, Any] = {"backend": "python", "version": number, "fill": False}
+        export_ensemble(workflows[number], models[number], path, "some", **options)
     return path, workflows, models
 
 
