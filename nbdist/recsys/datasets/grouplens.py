@@ -54,7 +54,7 @@ def movielens(
     kept in that cache. A download that breaks off is resumed; see `nbdist.recsys.datasets.download`.
 
     A folder of `path` or ``NBDIST_DATA`` may hold a part of the set, such as the ratings of some users; a warning and
-    `source` say how many there are. Titles may be in UTF-8, or in Latin-1 as GroupLens wrote those of 100k and 1m.
+    `source` say how many there are. Titles may be in UTF-8, or in Latin-1, as in GroupLens' own 100k and 1m.
 
     Args:
         name: "100k", "1m", "10m", "20m", "25m", "32m" or "latest-small".

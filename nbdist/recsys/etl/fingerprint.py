@@ -38,7 +38,7 @@ class Fingerprint:
         self._sums = [one + (more or 0) for one, more in zip(self._sums, halves.row(0), strict=True)]
 
     def everywhere(self) -> str:
-        """That of the rows of all ranks together, on each of them."""
+        """Return the fingerprint of the rows of all ranks together, on each of them."""
         high, low = (sum(one) for one in zip(*ranks.all_gather(self._sums), strict=True))
         return f"{((high << 32) + low) % 2**64:016x}"
 

@@ -18,7 +18,7 @@ _DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=None\)")
 
 
 def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, pl.DataType]:
-    """The types that columns have to be cast to, so that steps take them as they took those of `fit`.
+    """The types that columns have to be cast to, so that steps take them as they took the rows of `fit`.
 
     Integers that may not fit into the type of `fit` stay as they are: an id that is too large is one that is not known.
 
@@ -28,7 +28,7 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, 
         where: What messages begin with.
 
     Raises:
-        ValueError: naming the column: it is not there, or of a type that cannot stand for that of `fit`.
+        ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`.
     """
     found: dict[Any, pl.DataType] = {}
     for name, kind in needs.items():
@@ -83,7 +83,7 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
 
 
 def _fits(dtype: pl.DataType, other: pl.DataType) -> bool:
-    """Whether all values of an integer type are ones of another."""
+    """Return whether one integer type has all values of another: `dtype` fits into `other`."""
     (signed, bits), (other_signed, other_bits) = (_sign_and_bits(one) for one in (dtype, other))
     return bits <= other_bits if signed == other_signed else other_signed and bits < other_bits
 

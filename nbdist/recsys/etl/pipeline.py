@@ -15,7 +15,7 @@ def needed(steps: Sequence[Step], wanted: Iterable[str], training: bool = False)
     """The columns that have to be there before each step, and after the last, for `wanted` to be there in the end.
 
     Args:
-        training: Whether it has to be told that the rows are those that the steps were fitted to.
+        training: Whether the rows have to be compared with the rows that the steps were fitted to.
     """
     columns = [set(wanted)]
     for step in reversed(steps):

@@ -79,7 +79,7 @@ def unknown_filled(
 
     Args:
         columns: What the model takes.
-        more: Tables, beside those that say by themselves which columns they are of, with these columns.
+        more: Further tables, which do not name their columns themselves, with their columns.
     """
     tables = _tables(model, workflow, None)
     known = [id(table.weight) for table in tables]

@@ -73,7 +73,8 @@ class Vocabulary:
         new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
         old = new.clear()
         if previous is not None:
-            old = pl.DataFrame({"value": previous.values, "count": previous.counts})
+            values = previous.values.cast(seen.schema["value"])  # integers of another type
+            old = pl.DataFrame({"value": values, "count": previous.counts})
             again = old.join(seen, on="value", how="left", maintain_order="left")["count_right"].fill_null(0)
             old = old.with_columns(pl.col("count") + again)
             new = new.join(old, on="value", how="anti", maintain_order="left")

@@ -16,7 +16,7 @@ _ROOM = 1 << 25  # bytes of footers, as files have them, that are kept of local 
 class Footers:
     """Opens files without parsing again what was parsed before: a footer takes time by the number of row groups.
 
-    Footers of remote files are kept, because they are far away. Those of local files, which may change, are kept for
+    Footers of remote files are kept, because they are far away. Footers of local files, which may change, are kept for
     the state of the file that they were read from, the latest up to a limit, and not sent to other processes.
     """
 

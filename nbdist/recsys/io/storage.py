@@ -56,7 +56,7 @@ def find_partitioned(files: Paths) -> list[Found]:
     Raises:
         FileNotFoundError: for what does not exist or holds no Parquet file.
         TypeError: for what is no name of files.
-        ValueError: for a URI that neither Arrow nor fsspec can read, or a folder with files beside partitions.
+        ValueError: for a URI that neither Arrow nor fsspec can read, or a folder with both files and partitions.
     """
     if not isinstance(files, (str, os.PathLike)):
         if not isinstance(files, Iterable) or isinstance(files, Mapping) or hasattr(type(files), "columns"):
@@ -88,7 +88,7 @@ _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 def _partition(file: str, base: str) -> dict[str, str | None]:
-    """What the folders between `base` and a file in it are called."""
+    """Read the names of the folders between `base` and a file in it."""
     folders = posixpath.dirname(file[len(base) :]).split("/")
     pairs = [folder.split("=", 1) for folder in folders if _PARTITION.fullmatch(folder)]
     unquoted = {urllib.parse.unquote(name): urllib.parse.unquote(value) for name, value in pairs}

@@ -160,7 +160,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _roots(schema: pa.Schema) -> list[str]:
-    """The column that each leaf of a file's schema belongs to; its path does not tell, because names may have dots."""
+    """The column that each leaf of a file's schema belongs to; its path is not enough, because names may have dots."""
     return [field.name for field in schema for _ in range(_leaves(field.type))]
 
 

@@ -14,6 +14,8 @@ from .columns import Column, Columns, Ragged
 
 def to_table(data: Any) -> Columns:
     """The columns of whatever `MemoryLoader` takes."""
+    if hasattr(data, "sink_parquet"):  # a lazy frame of polars
+        data = data.collect()
     if isinstance(data, (tuple, list)):
         data = {str(i): column for i, column in enumerate(data)}
     if isinstance(data, Mapping):

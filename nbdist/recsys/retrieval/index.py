@@ -123,7 +123,7 @@ class ItemIndex:
             ValueError: As for `top_k`.
         """
         ragged = None if exclude is None else self.places(exclude)
-        scores, places = top_k(queries.float().cpu(), self.vectors, k, exclude=ragged)
+        scores, places = top_k(torch.as_tensor(queries).float().cpu(), self.vectors, k, exclude=ragged)
         found = (places >= 0).sum(1)
         whole = self.ids.gather(places[places >= 0].numpy())
         frame = pl.DataFrame({"items": whole, "scores": scores[places >= 0].numpy()})
@@ -138,9 +138,12 @@ class ItemIndex:
         An id that the index does not have is at -1: `top_k` passes over it, and `ranking_metrics` counts it as missed.
         An id that is in a list twice is in the result once, and a null is left out.
         """
-        lists = pl.Series("id", ids, dtype=pl.List(self.ids.dtype))
+        lists = series_of(ids, "id").alias("id")
+        # An integer that the index's type cannot hold is one that it does not have.
+        kind = pl.Int128() if self.ids.dtype.is_integer() else self.ids.dtype
+        lists = lists.cast(pl.List(kind))
         rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id").unique(maintain_order=True)
-        known = pl.DataFrame({"id": self.ids}).with_row_index("place")
+        known = pl.DataFrame({"id": self.ids.cast(kind)}).with_row_index("place")
         found = rows.join(known, on="id", how="left", maintain_order="left")
         lengths = np.bincount(found["row"].to_numpy(), minlength=len(lists))
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))

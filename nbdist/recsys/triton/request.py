@@ -119,7 +119,7 @@ def _array(column: pl.Series) -> Array:
 
 
 def arrow_type(name: str, kind: str) -> pa.DataType:
-    """How requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists but of floats.
+    """Return how requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists.
 
     Raises:
         ValueError: for types that a request cannot carry.

@@ -141,12 +141,12 @@ def test_a_joined_column_is_changed_after_it_is_joined() -> None:
     assert one.transform(rows).collect().rows() == [(2, 3, [3]), (1, 2, [2]), (1, 2, [2]), (3, 3, [0])]
 
 
-def test_a_null_that_no_server_can_take_the_logarithm_of(tmp_path: Path) -> None:
+def test_a_null_whose_logarithm_no_model_was_trained_on(tmp_path: Path) -> None:
     one = Workflow(Log("x")).fit(pl.DataFrame({"x": [1]}), progress=False)
     result = served_steps(one, ["x"])
     result.write(tmp_path)
     request = Ensemble(tmp_path, "", result.inputs, "").request(pl.DataFrame({"x": [None]}, schema={"x": pl.Int64}))
-    with pytest.raises(ValueError, match="a null in a column of which the logarithm is taken"):
+    with pytest.raises(ValueError, match="x is null, which it never was in training"):
         Preprocessing(tmp_path)(request)
 
 

@@ -97,6 +97,8 @@ def test_batches_of_lists_and_series() -> None:
     (batch,) = MemoryLoader(rows, 2)
     assert [batch[name].tolist() for name in "abcd"] == [[1, 2], [0.5, 1.5], [True, False], [3, 4]]
     assert isinstance(batch["l"], Ragged) and batch["l"].values.tolist() == [1, 2, 3]
+    (lazy,) = MemoryLoader(pl.LazyFrame({"a": [1, 2]}), 2)
+    assert lazy["a"].tolist() == [1, 2]
     for column in (["a"], [[[1]]], [None]):
         with pytest.raises((TypeError, ValueError), match="'x'"):
             MemoryLoader({"x": column}, 1)
@@ -154,6 +156,14 @@ def test_floats_and_categories_of_other_types() -> None:
     assert workflow.transform({"x": [None], "s": [None]}).collect().rows() == [(0.0, 0)]
     with pytest.raises(ValueError, match="column 's' is int64, but it was string in fit"):
         workflow.transform({"x": [1.0], "s": [1]})
+
+
+def test_a_vocabulary_grows_with_ids_of_another_integer_type() -> None:
+    first = Workflow(Categorify("user")).fit(pl.DataFrame({"user": [1, 300]}, {"user": pl.Int32}), progress=False)
+    grown = Workflow(Categorify("user")).fit({"user": [2**40, 300]}, previous=first, progress=False)
+    assert grown.vocabularies["user"].mapping() == {1: 2, 300: 3, 2**40: 4}
+    with pytest.raises(ValueError, match="some of them do not fit into Int8"):
+        Workflow(Categorify("user")).fit(pl.DataFrame({"user": [1]}, {"user": pl.Int8}), previous=first, progress=False)
 
 
 # -- Dates

@@ -320,7 +320,7 @@ def test_frames() -> None:
     ("data", "error", "message"),
     [
         ({"a": torch.arange(3), "b": torch.arange(4)}, ValueError, "'b' has 4 rows, 'a' has 3"),
-        ({"a": [1, 2]}, TypeError, "'a' is a list"),
+        ({"a": {1, 2}}, TypeError, "'a' is a set"),
         ({"a": torch.tensor(1)}, TypeError, "'a' is a Tensor"),
         ({}, ValueError, "no columns"),
         (5, TypeError, "of a int"),

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import datetime
 import json
+import math
 import os
 import shutil
 import signal
@@ -522,7 +523,8 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, 
     for number, users in ((2, [1, 2, 2]), (1, [1, 1, 2])):
         workflows[number] = Workflow(Categorify("user")).fit(pl.DataFrame({"user": users}), progress=False)
         models[number] = Scores(4)
-        export_ensemble(workflows[number], models[number], path, "some", backend="python", version=number)
+        options: dict[str, Any] = {"backend": "python", "version": number, "fill": False}
+        export_ensemble(workflows[number], models[number], path, "some", **options)
     return path, workflows, models
 
 
@@ -731,6 +733,47 @@ def test_every_step_that_can_be_served_answers_as_polars_does(tmp_path: Path) ->
             expected = wanted.select(pl.col(single).cast(pl.Float32)).hstack(sums).to_numpy()
             np.testing.assert_array_equal(answers, expected.astype(np.float32))
     assert wanted.width == 17
+
+
+@server_needed
+@pytest.mark.long("Triton: exports and a server")
+def test_a_server_fills_nulls_of_all_kinds(tmp_path: Path) -> None:
+    """Nulls among floats, of a joined table and of normalized integers; hashes that are no int64; dates."""
+    prices = pl.DataFrame({"movie": [1, 2, 3], "price": [1.5, None, math.nan]})
+    steps = (
+        Join(prices, on="movie"),
+        Normalize("age", "price"),
+        FillMissing("age", "price", "gain", value=7),
+        Categorify("user", "day"),
+    )
+    day = datetime.date(2024, 1, 1)
+    schema = {"movie": pl.Int32, "age": pl.Int64, "gain": pl.Float64, "user": pl.UInt64, "day": pl.Date}
+    rows = [
+        (1, 20, 1.0, 2**63, day),
+        (2, None, None, 2**64 - 1, None),
+        (9, 40, math.nan, None, day),
+        (3, 3, 2.0, 1, day),
+    ]
+    frame = pl.DataFrame(rows, schema, orient="row")
+    workflow = Workflow(*steps).fit(frame, progress=False)
+    columns = ["age", "price", "gain", "user", "day"]
+
+    class Together(nn.Module):
+        def forward(self, batch: Any) -> torch.Tensor:
+            return torch.stack([batch[name].float() for name in columns], 1)
+
+    path = tmp_path / "repository"
+    options: dict[str, Any] = {"output": "click", "backend": "python", "fill": False}
+    ensemble = export_ensemble(workflow, Together(), path, "all", columns=columns, **options)
+    asked = pl.concat([frame, pl.DataFrame([(None, None, None, 2**63 + 1, None)], schema, orient="row")])
+    with serve(ensemble.path) as server:
+        for module, address in ((tritonclient.http, server.http), (tritonclient.grpc, server.grpc)):
+            with module.InferenceServerClient(address) as client:
+                client.module = module
+                answers = ask(client, ensemble.request(asked), "all")
+            expected = workflow.transform(asked, columns).collect().cast(pl.Float32).to_numpy()
+            np.testing.assert_allclose(answers, expected, rtol=1e-6)
+            assert not np.isnan(answers).any()
 
 
 @server_needed

@@ -138,8 +138,10 @@ class Categorify(Step):
             why = ""
             if any(name not in known or not known[name].values.equals(old.values) for name in group):
                 why = f"columns {', '.join(group)} had not one vocabulary together"
-            elif dtype != old.values.dtype:
+            elif dtype != old.values.dtype and not (dtype.is_integer() and old.values.dtype.is_integer()):
                 why = f"its values were {old.values.dtype} and are {dtype}"
+            elif old.values.cast(dtype, strict=False).null_count():
+                why = f"its values were {old.values.dtype}, and some of them do not fit into {dtype}"
             elif self.num_buckets[first] != buckets:
                 why = f"it had num_buckets={buckets}, and has {self.num_buckets[first]}"
             elif size is not None and size < old.size:

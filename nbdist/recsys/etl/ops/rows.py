@@ -145,6 +145,8 @@ class DifferenceLag(RowStep):
             dtype = schema[column]
             values = pl.col(column) if dtype.is_float() else pl.col(column).cast(pl.Int64)
             same = pl.all_horizontal(pl.col(one).eq_missing(pl.col(one).shift(shift)) for one in self.by)
+            if dtype == pl.UInt64():  # modulo 2**64, which makes no difference to what fits into int64
+                values = pl.col(column).reinterpret(signed=True)
             difference = values - values.shift(shift)
             if isinstance(dtype, pl.Datetime):
                 difference = difference / _PER_SECOND[dtype.time_unit]

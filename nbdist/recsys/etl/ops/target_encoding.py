@@ -32,7 +32,8 @@ class TargetEncoding(StatisticsStep):
     A training row must not see its own target. So training rows are divided at random into `folds`, and
     ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,
     `Workflow.transform` and servers give what was learned from all. A row's fold follows from its number in the input,
-    so that `write` has to be given the rows, with the target, in the order, that `fit` was: a fingerprint tells.
+    so that `write` has to be given the rows, with the target, in the order, that `fit` was; their fingerprints are
+    compared.
 
     Args:
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken

@@ -265,14 +265,14 @@ def load_array(arrays: Mapping[str, Array], key: str) -> Array:
 
 
 def markers(values: Array) -> tuple[Any, Any]:
-    """What null and padding are in an array, of anything but floats."""
+    """Return null and padding of an array of anything but floats."""
     if values.dtype == np.uint64:
         return np.uint64(NULL_UNSIGNED), np.uint64(PADDING_UNSIGNED)
     return (NULL_STRING, PADDING_STRING) if values.dtype == object else (NULL, PADDING)
 
 
 def is_null(values: Array) -> Array:
-    """Which values are null."""
+    """Return which values are null."""
     if values.dtype.kind == "f":
         found: Array = values.view(f"u{values.itemsize}") == NULL_FLOAT_BITS[values.itemsize]
     else:
