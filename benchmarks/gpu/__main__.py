@@ -34,7 +34,6 @@ PARTS = (
     "sharded",
     "loader",
     "waits",
-    "profiles",
     "suite",
 )
 NO_GPU = 2

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks import gpu_clicks
 from nbdist import Session
 
+from . import click_model
 from .notes import attempt, note
 
 LIMIT = 170.0
@@ -35,7 +35,7 @@ def finding(title: str, value: Any) -> dict[str, Any]:
 
 def run(device: str) -> None:
     with Session(1, devices=device, timeout=60) as session:
-        for title, measure, args, options in gpu_clicks.parts():
+        for title, measure, args, options in click_model.parts():
             with attempt(title):
                 begin = time.monotonic()
                 found = finding(title, session.run(measure, *args, **options))

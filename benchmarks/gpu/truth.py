@@ -91,7 +91,8 @@ def memory() -> None:
         try:
             session.run(out_of_bounds)
         except RuntimeError as error:
-            note("an assertion on the GPU", str(error.__cause__), met="Assertion" in str(error.__cause__))
+            last = " ".join(str(error.__cause__).splitlines()[-2:])
+            note("an assertion on the GPU", last, met="Assertion" in last)
         note("the next call after it", session.run(sums), met=session.run(sums) == 1.0)
 
         def late() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from nbdist import in_ddp, rank_device
 
-from . import models
+from . import click_model
 from .notes import attempt, note
 
 LIMIT = 45.0
@@ -25,10 +25,10 @@ def waits(sparse: bool) -> tuple[int, list[str]]:
     from nbdist.recsys.training import fit
 
     device = rank_device()
-    model = replicate(models.Clicks(16, sparse), lambda some: torch.optim.Adagrad(some, lr=0.01))
-    train = MemoryLoader(models.rows(200_000, device), 2048, shuffle=True, remainder="drop")
+    model = replicate(click_model.Clicks(16, sparse=sparse), lambda some: torch.optim.Adagrad(some, lr=0.01))
+    train = MemoryLoader(click_model.rows_of(click_model.SIZES, 200_000), 2048, shuffle=True, remainder="drop")
     options: dict[str, Any] = {"progress": False, "log_every": 1000}
-    fit(model, models.predict, train, steps=20, **options)
+    fit(model, click_model.predict, train, steps=20, **options)
     places: list[str] = []
 
     def seen(*_: Any, **__: Any) -> None:
@@ -43,7 +43,7 @@ def waits(sparse: bool) -> tuple[int, list[str]]:
             warnings.showwarning = seen  # type: ignore[assignment]
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("warn")
-            fit(model, models.predict, train, steps=steps, **options)
+            fit(model, click_model.predict, train, steps=steps, **options)
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         counts.append(len(places))

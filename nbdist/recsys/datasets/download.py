@@ -38,7 +38,7 @@ def holds(folder: Path, files: Sequence[str]) -> bool:
     return all((folder / name).is_file() for name in files)
 
 
-def fetch_folder(url: str, md5: str, target: Path, files: Sequence[str]) -> None:
+def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) -> None:
     """Make `target` the folder of its name in the zip file at `url`.
 
     Of a download that breaks off, what has come is kept beside `target`, as ``<name>.zip.part``: this call goes on
@@ -47,7 +47,7 @@ def fetch_folder(url: str, md5: str, target: Path, files: Sequence[str]) -> None
 
     Args:
         url: http(s) address of the zip file.
-        md5: Its MD5 sum, as hexadecimal digits.
+        md5: Its MD5 sum, as hexadecimal digits. None: it is replaced at times, so only its parts are checked.
         target: The folder to make.
         files: What has to be in it.
 
@@ -68,7 +68,8 @@ def fetch_folder(url: str, md5: str, target: Path, files: Sequence[str]) -> None
         try:
             if not holds(target, files):  # else another process was first
                 _download(url, file)
-                _verify(file, md5, url)
+                if md5 is not None:
+                    _verify(file, md5, url)
                 _unpack(file, target, files, url)
         except ValueError:
             raise

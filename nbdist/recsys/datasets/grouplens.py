@@ -24,9 +24,9 @@ class Edition:
     """One of the sets that GroupLens publishes."""
 
     folder: str
-    """In the archive, which is called after it."""
-    md5: str
-    """Of the archive, as GroupLens publishes it beside that (`_URL` + ".md5")."""
+    """In the archive."""
+    md5: str | None
+    """Of the archive, as GroupLens publishes it beside that (`_URL` + ".md5"). None: it is replaced at times."""
     users: int
     movies: int
     """That have ratings."""
@@ -35,6 +35,8 @@ class Edition:
     """Those with the ratings and with the movies."""
     read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
     """Makes frames of those."""
+    archive: str = ""
+    """What the archive is called, where not after the folder."""
 
 
 def movielens(
@@ -45,14 +47,17 @@ def movielens(
     synthetic: bool = False,
     url: str | None = None,
 ) -> Ratings:
-    """MovieLens 100k, 1m or 25m: every rating, in the order of its file, and every movie with title and genres.
+    """A set of MovieLens: every rating, in the order of its file, and every movie with title and genres.
 
     The first of these that is there is used: `path`; the folder that the environment variable ``NBDIST_DATA`` names;
     fastai's cache (``~/.fastai/data``, or where ``FASTAI_HOME`` and its ``config.ini`` put it); a download, which is
     kept in that cache. A download that breaks off is resumed; see `nbdist.recsys.datasets.download`.
 
+    A folder of `path` or ``NBDIST_DATA`` may hold a part of the set, such as the ratings of some users; a warning and
+    `source` say how many there are. Titles may be in UTF-8, or in Latin-1 as GroupLens wrote those of 100k and 1m.
+
     Args:
-        name: "100k", "1m" or "25m".
+        name: "100k", "1m", "10m", "20m", "25m", "32m" or "latest-small".
         path: The unpacked folder, or one that it is in.
         download: False never uses the network.
         synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
@@ -63,8 +68,8 @@ def movielens(
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file is not what it should be, or there are not as many ratings as the set has; the message names
-            the file.
+        ValueError: A file is not what it should be, or there are not as many ratings as the set has (of a folder that
+            is named: more than that); the message names the file.
 
     Examples:
         >>> from nbdist.recsys.datasets import movielens
@@ -83,7 +88,13 @@ def movielens(
             continue
         for folder in (Path(given).expanduser(), Path(given).expanduser() / edition.folder):
             if holds(folder, edition.files):
-                return Ratings(*_read(name, folder), f"MovieLens {name} from the folder {folder}.")
+                frame, movies = _read(name, folder, part=True)
+                source = f"MovieLens {name} from the folder {folder}"
+                if frame.height == edition.ratings or edition.md5 is None:
+                    return Ratings(frame, movies, f"{source}.")
+                source = f"A part of {source}: {frame.height:,} of {edition.ratings:,} ratings."
+                warnings.warn(f"{source} If nobody has chosen these, the files are not whole.", stacklevel=2)
+                return Ratings(frame, movies, source)
         raise FileNotFoundError(f"{what}neither {given} nor its folder {edition.folder} holds {files}")
 
     folder = _fastai_data() / edition.folder
@@ -91,7 +102,7 @@ def movielens(
         return Ratings(*_read(name, folder), f"MovieLens {name} from fastai's cache, {folder}.")
     if not download:
         raise FileNotFoundError(f"no {files} in {folder}, and download=False")
-    url = url or _URL.format(edition.folder)
+    url = url or _URL.format(edition.archive or edition.folder)
     try:
         fetch_folder(url, edition.md5, folder, edition.files)
     except Unreachable as error:
@@ -117,8 +128,8 @@ def _fastai_data() -> Path:
     return home / config["DEFAULT"].get("data", "data")
 
 
-def _read(name: str, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Ratings and movies, and that they are whole."""
+def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Ratings and movies, and that they are whole; or, with `part`, no more than there should be."""
     edition = EDITIONS[name]
     data, item = (folder / file for file in edition.files)
     frame, movies = edition.read(data, item)
@@ -126,7 +137,8 @@ def _read(name: str, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
         raise ValueError(f"{data}: some lines have fewer than 4 numbers")
     if not frame["rating"].is_between(0.5, 5).all():
         raise ValueError(f"{data}: ratings outside 0.5..5")
-    if frame.height != edition.ratings:
+    may_differ = edition.md5 is None or (part and 0 < frame.height < edition.ratings)
+    if frame.height != edition.ratings and not may_differ:
         raise ValueError(
             f"{data} has {frame.height:,} ratings, MovieLens {name} has {edition.ratings:,}: not all of it was "
             f"downloaded or unpacked. Remove {folder} and get it again"
@@ -140,11 +152,13 @@ def _read(name: str, folder: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> pl.DataFrame:
-    """A file of columns; latin-1 unless `encoding` says otherwise."""
+    """A file of columns, with text, if any, in UTF-8 or else in Latin-1."""
     source: Any = path
     if len(separator) > 1:  # polars takes one byte
         source, separator = path.read_bytes().replace(separator.encode(), b"\t"), "\t"
-    settings = {"has_header": False, "quote_char": None, "encoding": "iso-8859-1"} | options
+    if pl.String in schema.values():
+        source = _utf8(path.read_bytes() if source is path else source)
+    settings = {"has_header": False, "quote_char": None} | options
     try:
         return pl.read_csv(source, separator=separator, schema=schema, **settings)
     except pl.exceptions.PolarsError as error:
@@ -152,6 +166,15 @@ def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> 
             f"{len(schema)} columns ({', '.join(list(schema)[:4])}, ...)" if len(schema) > 4 else ", ".join(schema)
         )
         raise ValueError(f"{path}: not lines of {expected}: {str(error).splitlines()[0]}") from error
+
+
+def _utf8(text: bytes) -> bytes:
+    """Text as UTF-8, without a byte order mark. Latin-1 with letters beyond ASCII is no UTF-8, but by rare chance."""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return text.decode("latin-1").encode()
+    return text.removeprefix(b"\xef\xbb\xbf")
 
 
 def _genres(text: pl.Expr) -> pl.Expr:
@@ -170,32 +193,46 @@ def _read_100k(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
     return _csv(data, "\t", SCHEMA), movies.select("movie", "title", genres)
 
 
-def _read_1m(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+def _read_dat(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
     movies = _csv(item, "::", {"movie": pl.Int32, "title": pl.String, "genres": pl.String})
     return _csv(data, "::", SCHEMA), movies.select("movie", "title", _genres(pl.col("genres")))
 
 
-def _read_25m(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    options: dict[str, Any] = {"skip_rows": 1, "quote_char": '"', "encoding": "utf8"}
+def _read_csv(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
+    options: dict[str, Any] = {"skip_rows": 1, "quote_char": '"'}
     movies = _csv(item, ",", {"movie": pl.Int32, "title": pl.String, "genres": pl.String}, **options)
     return _csv(data, ",", SCHEMA, **options), movies.select("movie", "title", _genres(pl.col("genres")))
 
 
+_CSV = "ratings.csv", "movies.csv"
 # Sums: https://files.grouplens.org/datasets/movielens/, the .md5 files. Counts: the README of each set.
 EDITIONS = {
     "100k": Edition(
         "ml-100k", "0e33842e24a9c977be4e0107933c0723", 943, 1682, 100_000, ("u.data", "u.item"), _read_100k
     ),
     "1m": Edition(
-        "ml-1m", "c4d9eecfca2ab87c1945afe126590906", 6040, 3706, 1_000_209, ("ratings.dat", "movies.dat"), _read_1m
+        "ml-1m", "c4d9eecfca2ab87c1945afe126590906", 6040, 3706, 1_000_209, ("ratings.dat", "movies.dat"), _read_dat
     ),
+    "10m": Edition(
+        "ml-10M100K",
+        "ce571fd55effeba0271552578f2648bd",
+        69_878,
+        10_677,
+        10_000_054,
+        ("ratings.dat", "movies.dat"),
+        _read_dat,
+        "ml-10m",
+    ),
+    "20m": Edition("ml-20m", "cd245b17a1ae2cc31bb14903e1204af3", 138_493, 26_744, 20_000_263, _CSV, _read_csv),
     "25m": Edition(
         "ml-25m",
         "6b51fb2759a8657d3bfcbfc42b592ada",
         162_541,
         59_047,
         25_000_095,
-        ("ratings.csv", "movies.csv"),
-        _read_25m,
+        _CSV,
+        _read_csv,
     ),
+    "32m": Edition("ml-32m", "d472be332d4daa821edc399621853b57", 200_948, 84_432, 32_000_204, _CSV, _read_csv),
+    "latest-small": Edition("ml-latest-small", None, 610, 9724, 100_836, _CSV, _read_csv),
 }

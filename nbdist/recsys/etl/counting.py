@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import polars as pl
 
 from .. import ranks
+from .vocabulary import keyed_like
 
 _COUNT = "count (nbdist)"  # no column of the user's
 
@@ -28,7 +29,9 @@ def count_values(
             frame = _explode(frame, name)
         counted = frame.group_by(on or name).agg(pl.len().cast(pl.Int64).alias(_COUNT))
         if table is not None:
-            counted = counted.join(table.lazy(), on=on, how="left")
+            schema = counted.collect_schema()
+            alike = keyed_like(table, {name: schema[name] for name in on})
+            counted = counted.join(alike.lazy(), on=on, how="left")
             if isinstance(dtype, pl.List):
                 counted = _explode(counted, name)
         values = counted.select(pl.col(name).cast(plain).alias("value"), pl.col(_COUNT).alias("count"))

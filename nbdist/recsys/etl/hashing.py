@@ -17,7 +17,7 @@ def hashed(value: pl.Expr, dtype: pl.DataType) -> pl.Expr:
     """The hash of each value, uint64; null for null.
 
     Args:
-        value: Integers, booleans or strings.
+        value: Integers, booleans, strings or dates.
         dtype: Their type.
     """
     if dtype == pl.String:

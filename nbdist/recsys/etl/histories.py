@@ -15,15 +15,15 @@ import pyarrow as pa
 from .. import ranks
 from ..io.folders import atomic_folder
 from .inputs import Input, Part, Source, opened, row_bytes, rows_in
-from .ops.step import ROW
+from .ops.step import ROW, names_of
 from .output import OutputFiles, Placed, Places, Spill, divide, plain, write_buckets
-from .splitting import Frame, check_columns
+from .splitting import Frame, as_frame, check_columns
 
 _NUMBER = 8  # bytes of a row's number
 
 
 def sequences(
-    rows: Frame, *columns: str, by: str = "user", time: str = "timestamp", length: int | None = None
+    rows: Frame, *columns: str, by: str | Sequence[str] = "user", time: str = "timestamp", length: int | None = None
 ) -> Frame:
     """A row for each user, with lists of what their rows have, in the order of time.
 
@@ -31,9 +31,9 @@ def sequences(
     they first appear.
 
     Args:
-        rows: A frame, or a lazy one: then nothing is computed.
+        rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
         *columns: What to make lists of, such as the movie.
-        by: The column of users.
+        by: The column of users, or several whose values together are a user.
         time: The column that rows are ordered by.
         length: How many rows of a user count, the last ones. None: all.
 
@@ -47,30 +47,31 @@ def sequences(
         >>> sequences(rows, "movie", length=2).rows()
         [(1, [20, 30]), (2, [10])]
     """
-    _check(rows, columns, by, time, length)
+    rows = as_frame(rows)
+    keys = _check(rows, columns, by, time, length)
     lists = [pl.col(name).sort_by(time, nulls_last=False, maintain_order=True) for name in columns]
     if length is not None:
         lists = [one.tail(length) for one in lists]
-    return rows.group_by(by, maintain_order=True).agg(lists)
+    return rows.group_by(keys, maintain_order=True).agg(lists)
 
 
 def with_history(
-    rows: pl.DataFrame,
+    rows: Frame,
     column: str,
     *,
-    by: str = "user",
+    by: str | Sequence[str] = "user",
     time: str = "timestamp",
     length: int = 50,
     name: str = "history",
-) -> pl.DataFrame:
+) -> Frame:
     """The rows with a further column: for each of them, what its user took before it, in the order of time.
 
     Order as in `sequences`; the rows stay where they are. It is made in memory: `write_history` is for more rows.
 
     Args:
-        rows: A frame.
+        rows: As for `sequences`.
         column: What to make lists of, such as the movie.
-        by: The column of users.
+        by: The column of users, or several whose values together are a user.
         time: The column that rows are ordered by.
         length: How many count, the last ones.
         name: The new column.
@@ -85,9 +86,23 @@ def with_history(
         >>> with_history(rows, "movie", length=1)["history"].to_list()
         [[20], [], [], [10]]
     """
-    _check(rows, [column], by, time, length)
-    _check_name(name, rows.columns)
-    return rows.with_columns(_Histories(rows, column, by, time, length).of(0, len(rows)).alias(name))
+    rows = as_frame(rows)
+    keys = _check(rows, [column], by, time, length)
+    schema = rows.collect_schema()
+    _check_name(name, schema.names())
+
+    def run(frame: pl.DataFrame) -> pl.DataFrame:
+        return frame.with_columns(_Histories(frame, column, keys, time, length).of(0, len(frame)).alias(name))
+
+    if isinstance(rows, pl.DataFrame):
+        return run(rows)
+    return rows.map_batches(
+        run,
+        schema=pl.Schema({**schema, name: pl.List(schema[column])}),
+        predicate_pushdown=False,
+        projection_pushdown=False,
+        slice_pushdown=False,
+    )
 
 
 def write_history(
@@ -95,7 +110,7 @@ def write_history(
     folder: str | os.PathLike[str],
     column: str,
     *,
-    by: str = "user",
+    by: str | Sequence[str] = "user",
     time: str = "timestamp",
     length: int = 50,
     name: str = "history",
@@ -112,7 +127,7 @@ def write_history(
     rows stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
 
     Args:
-        source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame.
+        source: As for `Workflow.fit`.
         folder: Appears when all files are whole; all ranks see it.
         column, by, time, length, name: As for `with_history`.
         num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
@@ -141,9 +156,9 @@ def write_history(
     """
     described = OutputFiles(num_files, row_group_size, compression, None)
     with opened(source) as given:
-        _check(pl.LazyFrame(schema=given.schema), [column], by, time, length)
+        keys = _check(pl.LazyFrame(schema=given.schema), [column], by, time, length)
         _check_name(name, given.schema.names())
-        made: dict[str, Any] = {"column": column, "by": by, "time": time, "length": length, "name": name}
+        made: dict[str, Any] = {"column": column, "by": keys, "time": time, "length": length, "name": name}
         alike = {
             **made,
             "rows": given.rows,
@@ -165,13 +180,13 @@ def _write(
     memory_bytes: int,
     progress: bool,
     column: str,
-    by: str,
+    by: list[str],
     time: str,
     length: int,
     name: str,
 ) -> None:
     """First all rows of some users come together, then the histories of rows that follow each other in the output."""
-    columns = list(dict.fromkeys([by, time, column]))
+    columns = list(dict.fromkeys([*by, time, column]))
     sample = given.head(given.schema.names())
     history_width = length * row_bytes(sample.select(column))
     size = rows_in(memory_bytes, row_bytes(sample.select(columns)) + _NUMBER)
@@ -182,7 +197,7 @@ def _write(
     def by_user(part: Part) -> Iterator[Placed]:
         rows = part.read(columns, "streaming").with_columns(pl.int_range(part.first, part.first + part.rows).alias(ROW))
         # Categories have other numbers in each part. Whose rows come together here makes no difference in the end.
-        whose = rows[by].cast(plain(rows.schema[by])).hash()
+        whose = rows.select(pl.struct(pl.col(one).cast(plain(rows.schema[one])) for one in by)).to_series().hash()
         yield Placed(rows, (whose % parts).to_numpy().astype(np.int64))
 
     share = given.share(size)
@@ -219,9 +234,9 @@ def _write(
 class _Histories:
     """What came before each row, of its user; made when it is asked for, because it is larger than the rows."""
 
-    def __init__(self, rows: pl.DataFrame, column: str, by: str, time: str, length: int) -> None:
+    def __init__(self, rows: pl.DataFrame, column: str, by: list[str], time: str, length: int) -> None:
         number = pl.int_range(pl.len())
-        order = rows.select(number.sort_by(by, time, nulls_last=False, maintain_order=True)).to_series()
+        order = rows.select(number.sort_by(*by, time, nulls_last=False, maintain_order=True)).to_series()
         self._values = rows[column][order]
         place = rows.select(by)[order].select(number.over(by)).to_series().to_numpy()  # among those of the user
         self._ends = np.empty(len(rows), np.int64)  # where each row is in that order
@@ -246,9 +261,18 @@ def _check_name(name: str, columns: Sequence[str]) -> None:
         raise ValueError(f"there is a column {name!r} already: choose another name=")
 
 
-def _check(rows: pl.DataFrame | pl.LazyFrame, columns: Sequence[str], by: str, time: str, length: int | None) -> None:
+def _check(
+    rows: pl.DataFrame | pl.LazyFrame,
+    columns: Sequence[str],
+    by: str | Sequence[str],
+    time: str,
+    length: int | None,
+) -> list[str]:
+    """The columns of users; raises `ValueError` for arguments that make no sense."""
     if not columns:
         raise ValueError("no columns are named")
-    check_columns(rows, by, time, *columns)
+    keys = names_of(by)
+    check_columns(rows, *keys, time, *columns)
     if length is not None and length < 1:
         raise ValueError(f"length={length}: at least 1")
+    return keys

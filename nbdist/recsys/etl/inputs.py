@@ -18,15 +18,17 @@ import torch.distributed as dist
 from ...devices import collective_device
 from .. import ranks
 from ..io import remote
+from ..io.frames import Tabular, frame_of
 from ..io.inspection import inspect
 from ..io.row_groups import RowGroup, slice_groups
-from ..io.storage import Location, Paths
+from ..io.storage import Found, Paths
 
 _Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
 """Rows of a file, or a frame, by the first of them and their number."""
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
-Source: TypeAlias = Paths | pl.DataFrame | pl.LazyFrame
+Source: TypeAlias = Paths | Tabular
+"""What rows come from: names of files, or what `frame_of` takes."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,13 @@ class Input:
     def of_files(cls, files: Paths) -> Input:
         found = inspect(files, _look)
         names = list(found.types)  # another file may have them in another order
-        slices = [frame.select(names).slice for frame in found.opened]
-        return cls(pl.Schema(found.types), slices, [str(path) for path in found.paths], found.groups)
+        slices: list[_Slice] = [frame.select(names).slice for frame in found.opened]
+        types = dict(found.types)
+        for column, values in found.partitions.items():
+            literals = [remote.constant(value, values).alias(column) for value in values]
+            types |= pl.select(literals[0]).schema
+            slices = [_with_constant(*one) for one in zip(slices, literals, strict=True)]
+        return cls(pl.Schema(types), slices, [str(path) for path in found.paths], found.groups)
 
     def derived(self, change: Callable[[pl.LazyFrame], pl.LazyFrame]) -> Input:
         """What `change` makes of the rows, one by one and in order."""
@@ -225,6 +232,10 @@ class Input:
         ]
 
 
+def _with_constant(slice: _Slice, literal: pl.Expr) -> _Slice:
+    return lambda start, rows: slice(start, rows).with_columns(literal)
+
+
 def row_bytes(frame: pl.DataFrame) -> int:
     """Bytes per row, at least 1."""
     return max(1, -(-int(frame.estimated_size()) // max(1, frame.height)))
@@ -237,26 +248,30 @@ def rows_in(memory_bytes: int, width: int) -> int:
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[Input]:
-    """The input that `source` means. The rows of a lazy frame are kept in a temporary file as long.
+    """The input that `source` means: a frame of any kind that `frame_of` takes, or files.
+
+    The rows of a lazy frame are kept in a temporary file as long.
 
     A lazy frame need not know how many rows it has, nor give the same ones twice: rank 0 computes it once, streamed to
     a Parquet file, and machines that do not see that file get a copy.
     """
-    if isinstance(source, pl.DataFrame):
-        yield Input.of_frame(source)
-    elif isinstance(source, pl.LazyFrame):
+    frame = frame_of(source, "the rows")
+    if isinstance(frame, pl.DataFrame):
+        yield Input.of_frame(frame)
+    elif isinstance(frame, pl.LazyFrame):
         with contextlib.ExitStack() as stack:
 
             def write() -> str:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-"))
                 path = os.path.join(folder, "frame.parquet")
-                source.sink_parquet(path, compression="lz4", row_group_size=1 << 17, maintain_order=True)
+                frame.sink_parquet(path, compression="lz4", row_group_size=1 << 17, maintain_order=True)
                 return path
 
             yield Input.of_files(_on_every_machine(ranks.on_rank_0(write), stack))
             ranks.barrier()  # rank 0 takes it away
     else:
-        yield Input.of_files(source)
+        files: Any = source
+        yield Input.of_files(files)
 
 
 def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
@@ -286,11 +301,12 @@ def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
     return path if sees else str(copies[writers[machine]])
 
 
-def _look(path: Location) -> tuple[pl.LazyFrame | remote.RemoteFile, pl.Schema, pq.FileMetaData]:
+def _look(file: Found) -> tuple[pl.LazyFrame | remote.RemoteFile, pl.Schema, pq.FileMetaData]:
     """A Parquet file, its columns and its footer."""
+    path = file.location
     if isinstance(path, str):
-        file = remote.RemoteFile(path)
-        return file, file.schema, file.footer
+        there = remote.RemoteFile(path)
+        return there, there.schema, there.footer
     footer = pq.read_metadata(path)
     frame = remote.scan(path)
     try:

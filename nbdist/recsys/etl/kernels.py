@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +36,5 @@ def lookup(
     """
     last = {name: [None if defaults is None else defaults[name]] for name in columns.columns}
     every = pl.concat([columns, pl.DataFrame(last, schema=columns.schema)]).get_columns()
-    # Floats of a request have no value that stands for null.
-    nulls = [one.is_null().arg_true() if one.dtype.is_float() else pl.Series(dtype=pl.UInt32) for one in every]
-    values = [one.fill_null(math.nan) if one.dtype.is_float() else one for one in every]
     named = [key.alias(name) for name, key in zip(on, keys.get_columns(), strict=True)]
-    arrays = {"keys": named, "columns": values, "nulls": nulls}
-    return Kernel("Lookup", on, columns.columns, {"names": columns.columns}, arrays)
+    return Kernel("Lookup", on, columns.columns, arrays={"keys": named, "columns": every})

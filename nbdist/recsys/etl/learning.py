@@ -11,7 +11,7 @@ from .. import ranks
 from .inputs import Input, Reading
 from .ops.rows import RowStep
 from .ops.step import ROW, Query, State, Step, TrainingRows, chained
-from .pipeline import pipeline, uses_row_numbers
+from .pipeline import needed, pipeline, uses_row_numbers
 
 
 def learn(
@@ -28,7 +28,7 @@ def learn(
     done = 0  # steps that are in `given`
     for i, step in enumerate(steps):
         if isinstance(step, RowStep):
-            given = with_rows(given, steps[done:i], step, state, schemas[i].names(), True, reading)
+            given = with_rows(given, steps[done:i], step, state, schemas[i].names(), True, reading, fitting=True)
             done = i + 1
         else:
             step.learn(_Rows(steps[done:i], schemas[i], given.where, given, state, reading), state, previous)
@@ -66,26 +66,34 @@ def with_rows(
     columns: Sequence[str],
     training: bool,
     reading: Reading,
+    fitting: bool = False,
 ) -> Input:
     """The rows as they are after `steps`, none of them a `RowStep`, and then `step`; all ranks have to call it.
 
     Args:
         columns: Those that there are to be before `step`.
         training: Whether the rows are those that the steps are fitted to.
+        fitting: Whether that is known, because they are being fitted.
     """
     if steps:
         if training and uses_row_numbers(steps, columns):
-            given = numbered(given, steps, state)
+            given = given.numbered(ROW) if fitting else numbered(given, steps, state, columns, reading)
         given = given.derived(pipeline(steps, state, columns, training))
     return step.over(given, reading)
 
 
-def numbered(given: Input, steps: Sequence[Step], state: State) -> Input:
-    """The rows that some steps were fitted to, with the column `ROW`.
+def numbered(given: Input, steps: Sequence[Step], state: State, columns: Sequence[str], reading: Reading) -> Input:
+    """The rows that some steps were fitted to, with the column `ROW`; all ranks have to call it.
+
+    Args:
+        columns: Those that there are to be after the steps.
 
     Raises:
-        ValueError: There are not as many as then.
+        ValueError: They are other rows, or in another order.
     """
-    for step in steps:
-        step.check_training(state, given.rows, given.where)
+    after = needed(steps, columns)[1:]
+    for i, step in enumerate(steps):
+        names = [name for name in step.adds if name in after[i]]
+        if step.numbers_rows and names:
+            step.check_training(names, _Rows(steps[:i], given.schema, given.where, given, state, reading), state)
     return given.numbered(ROW)

@@ -11,11 +11,16 @@ from .ops.join import Join, origin
 from .ops.step import ROW, Stage, State, Step, chained
 
 
-def needed(steps: Sequence[Step], wanted: Iterable[str]) -> list[set[str]]:
-    """The columns that have to be there before each step, and after the last, for `wanted` to be there in the end."""
+def needed(steps: Sequence[Step], wanted: Iterable[str], training: bool = False) -> list[set[str]]:
+    """The columns that have to be there before each step, and after the last, for `wanted` to be there in the end.
+
+    Args:
+        training: Whether it has to be told that the rows are those that the steps were fitted to.
+    """
     columns = [set(wanted)]
     for step in reversed(steps):
-        columns.append(step.needs(columns[-1]))
+        more = step.recognizes if training and not columns[-1].isdisjoint(step.adds) else ()
+        columns.append(step.needs(columns[-1]).union(more))
     return columns[::-1]
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import polars as pl
+
+from ..io.frames import require_frame
+from .ops.step import names_of
 
 Frame = TypeVar("Frame", pl.DataFrame, pl.LazyFrame)
 _PART = "part (nbdist)"  # no column of the user's
@@ -35,15 +38,15 @@ class Split(Generic[Frame]):
         return iter((self.train, self.valid, self.test))
 
 
-def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> Split[Frame]:
+def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = "timestamp") -> Split[Frame]:
     """The last row of each user for testing, the one before it for validation, all others for training.
 
     Users with fewer than three rows are in the training rows alone. Of rows of the same time, the later one in `rows`
     is the later one; a time that is null or NaN is before all others.
 
     Args:
-        rows: A frame, or a lazy one: then nothing is computed.
-        by: The column of users.
+        rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
+        by: The column of users, or several whose values together are a user.
         time: The column that they are ordered by.
 
     Raises:
@@ -57,7 +60,8 @@ def leave_one_out(rows: Frame, *, by: str = "user", time: str = "timestamp") -> 
         >>> train["movie"].to_list(), valid["movie"].to_list(), test["movie"].to_list()
         ([10, 20, 10], [30], [40])
     """
-    check_columns(rows, by, time)
+    rows, by = as_frame(rows), names_of(by)
+    check_columns(rows, *by, time)
     known = _known(rows, time)
     none = known.is_null()
     ranked = known.rank("ordinal").over(by) + none.sum().over(by)
@@ -80,7 +84,7 @@ def time_split(
     all others.
 
     Args:
-        rows: A frame, or a lazy one: then nothing is computed.
+        rows: As for `leave_one_out`.
         time: The column that they are divided by.
         valid: The part of the rows for validation, 0 to 1, rounded to the nearest number of rows; or the first time
             that they have.
@@ -99,6 +103,7 @@ def time_split(
         >>> [len(part) for part in time_split(rows, valid=103, test=108)]
         [3, 5, 2]
     """
+    rows = as_frame(rows)
     check_columns(rows, time)
     parts = [_is_part(valid), _is_part(test)]
     if any(parts) and not all(part or one == 0 for part, one in zip(parts, (valid, test), strict=True)):
@@ -136,6 +141,11 @@ def _divide(rows: Frame, part: pl.Expr) -> Split[Frame]:
     marked = rows.with_columns(part.alias(_PART))
     train, valid, test = (marked.filter(pl.col(_PART) == one).drop(_PART) for one in (_TRAIN, _VALID, _TEST))
     return Split(train, valid, test)
+
+
+def as_frame(rows: Frame) -> Frame:
+    """The rows as a frame of polars."""
+    return require_frame(rows, "rows")  # type: ignore[return-value]
 
 
 def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from .vocabulary import NULL_CODE, UNSEEN_CODE, Vocabulary
 from .workflow import Workflow
 
 
-@torch.no_grad()
 def fill_unknown(
     model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None = None
 ) -> dict[str, list[int]]:
@@ -47,8 +47,12 @@ def fill_unknown(
         >>> model.weight[:, 0].tolist()
         [2.0, 2.0, 1.0, 4.0]
     """
+    return _fill(_tables(model, workflow, tables), workflow)
+
+
+def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
     filled: dict[str, list[int]] = {}
-    for weight, columns in _tables(model, workflow, tables):
+    for weight, columns, padding in tables:
         known = {name: workflow.vocabularies[name] for name in columns}
         for name, vocabulary in known.items():
             if vocabulary.size > len(weight):
@@ -58,23 +62,47 @@ def fill_unknown(
                 )
         if len({vocabulary.num_buckets for vocabulary in known.values()}) > 1:
             raise ValueError(f"columns {', '.join(known)} have one table, and differ in num_buckets: their codes clash")
-        codes = _never_seen(list(known.values()))
+        codes = [code for code in _never_seen(list(known.values())) if code != padding]
         total = sum(int(vocabulary.counts.sum()) for vocabulary in known.values())
         if codes and total:
-            weight[codes] = sum(_sum(weight, vocabulary) for vocabulary in known.values()) / total
+            with torch.no_grad():
+                weight[codes] = sum(_sum(weight, vocabulary) for vocabulary in known.values()) / total
             filled |= dict.fromkeys(columns, codes)
     return filled
 
 
 @contextlib.contextmanager
-def unknown_filled(model: nn.Module, workflow: Workflow) -> Iterator[None]:
-    """`fill_unknown`, as long as the block lasts."""
-    before = [
-        (weight, weight[: max(workflow.vocabularies[name].first_code for name in columns)].detach().clone())
-        for weight, columns in _tables(model, workflow, None)
-    ]
+def unknown_filled(
+    model: nn.Module, workflow: Workflow, columns: Collection[str], more: Sequence[tuple[nn.Module, list[str]]]
+) -> Iterator[None]:
+    """`fill_unknown`, as long as the block lasts; warns of columns whose unknown values get what no training has made.
+
+    Args:
+        columns: What the model takes.
+        more: Tables, beside those that say by themselves which columns they are of, with these columns.
+    """
+    tables = _tables(model, workflow, None)
+    known = [id(table.weight) for table in tables]
+    others: dict[int, _Table] = {}
+    for table, names in more:
+        one = others.setdefault(id(table.weight), _Table.of(table, []))
+        one.columns.extend(name for name in names if name in workflow.vocabularies and name not in one.columns)
+    tables += [one for number, one in others.items() if number not in known and one.columns]
+    filled = {name for one in tables for name in one.columns}
+    codes = [name for name in columns if name in workflow.vocabularies and name not in filled]
+    if left := [name for name in codes if _never_seen([workflow.vocabularies[name]])]:
+        warnings.warn(
+            f"no training row had a null, or a value that is not known, of {', '.join(left)}, and it cannot be seen "
+            "which tables are looked up by these columns: such values are answered by what the tables began with. Call "
+            f"etl.fill_unknown(model, workflow, {{{left[0]!r}: table}}) before, and say fill=False",
+            stacklevel=4,
+        )
+    before = []
+    for weight, names, _ in tables:
+        first = max(workflow.vocabularies[name].first_code for name in names)
+        before.append((weight, weight[:first].detach().clone()))
     try:
-        fill_unknown(model, workflow)
+        _fill(tables, workflow)
         yield
     finally:
         with torch.no_grad():
@@ -82,17 +110,29 @@ def unknown_filled(model: nn.Module, workflow: Workflow) -> Iterator[None]:
                 weight[: len(rows)] = rows
 
 
-def _tables(
-    model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None
-) -> list[tuple[Tensor, list[str]]]:
-    """The weight of each table, with the columns that are looked up in it."""
-    found: list[tuple[Tensor, list[str]]] = []
+class _Table(NamedTuple):
+    """A table of a model."""
+
+    weight: Tensor
+    columns: list[str]
+    """Those that are looked up in it."""
+    padding: int | None
+    """The code whose row stands for nothing."""
+
+    @classmethod
+    def of(cls, module: Any, columns: list[str]) -> _Table:
+        """The table that a module is."""
+        return cls(module.weight, columns, getattr(module, "padding_idx", None))
+
+
+def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None) -> list[_Table]:
+    """The tables whose columns are known."""
+    found: list[_Table] = []
     if tables is not None:
         if wrong := [name for name in tables if name not in workflow.vocabularies]:
             raise ValueError(f"{wrong[0]!r} is no column of codes; there are {', '.join(workflow.vocabularies)}")
         for table in {id(table): table for table in tables.values()}.values():
-            weight: Any = table.weight
-            found.append((weight, [name for name, one in tables.items() if one is table]))
+            found.append(_Table.of(table, [name for name, one in tables.items() if one is table]))
         return found
     module: Any
     for module in model.modules():
@@ -101,7 +141,7 @@ def _tables(
             for config in getattr(module, configs)() if hasattr(module, configs) else ():
                 columns = [name for name in config.feature_names if name in workflow.vocabularies]
                 if columns:
-                    found.append((getattr(module, held)[config.name].weight, columns))
+                    found.append(_Table.of(getattr(module, held)[config.name], columns))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,28 +141,32 @@ class Vocabulary:
 
         The order of the rows is kept; what other columns are added is to be left out.
         """
-        numbers = self._numbers()
+        dtype: Any = frame.collect_schema()[column]
+        dtype = dtype.inner if self.lists else dtype
+        if not dtype.is_integer():
+            dtype = self.values.dtype  # strings for categories
+        table = pl.DataFrame({f"value of {codes}": self.values, codes: self._numbers()})
         if self.lists:
-            value = pl.element()
-            known = value.cast(self.values.dtype).replace_strict(
-                self.values, numbers, default=self._unknown(value), return_dtype=pl.Int64
+            table, value = keyed_like(table, {f"value of {codes}": dtype}), pl.element()
+            known = value.cast(dtype).replace_strict(
+                table.to_series(),
+                table[codes],
+                default=_bucket(value, dtype, self.num_buckets),
+                return_dtype=pl.Int64,
             )
             lists = pl.col(column).list.eval(pl.when(value.is_not_null()).then(known).otherwise(NULL_CODE))
             return frame.with_columns(self.filled(lists).alias(codes))
-        here = pl.col(column).is_not_null()
+        here, unknown = pl.col(column).is_not_null(), _bucket(pl.col(column), dtype, self.num_buckets)
         if self._by_position is not None:  # no other column is touched then
-            known = self._by_position.get("code", pl.col(column)).fill_null(self._unknown(pl.col(column)))
+            known = self._by_position.get("code", pl.col(column)).fill_null(unknown)
             return frame.with_columns(pl.when(here).then(known).otherwise(NULL_CODE).alias(codes))
         # A join, which takes a third of the time of replace_strict.
-        values = pl.LazyFrame({f"value of {codes}": self.values, codes: numbers})
-        key = pl.col(column).cast(self.values.dtype)
+        values = keyed_like(table, {f"value of {codes}": dtype}).lazy()
+        key = pl.col(column).cast(dtype)
         joined = frame.join(values, left_on=key, right_on=f"value of {codes}", how="left", maintain_order="left")
-        known = pl.col(codes).fill_null(self._unknown(pl.col(column)))
-        return joined.with_columns(pl.when(here).then(known).otherwise(NULL_CODE).alias(codes))
-
-    def _unknown(self, value: pl.Expr) -> pl.Expr:
-        """The codes of values that are not known."""
-        return _bucket(value, self.values.dtype, self.num_buckets)
+        return joined.with_columns(
+            pl.when(here).then(pl.col(codes).fill_null(unknown)).otherwise(NULL_CODE).alias(codes)
+        )
 
     @cached_property
     def _by_position(self) -> DirectTable | None:
@@ -188,14 +193,28 @@ def _bucket(value: pl.Expr, dtype: pl.DataType, num_buckets: int) -> pl.Expr:
     return (hashed(value.cast(dtype), dtype) % num_buckets).cast(pl.Int64) + UNSEEN_CODE
 
 
+def keyed_like(table: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
+    """A table whose keys are to be compared with columns of other types: integers as these have them.
+
+    A row whose key does not fit into the other type is left out: nothing there is equal to it.
+    """
+    casts = {name: one for name, one in types.items() if one.is_integer() and table.schema[name] != one}
+    if not all(table.schema[name].is_integer() for name in casts) or not casts:
+        return table
+    cast = [pl.col(name).cast(one, strict=False) for name, one in casts.items()]
+    fits = [one.is_null() == pl.col(name).is_null() for name, one in zip(casts, cast, strict=True)]
+    return table.filter(pl.all_horizontal(fits)).with_columns(cast)
+
+
 def value_type(dtype: pl.DataType, where: str) -> pl.DataType:
     """The type of the values that a categorical column of type `dtype` has; raises `ValueError` where it has none."""
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     if isinstance(inner, (pl.Categorical, pl.Enum)):
         return pl.String()
-    if isinstance(inner, pl.DataType) and (inner.is_integer() or inner in (pl.Boolean, pl.String)):
+    dates = isinstance(inner, (pl.Date, pl.Datetime))
+    if isinstance(inner, pl.DataType) and (inner.is_integer() or inner in (pl.Boolean, pl.String) or dates):
         return inner
     raise ValueError(
-        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, and lists of them can. Make "
-        "it one of these with a Compute before"
+        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, dates, and lists of them can. "
+        "Make it one of these with a Compute before"
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +32,9 @@ import torch
 
 from .. import ranks
 from ..io.folders import atomic_folder
+from ..io.frames import Tabular, require_frame
 from . import output, saving
+from .fitting import casts, declared
 from .inputs import Input, Reading, Source, opened, row_bytes, rows_in
 from .learning import learn, numbered, with_rows
 from .ops.rows import RowStep
@@ -116,8 +118,9 @@ class Workflow:
         """Learn vocabularies and numbers, in one pass over the rows for each step that learns, and one for a `Filter`.
 
         Args:
-            source: Parquet files (a path, a folder, a glob pattern, a URI, or several) or a polars frame. A lazy frame
-                is first streamed to a temporary file.
+            source: Parquet files (a path, a folder, a glob pattern, a URI, or several), with the columns that folders
+                called ``column=value`` are named after; a frame of polars or pandas, an Arrow table, or a dict of
+                columns. A lazy frame is first streamed to a temporary file.
             previous: A fitted workflow, or the folder that one was saved to, whose vocabularies are to grow: all its
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
                 Columns that it did not have begin anew. `min_count` is of the rows of `source` alone. Means, sums and
@@ -163,14 +166,15 @@ class Workflow:
         """The `Vocabulary` of each categorified column."""
         return self.state.vocabularies
 
-    def transform(self, frame: pl.DataFrame | pl.LazyFrame, columns: Sequence[str] | None = None) -> pl.LazyFrame:
+    def transform(self, frame: Tabular, columns: Sequence[str] | None = None) -> pl.LazyFrame:
         """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
 
         It is for rows to be answered, not for those to be trained from, which `write` makes: a `Filter` is left out,
         and a `TargetEncoding` gives what it has learned from all training rows.
 
         Args:
-            frame: Needs no more columns than those wanted are made of: rows to predict need no label.
+            frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
+                are made of: rows to predict need no label. Integers may be of another type than in `fit`.
             columns: Which of the `outputs` are wanted, in this order. None: all.
 
         Returns:
@@ -178,12 +182,14 @@ class Workflow:
 
         Raises:
             RuntimeError: not fitted.
+            TypeError: `frame` is none.
             ValueError: naming the column: not among the outputs; or it is needed and not there, or of another type
                 than in `fit`.
         """
         wanted = self._wanted(columns)
-        self._check_inputs(frame.collect_schema(), self.needs(wanted), "the frame")
-        return pipeline(self.steps, self.state, wanted)(frame.lazy())
+        rows = require_frame(frame, "the frame").lazy()
+        rows = rows.cast(casts(rows.collect_schema(), self.needs(wanted), "the frame"))
+        return declared(pipeline(self.steps, self.state, wanted)(rows), self.outputs, wanted)
 
     def write(
         self,
@@ -245,19 +251,22 @@ class Workflow:
             )
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
-            self._check_inputs(given.schema, self._inputs(self.steps, wanted), given.where)
+            types = casts(given.schema, self._inputs(self.steps, wanted, bool(training)), given.where)
+            given = given.derived(lambda frame: frame.cast(types)) if types else given
             ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory_bytes, chosen, progress)
                 steps = pipeline(rest, self.state, wanted, bool(training))
                 if training and uses_row_numbers(rest, wanted):
-                    given = numbered(given, rest, self.state)
+                    width = row_bytes(given.head(given.schema.names()))
+                    reading = Reading(rows_in(memory_bytes, width), chosen, progress)
+                    given = numbered(given, rest, self.state, wanted, reading)
                 names = needed(rest, wanted)[0] | {ROW}
                 raw = pl.Schema({name: dtype for name, dtype in given.schema.items() if name in names})
                 raw = raw or pl.Schema([next(iter(given.schema.items()))])  # any, for the number of rows
 
                 def apply(frame: pl.DataFrame) -> pl.DataFrame:
-                    return steps(frame.lazy()).collect(engine=chosen)
+                    return declared(steps(frame.lazy()), self.outputs, wanted).collect(engine=chosen)
 
                 sample = given.head(raw.names())
                 size = rows_in(memory_bytes, row_bytes(sample) + row_bytes(apply(sample)))
@@ -272,7 +281,7 @@ class Workflow:
         """The rows that no `Filter` leaves out, as they are after the last step about rows; and the steps after it."""
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
-        columns, done = needed(self.steps, wanted), 0
+        columns, done = needed(self.steps, wanted, training), 0
         size = rows_in(memory_bytes, row_bytes(given.head(sorted(columns[0]) or given.schema.names()[:1])))
         reading = Reading(size, engine, progress)
         for i, step in enumerate(self.steps):
@@ -302,8 +311,8 @@ class Workflow:
         """Names and types of the columns of `inputs` that some of the `outputs` are made of."""
         return self._inputs([step for step in self.steps if not step.selects], self._wanted(columns))
 
-    def _inputs(self, steps: Sequence[Step], wanted: Sequence[str]) -> dict[str, str]:
-        there = needed(steps, wanted)[0]
+    def _inputs(self, steps: Sequence[Step], wanted: Sequence[str], training: bool = False) -> dict[str, str]:
+        there = needed(steps, wanted, training)[0]
         return {name: kind for name, kind in self.inputs.items() if name in there}
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -350,15 +359,6 @@ class Workflow:
             if name not in self.outputs:
                 raise ValueError(f"columns: {name!r} is not among the outputs, {', '.join(map(repr, self.outputs))}")
         return list(columns)
-
-    @staticmethod
-    def _check_inputs(schema: pl.Schema, needs: Mapping[str, str], where: str) -> None:
-        """Raise `ValueError` where a column that is needed is not there, or of another type than in `fit`."""
-        for name, kind in needs.items():
-            if name not in schema:
-                raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
-            if type_name(schema[name]) != kind:
-                raise ValueError(f"{where}: column {name!r} is {type_name(schema[name])}, but it was {kind} in fit")
 
     def _digest(self) -> str:
         return hashlib.blake2b(json.dumps(self.describe()).encode(), digest_size=8).hexdigest()

@@ -26,12 +26,14 @@ class Inspected(Generic[Opened]):
     """What `look` has given of each file."""
     groups: list[RowGroup]
     """The row groups that have rows."""
+    partitions: Mapping[str, list[int | str | None]]
+    """The columns that folders are called after, and not in the files: the value of each file."""
 
 
 def inspect(
     files: storage.Paths,
-    look: Callable[[storage.Location], tuple[Opened, Mapping[str, Any], pq.FileMetaData]],
-    size: Callable[[pq.RowGroupMetaData, Mapping[str, Any]], int] = lambda group, types: 0,
+    look: Callable[[storage.Found], tuple[Opened, Mapping[str, Any], pq.FileMetaData]],
+    size: Callable[[pq.RowGroupMetaData, Mapping[str, Any], Any], int] = lambda group, types, opened: 0,
     hint: str = "",
 ) -> Inspected[Opened]:
     """Read the footers of Parquet files.
@@ -39,30 +41,31 @@ def inspect(
     Args:
         files: As for `storage.find`.
         look: Gives what to keep of a file, the types of its columns, and its footer.
-        size: The `RowGroup.size` of a row group.
+        size: The `RowGroup.size` of a row group; given the types and what to keep of its file, too.
         hint: Said of a column that is not in the first file.
 
     Raises:
         FileNotFoundError: for what does not exist.
         ValueError: naming file and column: not a Parquet file, another schema than the first file's, or no rows.
     """
-    paths = storage.find(files)
+    named = storage.find_partitioned(files)
+    paths = [one.location for one in named]
     if not paths:
         raise ValueError("the list of files names no file")
-    result: Inspected[Opened] = Inspected(paths, {}, [], [])
-    for number, path in enumerate(paths):
+    result: Inspected[Opened] = Inspected(paths, {}, [], [], {})
+    for number, (path, file) in enumerate(zip(paths, named, strict=True)):
         try:
-            opened, types, footer = look(path)
+            opened, types, footer = look(file)
         except (pa.ArrowInvalid, OSError) as error:
             raise ValueError(f"{path}: not a whole Parquet file: {error}") from error
         if number == 0:
-            result = Inspected(paths, types, [], [])
+            result = Inspected(paths, types, [], [], storage.partitions(named, types))
         _compare(result.types, types, path, f"in {paths[0]}", hint)
         result.opened.append(opened)
         for index in range(footer.num_row_groups):
             group = footer.row_group(index)
             if group.num_rows:
-                result.groups.append(RowGroup(number, index, group.num_rows, size(group, types)))
+                result.groups.append(RowGroup(number, index, group.num_rows, size(group, types, opened)))
     if not result.groups:
         raise ValueError(f"{paths[0]}: no rows in {len(paths)} file(s)")
     return result

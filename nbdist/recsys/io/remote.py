@@ -22,6 +22,23 @@ def scan(location: storage.Location) -> pl.LazyFrame:
     return pl.scan_parquet(location, glob=False, hive_partitioning=False)
 
 
+def scan_all(files: storage.Paths) -> tuple[pl.LazyFrame, storage.Location]:
+    """All rows of some Parquet files, with the columns that folders are called after; and the first of the files."""
+    named = storage.find_partitioned(files)
+    frames = [scan(one.location) for one in named]
+    columns = frames[0].collect_schema() if any(one.partition for one in named) else ()
+    for name, values in storage.partitions(named, columns).items():
+        frames = [
+            frame.with_columns(constant(value, values).alias(name)) for frame, value in zip(frames, values, strict=True)
+        ]
+    return pl.concat(frames), named[0].location
+
+
+def constant(value: int | str | None, values: Sequence[int | str | None]) -> pl.Expr:
+    """One of the `values` of a partition, of the type of all: int64, or string."""
+    return pl.lit(value, pl.Int64 if any(isinstance(one, int) for one in values) else pl.String)
+
+
 class RemoteFile:
     """A remote file: its footer is read once. polars could fetch it too, but takes no options with a URI.
 

@@ -11,9 +11,12 @@ import fnmatch
 import functools
 import glob
 import os
-from collections.abc import Iterable
+import posixpath
+import re
+import urllib.parse
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -30,32 +33,115 @@ def is_uri(name: str | os.PathLike[str]) -> bool:
     return isinstance(name, str) and "://" in name
 
 
-def find(files: Paths) -> list[Location]:
-    """The Parquet files meant by a file, a folder (its ``*.parquet``), a glob pattern, a URI, or several of these.
+class Found(NamedTuple):
+    """A Parquet file, and what the folders that it is in say of its rows."""
 
-    What comes from a folder or pattern is sorted, so that every rank has the same order.
+    location: Location
+    partition: dict[str, str | None]
+    """Column → value, of folders called ``column=value``, as Hive, Spark, Arrow and polars write them. None: null."""
+
+
+def find(files: Paths) -> list[Location]:
+    """The locations of `find_partitioned`."""
+    return [found.location for found in find_partitioned(files)]
+
+
+def find_partitioned(files: Paths) -> list[Found]:
+    """The Parquet files meant by a file, a folder, a glob pattern, a URI, or several of these.
+
+    A folder means its ``*.parquet``, or those in its folders called ``column=value``, at any depth. What comes from a
+    folder or pattern is sorted, so that every rank has the same order. Folders that are named count as partitions below
+    the folder, or the part of a pattern without wildcards, that `files` gives.
 
     Raises:
         FileNotFoundError: for what does not exist or holds no Parquet file.
-        ValueError: for a URI that neither Arrow nor fsspec can read.
+        TypeError: for what is no name of files.
+        ValueError: for a URI that neither Arrow nor fsspec can read, or a folder with files beside partitions.
     """
     if not isinstance(files, (str, os.PathLike)):
-        return [location for one in files for location in find(one)]
+        if not isinstance(files, Iterable) or isinstance(files, Mapping) or hasattr(type(files), "columns"):
+            raise TypeError(f"files must be paths, URIs or glob patterns, got {type(files).__name__}")
+        return [found for one in files for found in find_partitioned(one)]
     if is_uri(files):
-        return list(_find_remote(str(files)))
+        return [Found(uri, _partition(uri.partition("?")[0], base)) for uri, base in _find_remote(str(files))]
     path = Path(files).expanduser()
     if path.is_file():
-        return [path]
-    found = sorted(path.glob("*.parquet")) if path.is_dir() else [Path(one) for one in sorted(glob.glob(str(path)))]
+        return [Found(path, {})]
+    base = path
+    if path.is_dir():
+        found = [Path(one) for one in _in_folder(str(path), _list_local)]
+    else:
+        found = [Path(one) for one in sorted(glob.glob(str(path)))]
+        parts = path.parts
+        base = Path(*parts[: next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))])
+        if base != path:  # folders, of such as "ratings/date=2024-01-*", mean what is in them
+            inner = [_in_folder(str(one), _list_local) if one.is_dir() else [one] for one in found]
+            found = [Path(file) for files in inner for file in files]
     if not found:
         raise FileNotFoundError(f"{files}: " + ("the folder has no *.parquet" if path.is_dir() else "no such file"))
-    return list(found)
+    return [Found(one, _partition(str(one), str(base))) for one in found]
+
+
+_PARTITION = re.compile(r"[^=]+=.*")
+_INTEGER = re.compile(r"[+-]?\d{1,18}")
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+
+
+def _partition(file: str, base: str) -> dict[str, str | None]:
+    """What the folders between `base` and a file in it are called."""
+    folders = posixpath.dirname(file[len(base) :]).split("/")
+    pairs = [folder.split("=", 1) for folder in folders if _PARTITION.fullmatch(folder)]
+    unquoted = {urllib.parse.unquote(name): urllib.parse.unquote(value) for name, value in pairs}
+    return {name: None if value == _NULL else value for name, value in unquoted.items()}
+
+
+def partitions(files: Sequence[Found], columns: Container[str]) -> dict[str, list[int | str | None]]:
+    """The columns that folders are called after, but for `columns`, which are in the files: the value of each file.
+
+    They are integers where all are, and otherwise strings.
+
+    Raises:
+        ValueError: Folders of different files name different columns.
+    """
+    first = files[0]
+    for path, partition in files:
+        if partition.keys() != first.partition.keys():
+            raise ValueError(
+                f"{path}: its folders name the columns {', '.join(partition) or 'none'}, and those of {first.location} "
+                f"{', '.join(first.partition) or 'none'}"
+            )
+    found: dict[str, list[int | str | None]] = {}
+    for name in [name for name in first.partition if name not in columns]:
+        values = [one.partition[name] for one in files]
+        whole = all(value is None or _INTEGER.fullmatch(value) for value in values) and any(values)
+        found[name] = [int(value) if whole and value is not None else value for value in values]
+    return found
+
+
+def _list_local(folder: str) -> tuple[list[str], list[str]]:
+    entries = list(os.scandir(folder))
+    return [one.name for one in entries if one.is_file()], [one.name for one in entries if one.is_dir()]
+
+
+def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]]) -> list[str]:
+    """The ``*.parquet`` of a folder or, where it has none, of its partitions; sorted.
+
+    Args:
+        entries: Gives the names of the files and of the folders in a folder.
+    """
+    files, folders = entries(folder)
+    found = sorted(name for name in files if fnmatch.fnmatchcase(name, "*.parquet"))
+    partitions = sorted(name for name in folders if _PARTITION.fullmatch(name))
+    if found and partitions:
+        raise ValueError(f"{folder} has both files ({found[0]}) and partitions ({partitions[0]}): name what is meant")
+    inner = [file for name in partitions for file in _in_folder(f"{folder}/{name}", entries)]
+    return [f"{folder}/{name}" for name in found] + inner
 
 
 def parquet(location: Location, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Open a Parquet file; reads its footer unless that is given. Of a remote one, what is asked for is fetched."""
     if isinstance(location, Path):
-        return pq.ParquetFile(location)
+        return pq.ParquetFile(location, metadata=footer)
     filesystem, path = resolve(location)
     return pq.ParquetFile(path, filesystem=filesystem, pre_buffer=True, metadata=footer)
 
@@ -84,7 +170,8 @@ def _filesystem(root: str) -> tuple[pafs.FileSystem, str]:
         return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), str(path)
 
 
-def _find_remote(uri: str) -> list[str]:
+def _find_remote(uri: str) -> list[tuple[str, str]]:
+    """The URI of each file, and where its partitions begin."""
     address, mark, query = uri.partition("?")
     folder = address.rstrip("/")
     pattern = "*.parquet"
@@ -95,10 +182,17 @@ def _find_remote(uri: str) -> list[str]:
     filesystem, path = resolve(folder + mark + query)
     info = filesystem.get_file_info(path)
     if info.type == pafs.FileType.File:
-        return [folder + mark + query]
-    entries = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
-    names = [entry.base_name for entry in entries if entry.type == pafs.FileType.File]
-    found = sorted(name for name in names if fnmatch.fnmatchcase(name, pattern))
+        return [(folder + mark + query, folder)]
+
+    def entries(folder: str) -> tuple[list[str], list[str]]:
+        there = filesystem.get_file_info(pafs.FileSelector(folder, allow_not_found=True))
+        both = {kind: [one.base_name for one in there if one.type == kind] for kind in pafs.FileType}
+        return both[pafs.FileType.File], both[pafs.FileType.Directory]
+
+    if pattern == "*.parquet":
+        found = [file[len(path) + 1 :] for file in _in_folder(path, entries)]
+    else:
+        found = sorted(name for name in entries(path)[0] if fnmatch.fnmatchcase(name, pattern))
     if not found:
         raise FileNotFoundError(f"{uri}: no such file, and no folder with {pattern}")
-    return [f"{folder}/{name}{mark}{query}" for name in found]
+    return [(f"{folder}/{name}{mark}{query}", folder) for name in found]

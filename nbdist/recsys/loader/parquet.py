@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..io import storage
+from ..io.footers import Footers
 from ..io.inspection import inspect
-from ..io.row_groups import Piece
+from ..io.row_groups import Piece, RowGroup
 from ..io.storage import Paths
 from .columns import Columns, Ragged, join
 from .tables import check_type, is_list, to_columns
@@ -21,8 +22,8 @@ class ParquetFiles:
     """The chosen columns of Parquet files with one schema; reads footers only until `read` is called.
 
     Args:
-        files: As for `storage.find`.
-        columns: Which columns, in this order. None: all.
+        files: As for `storage.find_partitioned`.
+        columns: Which columns, in this order. None: all, those that folders are called after last.
 
     Raises:
         FileNotFoundError: for what does not exist.
@@ -31,14 +32,32 @@ class ParquetFiles:
     """
 
     def __init__(self, files: Paths, columns: Sequence[str] | None = None) -> None:
-        def look(path: storage.Location) -> tuple[Any, dict[str, pa.DataType], Any]:
-            with storage.parquet(path) as opened:
-                return opened.metadata, _chosen(opened.schema_arrow, columns, path), opened.metadata
+        self._footers = Footers()
+
+        def look(file: storage.Found) -> tuple[list[str], dict[str, pa.DataType], Any]:
+            with self._footers.open(file.location) as opened:
+                schema = opened.schema_arrow
+                names = schema.names if columns is None else columns
+                there = [name for name in names if name in schema.names or name not in file.partition]
+                types = _chosen(schema, there, file.location)
+                return _roots(schema), types, opened.metadata
 
         found = inspect(files, look, _size, "; columns= leaves it out")
-        self.paths, self.types, self.groups = found.paths, found.types, found.groups
-        footers = zip(self.paths, found.opened, strict=True)
-        self._footers = {path: footer for path, footer in footers if storage.is_uri(path)}  # which are far to go for
+        self.paths = found.paths
+        self._partitions: dict[str, list[int]] = {}
+        for name, values in found.partitions.items():
+            if columns is not None and name not in columns:
+                continue
+            self._partitions[name] = [value for value in values if isinstance(value, int)]
+            if len(self._partitions[name]) < len(values):
+                raise ValueError(
+                    f"{self.paths[0]}: column {name!r}, after which a folder is called, has values that are no "
+                    "integers, and so no tensor: name the columns that are wanted with columns="
+                )
+        types = {**found.types, **dict.fromkeys(self._partitions, pa.int64())}
+        self.types = {name: types[name] for name in (types if columns is None else columns)}
+        more = 8 * len(self._partitions)
+        self.groups = [group._replace(size=group.size + more * group.rows) for group in found.groups]
 
     def __len__(self) -> int:
         return sum(group.rows for group in self.groups)
@@ -67,17 +86,11 @@ class ParquetFiles:
         for group, start, stop in pieces:
             path = self.paths[group.file]
             where = f"{path}, row group {group.number}"
-            try:
-                with storage.parquet(path, self._footers.get(path)) as opened:
-                    table = opened.read_row_group(
-                        group.number, columns=list(self.types), use_threads=torch.get_num_threads() > 1
-                    )
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{where}: cannot be read: {error}") from error
-            if table.num_rows != group.rows:
-                raise ValueError(f"{where}: has changed since the loader was made; make a new one")
+            table = self._read(group, path, where)
             part = to_columns(table.slice(start, stop - start), where)
             del table
+            for name, values in self._partitions.items():
+                part[name] = torch.full((stop - start,), values[group.file], dtype=torch.int64)
             # Dense columns go straight to their place: the pieces and the whole are not in memory together.
             for name, column in list(part.items()):
                 if not isinstance(column, Ragged):
@@ -94,6 +107,29 @@ class ParquetFiles:
                 columns[name] = join([part.pop(name) for part in parts])
         pa.default_memory_pool().release_unused()  # Arrow keeps freed memory, which would count twice
         return {name: columns[name] for name in self.types}
+
+    def _read(self, group: RowGroup, path: storage.Location, where: str) -> pa.Table:
+        """The columns of a row group that are in its file, which may have changed since it was looked at."""
+        names = [name for name in self.types if name not in self._partitions]
+        changed = ""
+        try:
+            with self._footers.open(path) as opened:
+                schema = opened.schema_arrow
+                if missing := [name for name in names if name not in schema.names]:
+                    changed = f"column {missing[0]!r} is gone"
+                elif other := [name for name in names if _plain(schema.field(name).type) != self.types[name]]:
+                    changed = f"column {other[0]!r} is {schema.field(other[0]).type}, and was {self.types[other[0]]}"
+                elif group.number >= opened.num_row_groups:
+                    changed = f"it has {opened.num_row_groups} row groups"
+                else:
+                    threads = torch.get_num_threads() > 1
+                    table = opened.read_row_group(group.number, columns=names, use_threads=threads)
+                    if table.num_rows == group.rows:
+                        return table.select(names)  # of "user", Arrow reads "user.id" too
+                    changed = f"it has {table.num_rows} rows, and had {group.rows}"
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{where}: cannot be read: {error}") from error
+        raise ValueError(f"{where}: has changed since the loader was made: {changed}; make a new one")
 
 
 def _memory(name: str, like: Tensor, rows: int, room: int, spare: dict[str, Tensor] | None) -> Tensor:
@@ -115,15 +151,29 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
                 f"{path}: column {name!r} is there {schema.names.count(name)} times; it has {schema.names}"
             )
         check_type(schema.field(name).type, f"{path}: column {name!r}")
-    return {name: schema.field(name).type for name in names}
+    return {name: _plain(schema.field(name).type) for name in names}
 
 
-def _size(group: Any, types: Mapping[str, pa.DataType]) -> int:
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """A type without what makes no difference to tensors: pandas writes short lists, polars large ones."""
+    return pa.large_list(kind.value_type) if is_list(kind) else kind
+
+
+def _roots(schema: pa.Schema) -> list[str]:
+    """The column that each leaf of a file's schema belongs to; its path does not tell, because names may have dots."""
+    return [field.name for field in schema for _ in range(_leaves(field.type))]
+
+
+def _leaves(kind: pa.DataType) -> int:
+    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
+
+
+def _size(group: Any, types: Mapping[str, pa.DataType], roots: Sequence[str]) -> int:
     """Bytes of a row group's chosen columns as tensors. Exact: Parquet says how many values there are."""
     size = 0
     for index in range(group.num_columns):
         chunk = group.column(index)
-        kind = types.get(chunk.path_in_schema.split(".")[0])
+        kind = types.get(roots[index])
         if kind is None:
             continue
         nested = is_list(kind) or pa.types.is_fixed_size_list(kind)

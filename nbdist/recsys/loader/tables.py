@@ -18,7 +18,8 @@ def to_table(data: Any) -> Columns:
         data = {str(i): column for i, column in enumerate(data)}
     if isinstance(data, Mapping):
         columns = {str(name): _column(name, column) for name, column in data.items()}
-    elif isinstance(data, pa.Table):
+    elif isinstance(data, (pa.Table, pa.RecordBatch)):
+        data = pa.Table.from_batches([data]) if isinstance(data, pa.RecordBatch) else data
         columns = to_columns(data, "the table")
     elif hasattr(data, "to_arrow"):  # polars, which need not be imported to know its frames
         columns = to_columns(data.to_arrow(), "the frame")
@@ -47,7 +48,16 @@ def _column(name: Any, column: Any) -> Column:
         if len(offsets) and offsets[0] == 0 and offsets[-1] == len(column.values) and (column.lengths >= 0).all():
             return Ragged(column.values, offsets.long())
         raise ValueError(f"column {name!r}: offsets have to rise from 0 to the number of values")
-    raise TypeError(f"column {name!r} is a {type(column).__name__}: give tensors, numeric arrays or Ragged")
+    if hasattr(column, "to_arrow"):  # a series of polars
+        column = column.to_arrow()
+    elif isinstance(column, (list, tuple)) or type(column).__module__.partition(".")[0] == "pandas":
+        try:
+            column = pa.array(column, from_pandas=False)
+        except (pa.ArrowException, TypeError) as error:
+            raise TypeError(f"column {name!r} is no column of numbers, or of lists of them: {error}") from error
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        return to_columns(pa.table({str(name): column}), "the dict")[str(name)]
+    raise TypeError(f"column {name!r} is a {type(column).__name__}: give tensors, numeric arrays, lists or Ragged")
 
 
 def dtype_of(column: Column) -> str:

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from .. import ranks
 from ..io.folders import atomic_folder
-from ..loader.columns import Columns, Ragged
+from ..io.frames import Tabular, series_of
+from ..loader.columns import Column, Columns, Ragged, rows_of
 from ..loader.loaders import MemoryLoader
+from ..loader.tables import to_table
+from .modes import evaluating, modules_of
 from .search import top_k
 
 _FILE = "items.parquet"
@@ -42,11 +45,18 @@ class ItemIndex:
     """
 
     ids: pl.Series
-    """As requests and tables have them, not the codes; each once, none null."""
+    """As requests and tables have them, not the codes; each once, none null. A column of pandas or Arrow, an array, or
+    a list becomes a series."""
     vectors: Tensor
-    """float32, shape (items, width), on the CPU."""
+    """float32, shape (items, width), on the CPU. Numbers of other types and NumPy's arrays become that."""
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "ids", series_of(self.ids))
+            vectors = torch.as_tensor(self.vectors).detach()
+        except (TypeError, ValueError, RuntimeError, pl.exceptions.PolarsError) as error:
+            raise TypeError(f"ids must be a column of ids and vectors a matrix of numbers: {error}") from error
+        object.__setattr__(self, "vectors", vectors.to("cpu", torch.float32).contiguous())
         if len(self.ids) != len(self.vectors) or self.vectors.ndim != 2:
             raise ValueError(f"{len(self.ids)} ids, and vectors of shape {tuple(self.vectors.shape)}")
         if self.ids.null_count() or self.ids.n_unique() != len(self.ids):
@@ -61,14 +71,14 @@ class ItemIndex:
 
     @classmethod
     @torch.no_grad()
-    def of(
-        cls, tower: Callable[[Columns], Tensor], items: pl.DataFrame, ids: pl.Series, *, batch_size: int = 4096
-    ) -> ItemIndex:
+    def of(cls, tower: Callable[[Columns], Tensor], items: Tabular, ids: Any, *, batch_size: int = 4096) -> ItemIndex:
         """The index of what a tower makes of items, in this process.
 
         Args:
-            tower: Such as `TwoTower.item` of a model that `gather` gave; in evaluation mode.
-            items: The columns that the tower takes, as the workflow codes them; a row for each item.
+            tower: Such as `TwoTower.item` of a model that `gather` gave. Modules in it, or that a function refers to,
+                are in evaluation mode for as long, whatever mode they are in.
+            items: The columns that the tower takes, as the workflow codes them; a row for each item. As for
+                `MemoryLoader`, and may be without rows.
             ids: The raw id of each row.
             batch_size: Rows that are put through the tower at a time.
 
@@ -85,10 +95,15 @@ class ItemIndex:
             >>> ItemIndex.of(model.item, workflow.transform(movies, ["movie"]).collect(), movies["movie"]).vectors.shape
             torch.Size([2, 64])
         """
-        weight = next(tower.parameters(), None) if isinstance(tower, torch.nn.Module) else None
-        device = "cpu" if weight is None else weight.device
-        batches = MemoryLoader(items, batch_size, device=device, rank=0, world_size=1)
-        return cls(ids, torch.cat([tower(batch).float().cpu() for batch in batches]))
+        weight = next((one for module in modules_of(tower) for one in module.parameters()), None)
+        device = torch.device("cpu") if weight is None else weight.device
+        table = to_table(items)
+        if rows_of(next(iter(table.values()))):
+            batches: Any = MemoryLoader(table, batch_size, device=device, rank=0, world_size=1)
+        else:  # which tells how wide vectors are
+            batches = [{name: _on(device, column) for name, column in table.items()}]
+        with evaluating(tower):
+            return cls(ids, torch.cat([tower(batch).float().cpu() for batch in batches]))
 
     def search(
         self, queries: Tensor, k: int, *, exclude: Sequence[Sequence[Any]] | pl.Series | None = None
@@ -155,7 +170,7 @@ class ItemIndex:
             raise ImportError('FAISS is not installed: pip install "nbdist[faiss]"; search() does without') from error
         index = faiss.index_factory(self.vectors.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
         vectors = np.ascontiguousarray(self.vectors.numpy())
-        if not index.is_trained:
+        if not index.is_trained and len(vectors):
             index.train(vectors)
         index.add(vectors)
         return index
@@ -188,3 +203,9 @@ class ItemIndex:
             raise
         except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a saved index of items: {error}") from error
+
+
+def _on(device: torch.device, column: Column) -> Column:
+    if isinstance(column, Ragged):
+        return Ragged(column.values.to(device), column.offsets.to(device))
+    return column.to(device)

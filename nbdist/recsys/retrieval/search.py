@@ -19,7 +19,7 @@ def top_k(
 
     Args:
         queries: Shape (queries, width).
-        items: Shape (items, width), on the same device.
+        items: Shape (items, width), on the same device; may be none. Of the two dtypes, the wider one is computed with.
         k: How many.
         exclude: For each query, items that it is not to be given, such as those a user has taken, by their places in
             `items`; -1 is none of them.
@@ -54,9 +54,12 @@ def top_k(
         raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
     _check_finite("query", queries.isfinite().all(1))
     _check_finite("item", items.isfinite().all(1))
+    dtype = torch.promote_types(queries.dtype, items.dtype)
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    queries, items = queries.to(dtype), items.to(dtype)
     scores = torch.full((len(queries), k), -torch.inf, dtype=queries.dtype, device=queries.device)
     places = torch.full((len(queries), k), -1, device=queries.device)
-    width = min(len(items), max(k, block))
+    width = max(1, min(len(items), max(k, block)))
     height = max(1, block // max(1, width))
     for first in range(0, len(queries), height):
         rows = slice(first, min(first + height, len(queries)))

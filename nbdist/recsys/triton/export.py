@@ -21,9 +21,10 @@ With ``version=``, the two have several versions in the repository, of which eac
 one is another in the next. Triton has one configuration for all versions of an ensemble, so that there is an ensemble
 for each of them, ``<name>.<version>``; and ``<name>`` takes the greatest.
 
-A request has each raw column as a tensor of shape (rows, 1): INT64 for integers of all sizes and booleans, BYTES for
-strings (UTF-8), FP32 or FP64. A null is `NULL`, or `NULL_STRING` among strings. Columns of lists have the shape (rows,
-longest), where shorter lists end in `PADDING` or `PADDING_STRING`, and a null list is one of a null. In the Python
+A request has each raw column as a tensor of shape (rows, 1): INT64 for booleans, dates and all integers but uint64,
+UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNED`, `NULL_STRING`, or the NaN whose bits
+are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest), where shorter lists end in `PADDING`,
+`PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is one of a null. In the Python
 backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
 empty lists get the codes that they have in training; see `fill` for what the model makes of those it never saw.
 """
@@ -34,7 +35,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -48,11 +49,12 @@ from .. import ranks
 from ..etl.unknown import unknown_filled
 from ..etl.workflow import Workflow
 from ..io.folders import atomic_folder
+from ..io.frames import require_frame
 from ..loader.columns import Columns
 from . import served
 from .config import Batching, TensorSpec, ensemble_config, model_config, read_config, write_config
-from .onnx import Call, write_onnx
-from .request import arrow_type, served_steps, to_request
+from .onnx import Call, looked_up, write_onnx
+from .request import arrow_type, as_fitted, served_steps, to_request
 from .served.preprocess import Array
 
 _BACKENDS = ("onnxruntime", "python")
@@ -103,7 +105,8 @@ class Ensemble:
         missing = [name for name in self.inputs if name not in table.column_names]
         if missing:
             raise ValueError(f"the frame has no column {missing[0]!r}: a request has {', '.join(self.inputs)}")
-        return {name: to_request(table[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
+        columns = {name: as_fitted(table[name], kind) for name, kind in self.inputs.items()}
+        return {name: to_request(columns[name], name, arrow_type(name, kind)) for name, kind in self.inputs.items()}
 
 
 def export_ensemble(
@@ -139,7 +142,9 @@ def export_ensemble(
         max_batch_size: The rows that a request may have, and that requests are put together to.
         max_queue_delay: Seconds that a request may wait for others to be put together with.
         fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
-            `etl.fill_unknown` has it, in TorchRec's tables; otherwise what their tables happened to begin with.
+            `etl.fill_unknown` has it; otherwise what their tables happened to begin with. Which tables these are is
+            seen from what an `nn.Embedding` or `nn.EmbeddingBag` is asked for; of a column whose table is not found, a
+            warning says so. The row of a table's `padding_idx` stays.
         version: A number, to have several versions beside each other, of the same inputs and outputs:
             ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when nobody
             asks for it any more. None: there is only one.
@@ -203,8 +208,12 @@ def export_ensemble(
             folder.mkdir(parents=True)
         steps.write(folders[0])
         _copy_source("preprocess.py", folders[0])
-        with unknown_filled(model, workflow) if fill else contextlib.nullcontext():
-            answer = write_onnx(model, steps.outputs, call or _plain_call, output, folders[1] / "model.onnx")
+        ask = call or _plain_call
+        with contextlib.ExitStack() as stack:
+            if fill:
+                tables = looked_up(model, steps.outputs, ask)
+                stack.enter_context(unknown_filled(model, workflow, list(steps.outputs), tables))
+            answer = write_onnx(model, steps.outputs, ask, output, folders[1] / "model.onnx")
         if backend == "python":
             _copy_source("predict.py", folders[1])
 
@@ -263,10 +272,4 @@ def _copy_source(file: str, folder: Path) -> None:
 
 
 def _to_arrow(frame: Any) -> pa.Table:
-    if isinstance(frame, pa.Table):
-        return frame
-    if isinstance(frame, Mapping):
-        return pa.table(dict(frame))
-    if hasattr(frame, "to_arrow"):  # polars, which need not be imported to know its frames
-        return frame.to_arrow()
-    return pa.Table.from_pandas(frame, preserve_index=False)
+    return frame if isinstance(frame, pa.Table) else require_frame(frame, "the frame").lazy().collect().to_arrow()

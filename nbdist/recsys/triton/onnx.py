@@ -88,8 +88,7 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
     Raises:
         ValueError: The model cannot take such columns, cannot be exported, or its export answers differently.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    plain = copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()  # no second copy
+    plain = _plain_copy(model)
     answers = {rows: _ask(plain, call, _batch(features, rows)) for rows in (64, 1)}
     served = _Served(_with_padded_bags(plain), features, call).eval()
     batch, dim = _padded(_batch(features, 64)), torch.export.Dim
@@ -119,6 +118,40 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
     for rows, answer in answers.items():
         _compare(path, _padded(_batch(features, rows)), answer, output)
     return answers[64]
+
+
+def looked_up(model: nn.Module, features: Mapping[str, Feature], call: Call) -> list[tuple[nn.Module, list[str]]]:
+    """The tables of a model, each with the columns of codes whose ids, as they are in a batch, it is asked for.
+
+    Args:
+        model, features, call: As for `write_onnx`.
+
+    Raises:
+        ValueError: The model cannot take such columns.
+    """
+    plain = _plain_copy(model)
+    batch = _batch(features, 64)
+    codes = {name: column for name, column in batch.items() if features[name].size is not None}
+    found: dict[str, list[str]] = {}
+
+    def look(path: str, ids: object) -> None:
+        for name, column in codes.items():
+            values = column.values if isinstance(column, Ragged) else column
+            if isinstance(ids, Tensor) and torch.equal(ids.reshape(-1), values) and name not in found[path]:
+                found[path].append(name)
+
+    for path, module in plain.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            found[path] = []
+            module.register_forward_pre_hook(lambda _, given, path=path: look(path, given[0] if given else None))
+    _ask(plain, call, batch)
+    return [(model.get_submodule(path), columns) for path, columns in found.items() if columns]
+
+
+def _plain_copy(model: nn.Module) -> nn.Module:
+    """The model on the CPU, to be evaluated, with its own tensors where these are there already."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ for null and for the padding of lists.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,19 @@ import pyarrow.compute as pc
 from ..etl.kernels import Kernel
 from ..etl.ops.step import type_name
 from ..etl.workflow import Workflow
-from .served.preprocess import NULL, NULL_STRING, PADDING, PADDING_STRING, Array, markers
+from .served.preprocess import (
+    NULL,
+    NULL_STRING,
+    NULL_UNSIGNED,
+    PADDING,
+    PADDING_STRING,
+    PADDING_UNSIGNED,
+    Array,
+    markers,
+    with_nulls,
+)
+
+_DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=(None|'[^']*')\)")
 
 
 @dataclass
@@ -106,7 +119,7 @@ def _array(column: pl.Series) -> Array:
 
 
 def arrow_type(name: str, kind: str) -> pa.DataType:
-    """How requests carry a column of a workflow's type: int64, large_binary or a float, or lists of the two first.
+    """How requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists but of floats.
 
     Raises:
         ValueError: for types that a request cannot carry.
@@ -115,13 +128,35 @@ def arrow_type(name: str, kind: str) -> pa.DataType:
     is_list = inner != kind
     if inner == "string" or inner.startswith(("Categorical", "Enum")):
         found = pa.large_binary()
-    elif inner == "bool" or inner.startswith(("int", "uint")):
+    elif inner == "uint64":
+        found = pa.uint64()
+    elif inner == "bool" or inner.startswith(("int", "uint")) or (_is_date(inner) and not is_list):
         found = pa.int64()
     elif inner in ("float32", "float64") and not is_list:
         return pa.float32() if inner == "float32" else pa.float64()
     else:
         raise ValueError(f"column {name!r} is {kind}, which a request cannot carry: cast it before the workflow")
     return pa.large_list(found) if is_list else found
+
+
+def _is_date(kind: str) -> bool:
+    return kind == "Date" or _DATETIME.fullmatch(kind) is not None
+
+
+def as_fitted(values: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
+    """A column whose dates are of a workflow's type, such as of the same unit of time; any other as it is.
+
+    Raises:
+        ValueError: They cannot be.
+    """
+    unit = _DATETIME.fullmatch(kind)
+    if kind != "Date" and unit is None:
+        return values
+    target = pa.date32() if unit is None else pa.timestamp(unit[1], None if unit[2] == "None" else unit[2].strip("'"))
+    try:
+        return values.cast(target, safe=False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"a column of type {values.type} is to be {kind}: {error}") from None
 
 
 def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
@@ -133,6 +168,8 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
     if pa.types.is_dictionary(values.type):
         values = values.cast(values.type.value_type)
     try:
+        if pa.types.is_date32(values.type):
+            values = values.cast(pa.int32())
         array = values.cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ValueError(f"column {name!r} is {values.type}, which is to be {kind}: {error}") from None
@@ -152,10 +189,11 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
 
 def _scalars(array: pa.Array, name: str) -> Array:
     if pa.types.is_floating(array.type):
-        if array.null_count:
-            raise ValueError(f"column {name!r} has nulls: floats in a request can be NaN, but not null")
-        return np.asarray(array)
+        found = np.array(array.fill_null(math.nan))
+        return with_nulls(found, array.is_null().to_numpy(zero_copy_only=False))
     null, padding = (NULL, PADDING) if pa.types.is_integer(array.type) else (NULL_STRING, PADDING_STRING)
+    if pa.types.is_uint64(array.type):
+        null, padding = NULL_UNSIGNED, PADDING_UNSIGNED
     if pc.any(pc.is_in(array, pa.array([null, padding], array.type))).as_py():
         raise ValueError(f"column {name!r} has the value {null!r} or {padding!r}, which stand for null and padding")
     return np.asarray(array.fill_null(null))

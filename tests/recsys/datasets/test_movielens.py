@@ -36,7 +36,8 @@ FILES = {
         "2,unknown (1996),(no genres listed)\n",
     },
 }
-ENCODING = {"100k": "latin-1", "1m": "latin-1", "25m": "utf-8"}
+FILES |= {name: FILES["25m"] for name in ("20m", "32m", "latest-small")} | {"10m": FILES["1m"]}
+ENCODING = {name: "latin-1" if name in ("100k", "1m") else "utf-8" for name in FILES}
 NAMES = list(FILES)
 
 
@@ -48,7 +49,7 @@ def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FASTAI_HOME", str(tmp_path / "fastai"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     for name, edition in EDITIONS.items():
-        digest = hashlib.md5(archive(name)).hexdigest()
+        digest = None if edition.md5 is None else hashlib.md5(archive(name)).hexdigest()
         small = dataclasses.replace(edition, users=2, movies=2, ratings=3, md5=digest)
         monkeypatch.setitem(EDITIONS, name, small)
     return tmp_path / "fastai" / "data"
@@ -65,7 +66,7 @@ def archive(name: str) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as opened:
         for file, text in FILES[name].items():
-            member = zipfile.ZipInfo(f"ml-{name}/{file}", (2020, 1, 1, 0, 0, 0))
+            member = zipfile.ZipInfo(f"{EDITIONS[name].folder}/{file}", (2020, 1, 1, 0, 0, 0))
             opened.writestr(member, text.encode(ENCODING[name]))
     return buffer.getvalue()
 
@@ -75,7 +76,7 @@ def test_a_folder_is_read(tmp_path: Path, name: str) -> None:
     ratings, movies, source = movielens(name, write(tmp_path / "here", name))
     assert source == f"MovieLens {name} from the folder {tmp_path / 'here'}."
     assert ratings["user"].to_list() == [1, 2, 1] and ratings["movie"].to_list() == [2, 1, 1]
-    assert ratings["rating"].to_list() == ([5, 3.5, 0.5] if name == "25m" else [5, 3, 1])
+    assert ratings["rating"].to_list() == ([5, 3.5, 0.5] if "ratings.csv" in FILES[name] else [5, 3, 1])
     lines = [line for line in next(iter(FILES[name].values())).splitlines() if line[0].isdigit()]
     assert ratings["timestamp"].to_list() == [int(re.split(r"\D+", line)[-1]) for line in lines]
     assert movies["movie"].to_list() == [1, 2]
@@ -129,8 +130,8 @@ def test_nothing_on_disk_and_no_download_is_an_error() -> None:
 
 
 def test_an_unknown_set_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'20m' is no MovieLens set.*100k, 1m, 25m"):
-        movielens("20m")
+    with pytest.raises(ValueError, match=r"'5m' is no MovieLens set.*100k, 1m, 10m"):
+        movielens("5m")
 
 
 @pytest.mark.parametrize(
@@ -142,13 +143,12 @@ def test_an_unknown_set_is_an_error() -> None:
         ("100k", {"u_data": "1\t2\t5\t8\t9\n" * 3}, r"u\.data: not lines"),
         ("100k", {"u_data": "1\t2\t6\t8\n" * 3}, r"u\.data: ratings outside 0\.5\.\.5"),
         ("100k", {"u_data": ""}, r"u\.data has 0 ratings"),
-        ("100k", {"u_data": "1\t2\t5\t8\n"}, r"u\.data has 1 ratings, MovieLens 100k has 3: .*Remove"),
+        ("100k", {"u_data": "1\t2\t5\t8\n" * 4}, r"u\.data has 4 ratings, MovieLens 100k has 3: .*Remove"),
         ("100k", {"u_item": f"1|A|||{FLAGS}\n"}, r"u\.item: no title for 1 rated movies, the first of them 2$"),
         ("100k", {"u_item": f"one|A|||{FLAGS}\n"}, r"u\.item: not lines of 24 columns"),
         ("1m", {"ratings_dat": "1:2:5:8\n" * 3}, r"ratings\.dat"),
         ("1m", {"movies_dat": "1::A::B\n2\n"}, r"movies\.dat: some lines"),
         ("1m", {"movies_dat": "1::A::B\n1::C::B\n2::D::B\n"}, r"movies\.dat: some lines"),
-        ("25m", {"ratings_csv": "userId,movieId,rating,timestamp\n1,2,5.0,11478"}, r"ratings\.csv has 1 ratings"),
         ("25m", {"movies_csv": "movieId,title,genres\n1,A,B\n"}, r"movies\.csv: no title for 1"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_download_is_kept(server: Server, away_from_home: Path, name: str) -> 
     server.body, server.cuts = archive(name), [100]
     data = movielens(name, url=server.url)
     assert isinstance(data, Ratings) and data.frame.height == 3 and server.url in data.source
-    assert [entry.name for entry in away_from_home.iterdir()] == [f"ml-{name}"]
+    assert [entry.name for entry in away_from_home.iterdir()] == [EDITIONS[name].folder]
     server.body = None
     assert "cache" in movielens(name, url=server.url).source
 
@@ -199,3 +199,28 @@ def test_no_name_server_counts_as_offline(monkeypatch: pytest.MonkeyPatch) -> No
         warnings.simplefilter("always")
         assert "Synthetic" in movielens("25m", synthetic=True).source
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["100k", "1m", "10m", "25m"])
+def test_a_part_of_a_set_is_taken_and_said(tmp_path: Path, name: str, away_from_home: Path) -> None:
+    file = EDITIONS[name].files[0]
+    text = "".join(FILES[name][file].splitlines(keepends=True)[:-1])
+    folder = write(tmp_path / "own", name, **{file.replace(".", "_"): text})
+    with pytest.warns(UserWarning, match="2 of 3 ratings"):
+        data = movielens(name, folder)
+    assert data.frame.height == 2 and "2 of 3 ratings" in data.source
+    write(away_from_home / EDITIONS[name].folder, name, **{file.replace(".", "_"): text})
+    with pytest.raises(ValueError, match="not all of it was downloaded"):
+        movielens(name, download=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_files_saved_anew(tmp_path: Path, name: str, encoding: str, newline: str) -> None:
+    """By a program that writes UTF-8, with a byte order mark or without, or ends lines as Windows does."""
+    folder = write(tmp_path, name)
+    file = EDITIONS[name].files[1]
+    (folder / file).write_bytes(FILES[name][file].replace("\n", newline).encode(encoding))
+    _, movies, _ = movielens(name, folder)
+    assert movies["title"][0].startswith("Amélie's ") and movies["genres"].to_list() == [["Action", "Children's"], []]

@@ -384,7 +384,7 @@ def test_a_null_that_no_server_can_normalize(tmp_path: Path) -> None:
     assert one.transform(rows).collect()["x"].to_list() == [None, 0.0]
     result = served_steps(one, ["x"])
     result.write(tmp_path)
-    with pytest.raises(ValueError, match="there is a null in a column that is normalized"):
+    with pytest.raises(ValueError, match="x is null, which it never was in training"):
         Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(rows))
 
 
@@ -500,3 +500,38 @@ def test_values_that_differ_by_rounding_alone_are_one(step: Any) -> None:
     workflow = Workflow(step).fit(frame, progress=False)
     found = workflow.transform(pl.concat([frame, pl.DataFrame({"price": [1.3]})])).collect()["price"]
     assert found[:3].abs().max() < 1e-9 and found[3] == pytest.approx(1)
+
+
+def test_other_rows_than_those_of_fit_are_refused(tmp_path: Path) -> None:
+    """Coin flips: a row that sees its own target in a mean has a column that tells it."""
+    draw = np.random.default_rng(0)
+    flips = {"user": draw.integers(0, 200, 2000), "label": draw.integers(0, 2, 2000), "time": range(2000)}
+    rows = pl.DataFrame(flips).with_columns(gain=pl.col("label") + 0.5, name=pl.col("user").cast(pl.String))
+    steps = (
+        Filter(pl.col("time") > 100),
+        TargetEncoding("user", ("user", "name"), target="label"),
+        TargetEncoding("name", target="gain"),
+        Drop("time"),
+    )
+    workflow = Workflow(*steps).fit(rows, progress=False)
+    workflow.save(tmp_path / "workflow")
+    rows.write_parquet(tmp_path / "rows.parquet", row_group_size=300)
+    again = Workflow.load(tmp_path / "workflow")
+    usual = {"training": True, "progress": False, "num_files": 1, "shuffle": False, "overwrite": True}
+    files = [
+        (workflow if one is rows else again).write(one, tmp_path / "out", memory_bytes=memory, **usual)  # type: ignore[arg-type]
+        for one, memory in (
+            (rows, 1 << 30),
+            (tmp_path / "rows.parquet", 1 << 16),
+            (rows.cast({"user": pl.Int16}), 1 << 20),
+        )
+    ]
+    assert len(files) == 3
+    again.write(rows.drop("name"), tmp_path / "one", columns=["TE_user_label"], **usual)  # type: ignore[arg-type]
+    within = rows.with_columns(pl.col("label", "gain").shuffle(seed=1).over("user"))  # the keys are where they were
+    for other in (rows.sample(fraction=1, shuffle=True, seed=1), rows.sort("user"), within, rows.reverse()):
+        for columns in (None, ["TE_user_name_label"], ["TE_name_gain"]):
+            with pytest.raises(ValueError, match=r"not in the order, that .* would see its own target.*training=False"):
+                again.write(other, tmp_path / "other", columns=columns, **usual)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no column 'label'"):
+        again.write(rows.drop("label"), tmp_path / "other", **usual)  # type: ignore[arg-type]

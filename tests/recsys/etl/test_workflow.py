@@ -636,8 +636,8 @@ def test_bytes_in_expressions_are_kept(tmp_path: Path) -> None:
     [
         (Join(TABLE.rename({"user": "id"}), on="id"), "Join: there is no column 'id', but 'user', 'score', 'name'"),
         (
-            Join(TABLE.cast({"user": pl.Int8}), on="user"),
-            "Join: column 'user' is Int64 in the rows and Int8 in the tab",
+            Join(TABLE.cast({"user": pl.String}), on="user"),
+            "Join: column 'user' is Int64 in the rows and String in the tab",
         ),
         (Join(TABLE.rename({"age": "name"}), on="user"), "Join: column 'name' of the table is in the rows already"),
         (Categorify("user", "item"), "Categorify: there is no column 'item'"),
@@ -668,7 +668,7 @@ def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
     for other, message in (
         (FRAME[:0], "the frame: no rows"),
         (FRAME.drop("user"), "the frame: there is no column 'user'"),
-        (FRAME.cast({"user": pl.Int8}), "the frame: column 'user' is int8, but it was int64 in fit"),
+        (FRAME.cast({"user": pl.String}), "the frame: column 'user' is string, but it was int64 in fit"),
     ):
         with pytest.raises(ValueError, match=message):
             one.write(other, out, progress=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,9 +10,12 @@ import pytest
 
 from nbdist.recsys.io.inspection import inspect
 from nbdist.recsys.io.row_groups import RowGroup
+from nbdist.recsys.io.storage import Found
 
 
-def look(path: Any) -> tuple[str, dict[str, pa.DataType], pq.FileMetaData]:
+def look(found: Found) -> tuple[str, dict[str, pa.DataType], pq.FileMetaData]:
+    path = found.location
+    assert isinstance(path, Path)
     with pq.ParquetFile(path) as file:
         schema = file.schema_arrow
         return path.name, dict(zip(schema.names, schema.types, strict=True)), file.metadata
@@ -23,7 +25,7 @@ def test_files_with_one_schema(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": range(5), "b": range(5)}), tmp_path / "1.parquet", row_group_size=3)
     pq.write_table(pa.table({"a": [1], "b": [2]})[:0], tmp_path / "2.parquet")
     pq.write_table(pa.table({"b": [1], "a": [2]}), tmp_path / "3.parquet")
-    found = inspect(tmp_path, look, lambda group, types: 10 * group.num_rows + len(types))
+    found = inspect(tmp_path, look, lambda group, types, opened: 10 * group.num_rows + len(types))
     assert found.opened == [path.name for path in found.paths] == ["1.parquet", "2.parquet", "3.parquet"]
     assert list(found.types) == ["a", "b"]
     assert found.groups == [RowGroup(0, 0, 3, 32), RowGroup(0, 1, 2, 22), RowGroup(2, 0, 1, 12)]

@@ -19,9 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nbdist.recsys.io import footers
 from nbdist.recsys.io.partition import REMAINDERS
 from nbdist.recsys.io.permutation import Permutation
-from nbdist.recsys.loader import MemoryLoader, ParquetLoader, adapter, order, prefetch
+from nbdist.recsys.loader import MemoryLoader, ParquetLoader, adapter, loaders, order, prefetch
 from nbdist.recsys.loader import batches as batching
 from nbdist.recsys.loader.base import Loader
 from nbdist.recsys.loader.columns import Ragged, keyed_jagged
@@ -610,3 +611,96 @@ def test_batches_are_where_the_ranks_compute(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(adapter.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(adapter, "collective_device", lambda: torch.device("cuda", 1))
     assert (loader.device, fixed.device) == (torch.device("cuda", 1), torch.device("cpu"))
+
+
+# -- files as people have them
+
+
+def test_a_footer_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a row group, which takes time by the square of their number."""
+    for number in range(2):
+        pq.write_table(table(600, 600 * number), tmp_path / f"{number}.parquet", row_group_size=10)
+    opened: list[Any] = []
+    original = pq.ParquetFile
+
+    def counting(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        opened.append(metadata)
+        return original(*args, metadata=metadata, **kwargs)
+
+    monkeypatch.setattr(pq, "ParquetFile", counting)
+    monkeypatch.setattr(loaders, "BLOCK_BYTES", 1000)
+    for memory in (1 << 29, 60_000):
+        opened.clear()
+        loader = ParquetLoader(tmp_path, 50, shuffle=True, memory_bytes=memory, prefetch=0)
+        assert sorted(row for batch in loader for row in check(batch)) == list(range(1200))
+        assert loader.whole == (memory > 60_000) and opened.count(None) == 2 and len(opened) > 100
+        copy = pickle.loads(pickle.dumps(loader))
+        assert sorted(row for batch in copy for row in check(batch)) == list(range(1200))
+        assert opened.count(None) == 4
+
+
+def test_footers_take_a_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footers, "_ROOM", 1)
+    for number in range(3):
+        pq.write_table(table(60, 60 * number), tmp_path / f"{number}.parquet", row_group_size=10)
+    files = ParquetFiles(tmp_path)
+    assert len(files._footers._local) == 1
+    assert [row for batch in ParquetLoader(tmp_path, 60) for row in check(batch)] == list(range(180))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (pl.DataFrame({"u": [1] * 2000}), "column 'y' is gone"),
+        (pl.DataFrame({"u": [1] * 2000, "y": [1] * 2000}), "column 'y' is int64, and was double"),
+        (pl.DataFrame({"u": [1] * 30, "y": [1.0] * 30}), "it has 1 row groups|it has 30 rows, and had 100"),
+    ],
+)
+def test_a_file_that_changes_in_mid_epoch_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: pl.DataFrame, message: str
+) -> None:
+    monkeypatch.setattr(loaders, "BLOCK_BYTES", 1000)
+    for number in range(4):
+        rows = pl.DataFrame({"u": [number] * 2000, "y": [float(number)] * 2000})
+        rows.write_parquet(tmp_path / f"{number}.parquet", row_group_size=100)
+    batches = iter(ParquetLoader(tmp_path, 50, memory_bytes=60_000, prefetch=0))
+    next(batches)
+    for number in range(4):
+        changed.write_parquet(tmp_path / f"{number}.parquet", row_group_size=100)
+    with pytest.raises(ValueError, match=rf"\.parquet, row group \d+: has changed since .*({message})"):
+        list(batches)
+
+
+def test_short_and_large_lists_together(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"l": pa.array([[1], [2, 3]], pa.list_(pa.int64()))}), tmp_path / "0.parquet")
+    pl.DataFrame({"l": [[4], []]}).write_parquet(tmp_path / "1.parquet")
+    inner = pa.large_list(pa.field("x", pa.int64(), nullable=False))
+    pq.write_table(pa.table({"l": pa.array([[5]], inner)}), tmp_path / "2.parquet")
+    (batch,) = ParquetLoader(tmp_path, 5)
+    assert batch["l"].values.tolist() == [1, 2, 3, 4, 5] and batch["l"].lengths.tolist() == [1, 2, 1, 0, 1]
+
+
+def test_columns_with_dots_in_their_names(tmp_path: Path) -> None:
+    rows = {"user": [1, 2], "user.id": [3, 4], "user.seen.list": [[5], [6, 7]], "user.name": ["a", "b"]}
+    pl.DataFrame(rows).write_parquet(tmp_path / "0.parquet")
+    files = ParquetFiles(tmp_path, ["user.id", "user.seen.list"])
+    assert files.size == 2 * 8 + 2 * 3 * 8 + 2 * 16
+    (batch,) = ParquetLoader(tmp_path, 2, columns=["user", "user.id", "user.seen.list"])
+    assert batch["user"].tolist() == [1, 2] and batch["user.id"].tolist() == [3, 4]
+    assert batch["user.seen.list"].values.tolist() == [5, 6, 7]
+    with pytest.raises(ValueError, match=r"'user.name' is .*, which has no tensor"):
+        ParquetLoader(tmp_path, 2)
+
+
+def test_lists_of_lists_are_refused(tmp_path: Path) -> None:
+    rows = pl.DataFrame({"l": [[[1], [2]]], "x": [1]})
+    rows.write_parquet(tmp_path / "0.parquet")
+    for make in (
+        lambda: ParquetLoader(tmp_path, 1),
+        lambda: MemoryLoader(rows, 1),
+        lambda: MemoryLoader(rows.to_pandas(), 1),
+    ):
+        with pytest.raises(ValueError, match=r"column 'l' is .*, which has no tensor"):
+            make()
+    (batch,) = ParquetLoader(tmp_path, 1, columns=["x"])
+    assert batch["x"].tolist() == [1]

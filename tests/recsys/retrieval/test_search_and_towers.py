@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime
+import pandas as pd
 import polars as pl
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -284,3 +287,60 @@ def test_in_ranks_the_loss_has_the_rows_of_the_rank_alone() -> None:
         return [softmax_logits(*model(batch), batch["movie"])[0].shape for batch in loader]
 
     assert in_ddp(2, shapes) == [(3, 3), (1, 1)]
+
+
+# --- what people have ---
+
+
+class Dropping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.drop = torch.nn.Embedding(50, 16), torch.nn.Dropout(0.5)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.drop(self.table(batch["movie"]))  # type: ignore[no-any-return]
+
+    def encode(self, batch: Any) -> torch.Tensor:
+        return self(batch)  # type: ignore[no-any-return]
+
+
+def test_the_index_of_a_tower_in_training_mode() -> None:
+    tower, movies = Dropping(), pl.DataFrame({"movie": range(50)})
+    tower.table.eval()
+    both = torch.nn.ModuleDict({"item": tower})
+
+    def item(model: Any, batch: Any) -> torch.Tensor:
+        return model["item"](batch)  # type: ignore[no-any-return]
+
+    for one in (tower, tower.encode, lambda batch: tower(batch), functools.partial(item, both)):
+        assert torch.equal(ItemIndex.of(one, movies, movies["movie"]).vectors, tower.table.weight)
+    assert tower.training and tower.drop.training and not tower.table.training
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int64])
+def test_vectors_and_ids_of_other_kinds(dtype: Any) -> None:
+    vectors = np.array([[1, 0], [0, 1]], dtype)
+    for ids in (["a", "b"], np.array(["a", "b"]), pd.Series(["a", "b"]), pa.array(["a", "b"]), pl.Series(["a", "b"])):
+        index = ItemIndex(ids, vectors)  # type: ignore[arg-type]
+        assert index.vectors.dtype == torch.float32
+        assert index.search(torch.tensor([[0.25, 1.0]], dtype=torch.float64), 1)["items"].to_list() == [["b"]]
+    scores, places = top_k(torch.tensor([[0.25, 1.0]]), torch.from_numpy(vectors), 1)
+    assert places.tolist() == [[1]] and scores.tolist() == [[1.0]]
+    tower = lambda batch: torch.nn.functional.one_hot(batch["movie"], 2).double()  # noqa: E731
+    for items in ({"movie": [0, 1]}, pd.DataFrame({"movie": [0, 1]}), pa.table({"movie": [0, 1]})):
+        assert ItemIndex.of(tower, items, ["a", "b"]).vectors.tolist() == [[1, 0], [0, 1]]
+    with pytest.raises(TypeError, match="ids must be a column of ids and vectors a matrix of numbers"):
+        ItemIndex(["a"], [["x"]])  # type: ignore[arg-type]
+
+
+def test_an_index_without_items(tmp_path: Path) -> None:
+    made = ItemIndex.of(
+        Dropping(), pl.DataFrame({"movie": []}, schema={"movie": pl.Int64}), pl.Series([], dtype=pl.String)
+    )
+    made.save(tmp_path / "index")
+    for index in (made, ItemIndex.load(tmp_path / "index")):
+        assert index.vectors.shape == (0, 16)
+        found = index.search(torch.ones(2, 16), 3, exclude=[["a"], []])
+        assert found.rows() == [([], []), ([], [])] and found.schema["items"] == pl.List(pl.String)
+        assert index.places([["a"], []]).lengths.tolist() == [0, 0]
+        assert index.search(torch.ones(0, 16), 3).height == 0

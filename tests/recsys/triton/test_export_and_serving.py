@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import json
 import os
 import shutil
@@ -54,9 +55,20 @@ from nbdist.recsys.etl import (
     Workflow,
     fill_unknown,
 )
+from nbdist.recsys.etl.unknown import unknown_filled
 from nbdist.recsys.loader import MemoryLoader, keyed_jagged
-from nbdist.recsys.triton import NULL, NULL_STRING, PADDING, Ensemble, export_ensemble, serve, serving
-from nbdist.recsys.triton.onnx import write_onnx
+from nbdist.recsys.triton import (
+    NULL,
+    NULL_FLOAT_BITS,
+    NULL_STRING,
+    NULL_UNSIGNED,
+    PADDING,
+    Ensemble,
+    export_ensemble,
+    serve,
+    serving,
+)
+from nbdist.recsys.triton.onnx import looked_up, write_onnx
 from nbdist.recsys.triton.request import Feature, served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
 from nbdist.system.connections import sockets
@@ -265,6 +277,59 @@ def test_floats_of_a_joined_table(tmp_path: Path, dtype: Any) -> None:
     assert Preprocessing(tmp_path)(request(pl.DataFrame({"movie": [3, 7, None]})))["genre"].tolist() == [[1], [0], [0]]
 
 
+def test_requests_of_uint64_and_dates(tmp_path: Path) -> None:
+    """Hashes, half of which are no int64, and dates, which requests carry as numbers."""
+    day, moment = datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1, 12)
+    rows = pl.DataFrame({"u": [2**64 - 1, 5, 2**63], "d": [day, None, day], "t": [moment, moment, None]})
+    rows = rows.cast({"u": pl.UInt64, "t": pl.Datetime("us")})
+    workflow = Workflow(Categorify("u", "d", "t")).fit(rows, progress=False)
+    result = served_steps(workflow, None)
+    result.write(tmp_path)
+    request = Ensemble(tmp_path, "", result.inputs, "").request
+    asked = pl.concat([rows, pl.DataFrame({"u": [2**63 + 1, None], "d": [None, day], "t": [None, None]}, rows.schema)])
+    for frame in (asked, asked.to_arrow(), asked.cast({"t": pl.Datetime("ms")}), asked.cast({"t": pl.Datetime("ns")})):
+        found = Preprocessing(tmp_path)(request(frame))
+        for name, column in workflow.transform(asked).collect().to_dict().items():
+            assert found[name][:, 0].tolist() == column.to_list(), name
+    assert request(asked)["u"].dtype == np.uint64
+    with pytest.raises(ValueError, match="stand for null and padding"):
+        request(rows[:1].with_columns(u=pl.lit(NULL_UNSIGNED, pl.UInt64)))
+
+
+class Plain(nn.Module):
+    """Plain tables of PyTorch: of users, twice; of movies, with a row for nothing; of shops, by other numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.wide, self.shop = (nn.Embedding(4, 1) for _ in range(3))
+        self.movie = nn.EmbeddingBag(4, 1, mode="sum", padding_idx=0, include_last_offset=True)
+        with torch.no_grad():
+            for table in (self.user, self.wide, self.shop, self.movie):
+                table.weight.copy_(torch.tensor([[1000.0], [1000.0], [2.0], [4.0]]))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        seen = self.movie(batch["seen"].values, batch["seen"].offsets)
+        return (self.user(batch["user"]) + self.wide(batch["user"]) + seen + self.shop(3 - batch["shop"]))[:, 0]  # type: ignore[no-any-return]
+
+
+def test_unknown_ids_of_plain_tables() -> None:
+    rows = pl.DataFrame({"user": ["ann", "bob"], "seen": [["x"], ["y"]], "shop": ["a", "b"]})
+    workflow = Workflow(Categorify("user", "seen", "shop")).fit(rows, progress=False)
+    model, features = Plain(), served_steps(workflow, None).outputs
+    tables = looked_up(model, features, lambda model, batch: model(batch))
+    names = {
+        path: next(columns for one, columns in tables if one is module)
+        for path, module in model.named_modules()
+        if any(one is module for one, _ in tables)
+    }
+    assert names == {"user": ["user"], "wide": ["user"], "movie": ["seen"]}
+    warned = pytest.warns(UserWarning, match=r"of shop, and it cannot be seen which tables.*fill_unknown")
+    with warned, unknown_filled(model, workflow, list(features), tables):
+        weights = [table.weight[:, 0].tolist() for table in (model.user, model.wide, model.shop, model.movie)]
+    assert weights == [[3, 3, 2, 4], [3, 3, 2, 4], [1000, 1000, 2, 4], [1000, 3, 2, 4]]
+    assert model.user.weight[:, 0].tolist() == [1000, 1000, 2, 4]
+
+
 def test_a_value_that_training_cannot_have_had_is_an_error(workflow: Workflow, tmp_path: Path) -> None:
     result = served_steps(
         Workflow(Drop("b")).fit(
@@ -307,6 +372,8 @@ def test_a_request_from_any_kind_of_frame(ensemble: Ensemble) -> None:
     assert all((ensemble.request(frame)[name] == requests[0][name]).all() for name in rows)
     nothing = ensemble.request({name: [None] for name in ("user", "movie", "tags")} | {"age": [1.0], "kids": [None]})
     assert [nothing[name].tolist() for name in ("user", "movie", "tags")] == [[[NULL_STRING]], [[NULL]], [[NULL]]]
+    null = ensemble.request({**{name: [None] for name in ensemble.inputs}})["age"]
+    assert null.view(np.uint32).tolist() == [[NULL_FLOAT_BITS[4]]]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +383,7 @@ def test_a_request_from_any_kind_of_frame(ensemble: Ensemble) -> None:
         ({"movie": ["ten"]}, "column 'movie' is .*string.*int64"),
         ({"movie": [-(2**63)]}, "stand for null and padding"),
         ({"user": ["\x1a"]}, "stand for null and padding"),
-        ({"age": [None]}, "'age' has nulls"),
+        ({"age": ["old"]}, "column 'age' is .*string.*float"),
     ],
 )
 def test_frames_that_no_request_can_be_made_of(ensemble: Ensemble, change: dict[str, Any], message: str) -> None:

@@ -24,8 +24,9 @@ class Categorify(Step):
     `fill_unknown`.
 
     Args:
-        *columns: Of integers, strings, booleans, categoricals, or lists of these. Several in a tuple or list have one
-            vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie", "seen"))``.
+        *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list
+            have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+            "seen"))``.
         min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
             with one vocabulary name any.
         max_size: Codes that a column may have, null and unknown values included: the rarest values are left

@@ -9,9 +9,11 @@ from typing import Any
 import polars as pl
 
 from ...io import remote
-from ...io.storage import Paths, find
+from ...io.frames import Tabular, frame_of
+from ...io.storage import Paths
 from ..direct_table import DirectTable
 from ..kernels import Kernel, lookup
+from ..vocabulary import keyed_like
 from .step import Saved, Stage, State, Step, names_of, require, type_name
 
 
@@ -19,9 +21,9 @@ class Join(Step):
     """Add columns of another table: each row gets the values of the table's row with the same key, or nulls.
 
     Args:
-        table: A polars frame, or Parquet files; held in memory.
-        on: The key, a column or several, in the rows as in the table. In the table each key occurs once; a null
-            matches nothing.
+        table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files; held in memory.
+        on: The key, a column or several, in the rows as in the table, where integers may be of other types. In the
+            table each key occurs once; a null matches nothing.
         columns: Which columns to add. None: all but the key.
 
     Raises:
@@ -41,17 +43,18 @@ class Join(Step):
 
     def __init__(
         self,
-        table: pl.DataFrame | pl.LazyFrame | Paths,
+        table: Tabular | Paths,
         on: str | Sequence[str],
         columns: str | Sequence[str] | None = None,
     ) -> None:
         self.on = names_of(on)
-        if isinstance(table, (pl.DataFrame, pl.LazyFrame)):
-            frame, where = table.lazy(), "Join: the table"
+        known = frame_of(table, "Join: the table")
+        if known is not None:
+            frame, where = known.lazy(), "Join: the table"
         else:
-            paths = find(table)
-            where = f"Join: {os.fspath(paths[0])}"
-            frame = pl.concat([remote.scan(path) for path in paths])
+            files: Any = table
+            frame, first = remote.scan_all(files)
+            where = f"Join: {os.fspath(first)}"
         there = _read(frame.head(0), where).columns
         self.adds = [name for name in there if name not in self.on] if columns is None else names_of(columns)
         for name in [*self.on, *self.adds]:
@@ -69,7 +72,8 @@ class Join(Step):
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
         for name in self.on:
             require(name, schema, f"{where}: Join")
-            if schema[name] != self.table.schema[name]:
+            integers = schema[name].is_integer() and self.table.schema[name].is_integer()
+            if schema[name] != self.table.schema[name] and not integers:
                 raise ValueError(
                     f"{where}: Join: column {name!r} is {schema[name]} in the rows and {self.table.schema[name]} in "
                     "the table: cast one of them"
@@ -91,7 +95,13 @@ class Join(Step):
             columns = {name: direct.get(name, pl.col(self.on[0])) for name in added}
             return lambda frame: frame.with_columns(**columns)
         found = found.rechunk()
-        return lambda frame: frame.join(found.lazy(), on=self.on, how="left", maintain_order="left")
+
+        def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+            schema = frame.collect_schema()
+            alike = keyed_like(found, {name: schema[name] for name in self.on})
+            return frame.join(alike.lazy(), on=self.on, how="left", maintain_order="left")
+
+        return run
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`on`: columns of the key; `columns`: {column: type} that are added; `table`: file with the key and these

@@ -62,7 +62,7 @@ class _Scale(StatisticsStep):
 class Normalize(_Scale):
     """Replace numbers by their distance from the mean of the training rows, in standard deviations; float32.
 
-    Nulls and NaN do not count for the mean, and stay, but that a server refuses a null: see `FillMissing`. A column
+    Nulls and NaN do not count for the mean, and stay: see `FillMissing`. A column
     whose values are all the same becomes 0. The standard deviation is that of a sample (n - 1).
 
     Args:
@@ -90,7 +90,7 @@ class Normalize(_Scale):
 class NormalizeMinMax(_Scale):
     """Replace numbers by where they are between the least and the greatest of the training rows, 0 to 1; float32.
 
-    Nulls and NaN do not count, and stay, but that a server refuses a null: see `FillMissing`. What is beyond both comes
+    Nulls and NaN do not count, and stay: see `FillMissing`. What is beyond both comes
     out below 0 or above 1: see `Clip`. A column whose values are all the same becomes 0.
 
     Args:

@@ -11,6 +11,8 @@ from .. import expressions
 from ..inputs import Input, Reading
 from .step import Saved, State, Step, names_of, require
 
+_PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
+
 
 class RowStep(Step):
     """A step that a row by itself is not enough for: it is done where rows are read, in the order of the input."""
@@ -90,11 +92,12 @@ class DifferenceLag(RowStep):
     so a server cannot do this step: let requests carry its columns.
 
     Args:
-        *columns: Of numbers.
+        *columns: Of numbers or dates.
         by: The key, a column or several: "user". Null is a key of its own.
         shift: How many rows before, or, below 0, after; or several of these.
 
-    The new columns are called ``<column>_difference_lag_<shift>``; int64, or as the column where that is of floats.
+    The new columns are called ``<column>_difference_lag_<shift>``; int64, or as the column where that is of floats. Of
+    dates it is days, int64, and of dates with times seconds, float64.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -124,7 +127,8 @@ class DifferenceLag(RowStep):
         return [self._made[name][0], *self.by]
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        self._check_numbers(self.columns, schema, where, booleans=False)
+        numbers = [name for name in self.columns if not isinstance(schema.get(name), (pl.Date, pl.Datetime))]
+        self._check_numbers(numbers, schema, where, booleans=False)
         for name in self.by:
             require(name, schema, f"{where}: DifferenceLag")
         self._check_new(schema, where)
@@ -138,7 +142,11 @@ class DifferenceLag(RowStep):
         made = []
         for name in names:
             column, shift = self._made[name]
-            values = pl.col(column) if schema[column].is_float() else pl.col(column).cast(pl.Int64)
+            dtype = schema[column]
+            values = pl.col(column) if dtype.is_float() else pl.col(column).cast(pl.Int64)
             same = pl.all_horizontal(pl.col(one).eq_missing(pl.col(one).shift(shift)) for one in self.by)
-            made.append(pl.when(same).then(values - values.shift(shift)).alias(name))
+            difference = values - values.shift(shift)
+            if isinstance(dtype, pl.Datetime):
+                difference = difference / _PER_SECOND[dtype.time_unit]
+            made.append(pl.when(same).then(difference).alias(name))
         return made

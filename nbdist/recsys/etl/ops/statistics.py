@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import polars as pl
 
 from ..direct_table import DirectTable
 from ..moments import COUNT, SQUARES, SUM, VALUE, Aggregate, Sums, key, known, merged, squared_distances
-from ..vocabulary import value_type
+from ..vocabulary import keyed_like, value_type
 from .step import Query, Saved, Stage, State, Step, TrainingRows
 
 
@@ -32,9 +32,18 @@ class StatisticsStep(Step):
             self._keep(name, table, state, previous, rows.where)
 
     def _added_up(
-        self, rows: TrainingRows, aggregates: Mapping[str, Aggregate], *more: pl.Expr
+        self,
+        rows: TrainingRows,
+        aggregates: Mapping[str, Aggregate],
+        *more: pl.Expr,
+        also: Callable[[pl.DataFrame], object] = lambda frame: None,
     ) -> dict[str, pl.DataFrame]:
-        """The tables of some aggregates; `more` are keys that are computed, and called as `key` calls them."""
+        """The tables of some aggregates.
+
+        Args:
+            more: Keys that are computed, and called as `key` calls them.
+            also: Called with each part of the rows, whose columns are called as `key` calls them.
+        """
         computed = {expression.meta.output_name() for expression in more}
         keys = {name for one in aggregates.values() for name in one.keys if key(name) not in computed}
         columns = sorted({*self._numbers, *keys})
@@ -46,6 +55,8 @@ class StatisticsStep(Step):
             """The sums of the values; or, where there are means, of the squares of their distances from these."""
             sums = {name: Sums(one.keys) for name, one in aggregates.items()}
             for (frame,) in rows.read(f"add up {', '.join(columns)}", queries):
+                if not means:
+                    also(frame)
                 for name, one in aggregates.items():
                     values = _value(frame, one)
                     sums[name].add(squared_distances(values, means[name], one.keys) if means else values)
@@ -115,11 +126,13 @@ class StatisticsStep(Step):
             return lambda frame: frame.with_columns(**types).with_columns(missing)
         keys = [f"{key(name)} (nbdist)" for name in on]  # no columns of the user's
         table = table.rename(dict(zip(map(key, on), keys, strict=True)))
-        same = [pl.col(name).cast(table.schema[one]).alias(one) for name, one in zip(on, keys, strict=True)]
 
         def run(frame: pl.LazyFrame) -> pl.LazyFrame:
+            schema = frame.collect_schema()
+            alike = keyed_like(table, {one: schema[name] for name, one in zip(on, keys, strict=True)})
+            same = [pl.col(name).cast(alike.schema[one]).alias(one) for name, one in zip(on, keys, strict=True)]
             joined = frame.with_columns(same).join(
-                table.lazy(), on=keys, how="left", nulls_equal=True, maintain_order="left"
+                alike.lazy(), on=keys, how="left", nulls_equal=True, maintain_order="left"
             )
             return joined.with_columns(missing).drop(keys)
 

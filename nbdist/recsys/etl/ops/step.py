@@ -24,10 +24,12 @@ ROW = "row (nbdist)"
 
 @dataclass(frozen=True)
 class State:
-    """All that a workflow has learned: vocabularies by column, tables of `moments` by the kind of a step and a name."""
+    """All that a workflow has learned: vocabularies by column, tables of `moments` by the kind of a step and a name,
+    and fingerprints of the rows by a name."""
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
     tables: dict[tuple[str, str], pl.DataFrame] = field(default_factory=dict)
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Step:
     """The names of what it learns, each of which one step of a kind can learn."""
     selects: bool = False
     """Whether it only says which rows count: a frame or a request, all of whose rows are answered, passes it by."""
+    recognizes: Collection[str] = ()
+    """The columns by which, beside those it reads, it knows the rows again that it was fitted to."""
     numbers_rows: bool = False
     """Whether what it makes of the rows that it was fitted to depends on their numbers, the column `ROW`."""
     not_served: str = "made by a step that only polars can do"
@@ -163,8 +167,14 @@ class Step:
     def check_growth(self, schema: pl.Schema, previous: State) -> None:
         """Raise `ValueError` where it cannot go on from what a previous workflow has learned."""
 
-    def check_training(self, state: State, rows: int, where: str) -> None:
-        """Raise `ValueError` where there are not as many rows as it was fitted to, and it has to know each again."""
+    def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
+        """Raise `ValueError` where rows are not those that it was fitted to, in their order, and that matters.
+
+        All ranks have to call it.
+
+        Args:
+            names: The columns to make, some or all of `adds`.
+        """
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
         """The number of codes that a column which it makes has, where it is one of codes.

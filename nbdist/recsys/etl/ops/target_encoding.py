@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import polars as pl
 
+from ... import ranks
+from ..fingerprint import Fingerprint
 from ..hashing import combined
 from ..kernels import Kernel, lookup
 from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
 from .statistics import StatisticsStep
-from .step import ROW, Saved, Stage, State, Step, TrainingRows, chained, names_of
+from .step import ROW, Query, Saved, Stage, State, Step, TrainingRows, chained, names_of
 
 _FOLD = "fold (nbdist)"
 """The part of the training rows that a row is in."""
@@ -30,7 +32,7 @@ class TargetEncoding(StatisticsStep):
     A training row must not see its own target. So training rows are divided at random into `folds`, and
     ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,
     `Workflow.transform` and servers give what was learned from all. A row's fold follows from its number in the input,
-    so that `write` has to be given the rows, in the order, that `fit` was.
+    so that `write` has to be given the rows, with the target, in the order, that `fit` was: a fingerprint tells.
 
     Args:
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
@@ -76,7 +78,7 @@ class TargetEncoding(StatisticsStep):
         self.groups = {f"TE_{'_'.join(group)}_{self.target}": group for group in groups}
         """New column → the columns that it is of."""
         self.adds = self.learns = names_of([f"TE_{'_'.join(group)}_{self.target}" for group in groups])
-        self._numbers = [self.target]
+        self._numbers = self.recognizes = [self.target]
         self.columns = groups
 
     def _aggregates(self) -> dict[str, Aggregate]:
@@ -94,20 +96,45 @@ class TargetEncoding(StatisticsStep):
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
         by_fold = {name: replace(one, keys=(*one.keys, _FOLD)) for name, one in self._aggregates().items()}
-        found = self._added_up(rows, by_fold, self._fold().alias(key(_FOLD)))
+        prints = {name: Fingerprint([*group, self.target]) for name, group in self.groups.items()}
+
+        def also(frame: pl.DataFrame) -> None:
+            for one in prints.values():
+                one.add(frame)
+
+        number = pl.col(ROW).alias(key(ROW))
+        found = self._added_up(rows, by_fold, self._fold().alias(key(_FOLD)), number, also=also)
+        state.fingerprints.update({name: one.everywhere() for name, one in prints.items()})
         for name, table in found.items():
             state.tables[self._folds, name] = table
             every = merged([table.drop(key(_FOLD))], self.groups[name])
             self._keep(name, every, state, previous, rows.where)
 
-    def check_training(self, state: State, rows: int, where: str) -> None:
-        for name in self.groups:
+    def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
+        prints = {name: Fingerprint([*self.groups[name], self.target]) for name in names}
+        columns = sorted({column for one in prints.values() for column in one.columns})
+        named = [*(pl.col(name).alias(key(name)) for name in columns), pl.col(ROW).alias(key(ROW))]
+        count = 0
+        for (frame,) in rows.read("compare with fit", [Query([*columns, ROW], lambda frame: frame.select(named))]):
+            count += len(frame)
+            for one in prints.values():
+                one.add(frame)
+        count = sum(ranks.all_gather(count))
+        for name, one in prints.items():
             fitted = int(state.tables[self._folds, name][ROWS].sum())
-            if fitted != rows:
-                raise ValueError(
-                    f"{where}: {rows} rows with training=True, but {name!r} was fitted to {fitted}: give the "
-                    "same rows, or say training=False"
+            found, known = one.everywhere(), state.fingerprints.get(name)
+            if fitted != count:
+                why = f"{count} rows with training=True, but {name!r} was fitted to {fitted}"
+            elif known is None:
+                why = f"{name!r} was fitted by an nbdist that did not keep the order of the rows: fit again"
+            elif known != found:
+                why = (
+                    f"the rows with training=True are not those, or not in the order, that {name!r} was fitted to: a "
+                    "row would see its own target"
                 )
+            else:
+                continue
+            raise ValueError(f"{rows.where}: {why}; give the rows that fit was given, or say training=False")
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
         return chained([self._encoding(name, state, training) for name in names])
@@ -128,10 +155,13 @@ class TargetEncoding(StatisticsStep):
         return kernels
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`; and
-        `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold."""
+        """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`;
+        `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold; and `fingerprints`: {name:
+        text} of these rows, in their order, as `fingerprint.py` has it."""
+        prints = {name: state.fingerprints[name] for name in self.groups if name in state.fingerprints}
         by_fold = {name: f"learnt-{number}-{i}-folds.parquet" for i, name in enumerate(self.groups)}
-        return {**super().describe(number, state), "columns": self.groups, "learnt_by_fold": by_fold}
+        more = {"columns": self.groups, "learnt_by_fold": by_fold, "fingerprints": prints}
+        return {**super().describe(number, state), **more}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
         by_fold = {file: state.tables[self._folds, name] for name, file in described["learnt_by_fold"].items()}
@@ -141,6 +171,7 @@ class TargetEncoding(StatisticsStep):
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
         for name, file in described["learnt_by_fold"].items():
             saved.state.tables[cls._folds, name] = saved.table(file)
+        saved.state.fingerprints.update(described.get("fingerprints", {}))
         return super().restore({**described, "columns": described["columns"].values()}, saved)
 
     def _fold(self) -> pl.Expr:

@@ -4,7 +4,8 @@ The steps of a fitted workflow, in NumPy. `nbdist.recsys.triton` writes this fil
 ``steps.json`` and ``arrays.npz`` beside it; it needs NumPy and nothing else.
 
 A column is an array of one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are padded.
-Integers and booleans are int64, strings are bytes in an object array, and what is not there has a value of its own:
+Integers, booleans and dates (days, or units of time since 1970) are int64, uint64 columns are uint64, strings are bytes
+in an object array, and what is not there has a value of its own:
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import numpy as np
 NULL, PADDING = -(2**63), -(2**63) + 1
 """A null, and what stands behind the end of a list that is shorter than others, among integers."""
 NULL_STRING, PADDING_STRING = b"\x1a", b"\x19"
-"""The same among strings."""
+"""The same among strings;"""
+NULL_UNSIGNED, PADDING_UNSIGNED = 2**64 - 0xE6, 2**64 - 0xE7
+"""and among uint64."""
+NULL_FLOAT_BITS = {4: 0x7FC01A00, 8: 0x7FF8034000000000}
+"""A null among floats is one of the many NaN; its bits, by the bytes of a float. Any other NaN is a NaN."""
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 KERNELS: dict[str, Callable[..., Any]] = {}
@@ -56,6 +61,9 @@ class ValueIndex:
             return np.fromiter(numbers, np.int64, values.size).reshape(values.shape)
         if not len(self._sorted):
             return np.full(values.shape, -1)
+        if {values.dtype.kind, self._sorted.dtype.kind} == {"i", "u"}:  # what does not fit is not there
+            cast = values.astype(self._sorted.dtype)
+            return np.where((values < 0) | (cast < 0), -1, self(cast))
         place = np.searchsorted(self._sorted, values).clip(max=len(self._sorted) - 1)
         return np.where(self._sorted[place] == values, self._order[place], -1)
 
@@ -68,13 +76,13 @@ class Categorify:
         self._index, self._num_buckets = ValueIndex(vocabulary[0][:, 0]), num_buckets
 
     def __call__(self, values: Array) -> Array:
-        null, padding = markers(values)
+        padding = markers(values)[1]
         numbers = self._index(values)
         codes = numbers + 1 + self._num_buckets
         unknown = numbers < 0
         if self._num_buckets > 1:
             codes[unknown] = 1 + (hashed(values[unknown]) % np.uint64(self._num_buckets)).astype(np.int64)
-        codes[values == null] = 0
+        codes[is_null(values)] = 0
         codes[values == padding] = PADDING
         return codes
 
@@ -101,7 +109,7 @@ def hashed_cross(*columns: Array, num_buckets: int) -> Array:
         first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
     codes = 1 + (first % np.uint64(num_buckets)).astype(np.int64)
     for values in columns:
-        codes[values == markers(values)[0]] = 0
+        codes[is_null(values)] = 0
     return codes
 
 
@@ -110,15 +118,12 @@ class Lookup:
     """Rows of a table by its key columns; its last row is for a key it does not have.
 
     Args:
-        names: The columns to add, for messages.
         keys: The key columns, each of shape (n, 1); no row is there twice.
         columns: The columns to add, each of n + 1 rows.
-        nulls: Of each that is of floats, the numbers of the rows that are null, shape (any, 1); NaN is there.
     """
 
-    def __init__(self, names: list[str], keys: list[Array], columns: list[Array], nulls: list[Array]) -> None:
-        self._names, self._columns = names, columns
-        self._nulls = [np.isin(np.arange(len(column)), rows) for column, rows in zip(columns, nulls, strict=True)]
+    def __init__(self, keys: list[Array], columns: list[Array]) -> None:
+        self._columns = columns
         # One key after the other, the rows get the number of what they have of the keys so far.
         self._levels: list[tuple[ValueIndex, int, ValueIndex]] = []
         number = np.zeros(len(keys[0]), np.int64)
@@ -135,9 +140,6 @@ class Lookup:
             digit = values(key[:, 0])
             number = pairs(np.where(digit >= 0, number * size + digit, -1))  # -1, too, stays negative
         rows = self._rows[number]
-        for name, null in zip(self._names, self._nulls, strict=True):
-            if null[rows].any():
-                raise ValueError(f"{name} is null, which it never was in training")
         return [column[rows] for column in self._columns]
 
 
@@ -150,20 +152,17 @@ def fill_missing(values: Array, value: float) -> Array:
 @kernel
 def log(values: Array) -> Array:
     """log(1 + x), in double precision."""
-    if values.dtype == np.int64 and (values == NULL).any():
-        raise ValueError("there is a null in a column of which the logarithm is taken")
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.log1p(values.astype(np.float64))
-    return found.astype(np.float32) if values.dtype == np.float32 else found
+    return with_nulls(found.astype(np.float32) if values.dtype == np.float32 else found, is_null(values))
 
 
 @kernel
 def normalize(values: Array, shift: float, scale: float) -> Array:
     """(x - shift) / scale, in double precision, then float32."""
-    if values.dtype == np.int64 and (values == NULL).any():
-        raise ValueError("there is a null in a column that is normalized")
     with np.errstate(over="ignore", invalid="ignore"):
-        return ((values.astype(np.float64) - shift) / scale).astype(np.float32)
+        found = ((values.astype(np.float64) - shift) / scale).astype(np.float32)
+    return with_nulls(found, is_null(values))
 
 
 @kernel
@@ -183,12 +182,13 @@ def bucketize(values: Array, boundaries: list[float]) -> Array:
 @kernel
 def round(values: Array, decimals: int) -> Array:
     """Floats rounded, halves to the even neighbor; very large ones stay."""
-    if values.dtype == np.int64:
+    if values.dtype.kind != "f":
         return values
     scale, exact = 10.0**decimals, values.astype(np.float64)
     with np.errstate(over="ignore"):
         scaled = exact * scale
-        return np.where(np.isfinite(scaled), np.rint(scaled) / scale, exact).astype(values.dtype)
+        found = np.where(np.isfinite(scaled), np.rint(scaled) / scale, exact).astype(values.dtype)
+    return with_nulls(found, is_null(values))
 
 
 @kernel
@@ -206,7 +206,7 @@ def list_slice(values: Array, first: int | None, last: int | None) -> Array:
 
 def _missing(values: Array) -> Array:
     """Which values are not there: nulls, and among floats NaN."""
-    found: Array = values == NULL if values.dtype == np.int64 else np.isnan(values)
+    found: Array = np.isnan(values) if values.dtype.kind == "f" else is_null(values)
     return found
 
 
@@ -232,7 +232,8 @@ class Preprocessing:
         """The outputs, by name, of the inputs.
 
         Raises:
-            ValueError: for a string that is not UTF-8, padding outside lists, and a null where training had none.
+            ValueError: for a string that is not UTF-8, padding outside lists, and an output that is null, which
+                no model could be trained on.
         """
         columns = dict(columns)
         for name, values in columns.items():
@@ -243,12 +244,12 @@ class Preprocessing:
         return {name: self._cast(name, columns[name], dtype) for name, dtype in self.outputs.items()}
 
     def _cast(self, name: str, values: Array, dtype: str) -> Array:
-        if values.dtype == np.int64 and (values == NULL).any():
+        if is_null(values).any():
             raise ValueError(f"{name} is null, which it never was in training")
         if values.dtype == np.int64:
             values = np.where(values == PADDING, -1, values)
         cast = np.ascontiguousarray(values, dtype=dtype)
-        if values.dtype == np.int64 and (cast != values).any():
+        if values.dtype.kind in "iu" and (cast != values).any():
             raise ValueError(f"{name} is {values[cast != values][0]}, which does not fit into {dtype}")
         return cast
 
@@ -264,12 +265,29 @@ def load_array(arrays: Mapping[str, Array], key: str) -> Array:
 
 
 def markers(values: Array) -> tuple[Any, Any]:
-    """What null and padding are in an array."""
+    """What null and padding are in an array, of anything but floats."""
+    if values.dtype == np.uint64:
+        return np.uint64(NULL_UNSIGNED), np.uint64(PADDING_UNSIGNED)
     return (NULL_STRING, PADDING_STRING) if values.dtype == object else (NULL, PADDING)
 
 
+def is_null(values: Array) -> Array:
+    """Which values are null."""
+    if values.dtype.kind == "f":
+        found: Array = values.view(f"u{values.itemsize}") == NULL_FLOAT_BITS[values.itemsize]
+    else:
+        found = values == markers(values)[0]
+    return found
+
+
+def with_nulls(values: Array, missing: Array) -> Array:
+    """Floats with nulls where `missing` says so; arithmetic need not keep which NaN one is."""
+    values.view(f"u{values.itemsize}")[missing] = NULL_FLOAT_BITS[values.itemsize]
+    return values
+
+
 def _check(name: str, values: Array, is_list: bool) -> None:
-    if not is_list and (values == markers(values)[1]).any():
+    if not is_list and values.dtype.kind != "f" and (values == markers(values)[1]).any():
         raise ValueError(f"{name} has the value that stands for padding, which is for lists")
     if values.dtype == object:
         try:

@@ -1,28 +1,16 @@
-"""Training speed of a click model on one GPU, eager and captured, and whether both learn the same.
-
-    python -m benchmarks.gpu_clicks --out FILE [--dry-run] [--only PART ...]
-
-Each figure is printed and appended to FILE as a line of JSON as soon as it is known; a part that fails leaves others
-alone. On a machine without network it needs torch, NumPy and what `nbdist.recsys.training` imports. `--dry-run` runs on
-a CPU rank, to see whether this command works.
-"""
+"""HugeCTR's example of a click model on one GPU: runs of `fit` step by step and captured, compared and profiled."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from nbdist import Session, rank_device
+from nbdist import rank_device
 
 SIZES = (162_541, 59_047)
 """Rows of the tables: users and movies of MovieLens 25M."""
@@ -259,49 +247,3 @@ def parts() -> list[Part]:
         ("eager, 2,048 x 16, 16 columns", speed, (16, 2048), {"steps": 60, "captured": False} | columns),
     ]
     return found
-
-
-def tell(out: str, **values: Any) -> None:
-    line = json.dumps({"at": round(time.time(), 1), **values}, default=str)
-    with open(out, "a") as file:
-        file.write(line + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    print(values.get("table") or line, flush=True)
-
-
-def set_dry() -> None:
-    global DRY
-    DRY = True
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="a file to append to")
-    parser.add_argument("--dry-run", action="store_true", help="on a CPU rank, to see whether this command works")
-    parser.add_argument("--only", nargs="+", default=[], help="parts whose titles begin so")
-    parser.add_argument("--seconds", type=float, default=150.0, help="after which no further part is begun")
-    arguments = parser.parse_args()
-    began, failed = time.monotonic(), 0
-    if arguments.dry_run:
-        set_dry()
-    with Session(1, devices="cpu" if arguments.dry_run else "cuda", timeout=60) as session:
-        for title, measure, args, options in parts():
-            if arguments.only and not title.startswith(tuple(arguments.only)):
-                continue
-            since = time.monotonic()
-            if since - began > arguments.seconds:
-                tell(arguments.out, part=title, left_out="time is over")
-                continue
-            try:
-                value = session.run(measure, *args, **options)
-                found = value if isinstance(value, dict) else {"rows per second": round(value)}
-            except Exception:
-                failed += 1
-                found = {"failed": traceback.format_exc()[-1500:]}
-            tell(arguments.out, part=title, seconds=round(time.monotonic() - since, 2), **found)
-    return bool(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Rows whose columns have other types than in `fit`, but mean the same: ids that are int64, and were int32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import polars as pl
+
+from .ops.step import type_name
+
+_INTEGERS = (pl.Int8, pl.Int16, pl.Int32, pl.Int64, pl.UInt8, pl.UInt16, pl.UInt32, pl.UInt64)
+_TYPES: dict[str, pl.DataType] = {
+    type_name(dtype()): dtype() for dtype in (*_INTEGERS, pl.Float32, pl.Float64, pl.String, pl.Boolean)
+}
+_DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=None\)")
+
+
+def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, pl.DataType]:
+    """The types that columns have to be cast to, so that steps take them as they took those of `fit`.
+
+    Integers that may not fit into the type of `fit` stay as they are: an id that is too large is one that is not known.
+
+    Args:
+        schema: Of the rows.
+        needs: The columns that are needed, and the names of their types in `fit`.
+        where: What messages begin with.
+
+    Raises:
+        ValueError: naming the column: it is not there, or of a type that cannot stand for that of `fit`.
+    """
+    found: dict[Any, pl.DataType] = {}
+    for name, kind in needs.items():
+        if name not in schema:
+            raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
+        dtype = schema[name]
+        if type_name(dtype) == kind:
+            continue
+        cast = _cast(dtype, kind)
+        if cast is None:
+            raise ValueError(f"{where}: column {name!r} is {type_name(dtype)}, but it was {kind} in fit")
+        if cast != dtype:
+            found[name] = cast
+    return found
+
+
+def declared(frame: pl.LazyFrame, outputs: Mapping[str, str], columns: Collection[str]) -> pl.LazyFrame:
+    """A frame whose integers are of the types that a fitted workflow's `outputs` name."""
+    schema = frame.collect_schema()
+    types = {name: type_of(outputs[name]) for name in columns}
+    return frame.cast({name: dtype for name, dtype in types.items() if dtype is not None and dtype != schema[name]})
+
+
+def type_of(kind: str) -> pl.DataType | None:
+    """The type of that name; None for a name that is not of numbers, strings, booleans or lists of them."""
+    if kind.startswith("list["):
+        inner = type_of(kind[len("list[") : -1])
+        return None if inner is None else pl.List(inner)
+    return _TYPES.get(kind)
+
+
+def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
+    """The type to cast to, or `dtype` itself; None where the one cannot stand for the other."""
+    if isinstance(dtype, pl.List) and kind.startswith("list[") and isinstance(dtype.inner, pl.DataType):
+        inner = _cast(dtype.inner, kind[len("list[") : -1])
+        return None if inner is None else pl.List(inner)
+    fitted = type_of(kind)
+    if dtype == pl.Null():
+        return fitted
+    if fitted is not None and dtype.is_integer() and fitted.is_integer():
+        return fitted if _fits(dtype, fitted) else dtype
+    if fitted is not None and dtype.is_numeric() and fitted.is_float():
+        return fitted
+    if isinstance(dtype, (pl.Categorical, pl.Enum)) and kind == "string":
+        return fitted
+    if dtype == pl.String() and kind.startswith("Categorical"):
+        return pl.Categorical()
+    unit = _DATETIME.fullmatch(kind)
+    if unit and isinstance(dtype, pl.Datetime) and dtype.time_zone is None:
+        return pl.Datetime(unit[1])  # type: ignore[arg-type]
+    return None
+
+
+def _fits(dtype: pl.DataType, other: pl.DataType) -> bool:
+    """Whether all values of an integer type are ones of another."""
+    (signed, bits), (other_signed, other_bits) = (_sign_and_bits(one) for one in (dtype, other))
+    return bits <= other_bits if signed == other_signed else other_signed and bits < other_bits
+
+
+def _sign_and_bits(dtype: pl.DataType) -> tuple[bool, int]:
+    return dtype.is_signed_integer(), int("".join(filter(str.isdigit, str(dtype))))

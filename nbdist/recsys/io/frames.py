@@ -1,0 +1,74 @@
+"""Rows in memory as polars frames: of polars, pandas and Arrow, dicts of columns, and what else gives Arrow streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+
+Tabular: TypeAlias = pl.DataFrame | pl.LazyFrame | Mapping[str, Any] | Any
+"""What `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
+KINDS = "a frame of polars or pandas, an Arrow table, or a dict of columns"
+"""What `frame_of` takes, for messages."""
+
+
+def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
+    """Rows as a polars frame; None where `data` holds no rows in memory.
+
+    NaN in a frame of pandas is null, as pandas has it. Its index is left out.
+
+    Args:
+        data: Anything.
+        where: What messages begin with.
+
+    Raises:
+        TypeError: `data` holds rows, and a column is nothing that polars has.
+    """
+    if isinstance(data, (pl.DataFrame, pl.LazyFrame)):
+        return data
+    try:
+        if isinstance(data, Mapping):
+            return pl.DataFrame({str(name): series_of(column) for name, column in data.items()}, strict=False)
+        if _is_pandas(data) and hasattr(data, "columns"):
+            return pl.from_pandas(data.rename(columns=str))
+        if isinstance(data, pa.RecordBatch):
+            data = pa.Table.from_batches([data])
+        if hasattr(data, "__arrow_c_stream__"):
+            return pl.DataFrame(pa.table(data))
+    except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError) as error:
+        raise TypeError(f"{where}: polars cannot read this {type(data).__name__}: {error}") from error
+    return None
+
+
+def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
+    """`frame_of` what has to be rows. Raises `TypeError` for anything else."""
+    frame = frame_of(data, where)
+    if frame is None:
+        raise TypeError(f"{where} must be {KINDS}, got {type(data).__name__}")
+    return frame
+
+
+def series_of(column: Any, name: str = "") -> pl.Series:
+    """A column as a polars series: of polars, pandas, Arrow, NumPy, torch, or any sequence."""
+    if isinstance(column, pl.Series):
+        return column
+    if _is_pandas(column):
+        values: Any = pl.from_pandas(column)
+        assert isinstance(values, pl.Series)
+        return values
+    if isinstance(column, (pa.Array, pa.ChunkedArray)):
+        found = pl.from_arrow(column)
+        assert isinstance(found, pl.Series)
+        return found
+    if isinstance(column, (str, bytes)):
+        raise TypeError(f"a column must be a sequence of values, got {column!r}")
+    if hasattr(column, "detach"):  # a tensor; torch need not be imported to know one
+        column = column.detach().cpu().numpy()
+    return pl.Series(name, column if isinstance(column, np.ndarray) else list(column))
+
+
+def _is_pandas(data: Any) -> bool:
+    return type(data).__module__.partition(".")[0] == "pandas"
