@@ -138,9 +138,11 @@ class ItemIndex:
         An id that the index does not have is at -1: `top_k` passes over it, and `ranking_metrics` counts it as missed.
         An id that is in a list twice is in the result once, and a null is left out.
         """
-        lists = pl.Series("id", ids, dtype=pl.List(self.ids.dtype))
+        # An integer that the index's type cannot hold is one that it does not have.
+        kind = pl.Int128() if self.ids.dtype.is_integer() else self.ids.dtype
+        lists = pl.Series("id", ids, dtype=pl.List(kind))
         rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id").unique(maintain_order=True)
-        known = pl.DataFrame({"id": self.ids}).with_row_index("place")
+        known = pl.DataFrame({"id": self.ids.cast(kind)}).with_row_index("place")
         found = rows.join(known, on="id", how="left", maintain_order="left")
         lengths = np.bincount(found["row"].to_numpy(), minlength=len(lists))
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
