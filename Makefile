@@ -3,7 +3,7 @@
 # make test    format, lint, and the tests that take no more than half a minute: all that proves nbdist on CPUs
 # make test-all  that, type checks, and what needs minutes by nature or another program: clusters, notebooks, a browser, installation
 #              plans, larger trainings (make long), other projects' suites, Colab's kernel, the site
-# make mutations  put 30 faults into a copy of the code, one at a time, and see that the tests catch them
+# make mutations  put 40 faults into a copy of the code, one at a time, and see that the tests catch them
 # make suite   measure where the CPU seconds of a command's tests go: make suite RUN=test
 # make matrix  the core tests and notebook 01 in the environments of environments.toml: Colab, Kaggle, other Pythons
 #              (some of them: make matrix ENVIRONMENTS="colab oldest"; tests of your choice: MATRIX_ARGS="-k widget")

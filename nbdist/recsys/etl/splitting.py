@@ -80,14 +80,14 @@ def time_split(
 ) -> Split[Frame]:
     """The latest rows for testing, those before them for validation, the earliest for training: as in use.
 
-    Rows of the same time are in the same part: that of the first of them. A time that is null or NaN is before all
-    others.
+    Rows of the same time are in the same part, where the first of them belongs. A time that is null or NaN is before
+    all others.
 
     Args:
         rows: As for `leave_one_out`.
         time: The column that they are divided by.
-        valid: The part of the rows for validation, 0 to 1, of which the nearest number of rows is taken; or the first
-            time that they have.
+        valid: The part of the rows for validation, 0 to 1, rounded to the nearest number of rows; or the first time
+            that they have.
         test: The same for testing. Both are parts, or both are times.
 
     Raises:
@@ -127,7 +127,7 @@ def time_split(
 
 
 def _is_part(value: Any) -> bool:
-    """Whether `value` is a part of the rows, and no time."""
+    """Say whether `value` is a part of the rows, and no time."""
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
 
 

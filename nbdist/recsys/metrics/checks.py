@@ -1,4 +1,4 @@
-"""What all metrics refuse: rows that do not belong together, several columns, numbers that are not finite."""
+"""Checks of all metrics: rows that belong together, of one column, with finite numbers."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
 
 
 def _hits(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
-    """Which ranked items are relevant, each once, shape (users, k); and how many items are, shape (users,)."""
+    """Find which ranked items are relevant, each once, shape (users, k); and how many items are, shape (users,)."""
     users, k = ranked.shape
     user = torch.arange(users, device=ranked.device)
     owners = user.repeat_interleave(relevant.lengths)

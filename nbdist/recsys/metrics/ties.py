@@ -11,7 +11,7 @@ from torch import Tensor
 class Ties(NamedTuple):
     """The rows of some users, each user's by score from the highest on; rows with the same score are one tie.
 
-    All but `totals` are of shape (ties,), those of a user one after the other.
+    All but `totals` are of shape (ties,): the ties of a user are one after the other.
     """
 
     owner: Tensor
@@ -46,7 +46,7 @@ class Ties(NamedTuple):
         return cls(owner, start, size, positives, totals)
 
     def within(self, k: int) -> Tensor:
-        """How many rows of each tie are among the first k of the user."""
+        """Count the rows of each tie that are among the first k of the user."""
         return (k - self.start).clamp(min=0).minimum(self.size)
 
     def per_user(self, values: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Ties(NamedTuple):
         return self.per_user(found) / upto[self.totals.clamp(max=k)]
 
     def hit_rate(self, k: int) -> Tensor:
-        """How likely a positive row is among a user's first k."""
+        """Return how likely a positive row is among a user's first k."""
         first = self._first()
         return 1 - none_before(first.within(k), first.size, first.positives)
 
@@ -94,7 +94,7 @@ class Ties(NamedTuple):
 
 
 def none_before(count: Tensor, size: Tensor, positives: Tensor) -> Tensor:
-    """How likely the first `count` of `size` rows in random order are without any of some `positives` rows."""
+    """Return how likely none of some `positives` rows is among the first `count` of `size` rows in random order."""
     negatives = (size - positives).double()
     left, size, count = (negatives - count).clamp(min=0), size.double(), count.double()
     logarithm = ((size - count + 1).lgamma() - (size + 1).lgamma()) + ((negatives + 1).lgamma() - (left + 1).lgamma())

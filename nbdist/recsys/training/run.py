@@ -120,8 +120,8 @@ class Run:
         """The loss of a batch; on CPUs, raises `ValueError` where it is not finite."""
         found = forward(self.model.model, self.predict, batch, self.precision)
         loss = batch_loss(self.loss, found[0], found[1])
-        # In fp16 such a step is left out.
-        if self.precision != "fp16" and loss.device.type == "cpu" and not loss.isfinite():
+        # In fp16 a step that overflows is left out.
+        if loss.device.type == "cpu" and not loss.isfinite() and not (self.precision == "fp16" and _finite(found[1])):
             raise not_finite(self.step + 1, dist.get_rank(), found[0], found[1])
         self._empty = not len(found[0])
         return loss
@@ -245,6 +245,10 @@ class Run:
         if self._loss.device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - self._since
+
+
+def _finite(targets: Tensor) -> bool:
+    return bool(targets.isfinite().all())
 
 
 def _scaler(precision: Precision | None, optimizer: torch.optim.Optimizer) -> ShardedGradScaler:

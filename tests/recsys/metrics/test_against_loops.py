@@ -1,4 +1,4 @@
-"""Each metric beside an implementation in loops: ties, duplicates, users and items that are unknown, 1 to 3 ranks."""
+"""Each metric gives what loops give: ties, duplicates, users and items that are unknown, 1 to 3 ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_order(labels: Sequence[int], k: int) -> list[float]:
 
 
 def of_users(rows: Sequence[Row], k: int) -> list[float] | None:
-    """The means over users, each of whom counts by the mean of all orders that the scores allow."""
+    """The means over users; a user counts by the mean of all orders that the scores allow."""
     found = []
     for user in {user for _, _, user in rows}:
         mine = [(score, label) for score, label, one in rows if one == user]

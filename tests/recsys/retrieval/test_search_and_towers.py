@@ -132,6 +132,8 @@ def test_ids_that_the_index_lacks_are_counted() -> None:
     index = ItemIndex(pl.Series([10, 20]), torch.eye(2))
     found = index.places(pl.Series([[10, 999, 10, 999, 998, None], [], None, [20]]))
     assert found.values.tolist() == [0, -1, -1, 1] and found.lengths.tolist() == [3, 0, 0, 1]
+    narrow = ItemIndex(pl.Series([10, 20], dtype=pl.Int8), torch.eye(2))
+    assert narrow.places(pl.Series([[20, 999], [2**63 + 5]], dtype=pl.List(pl.UInt64))).values.tolist() == [1, -1, -1]
     places = top_k(torch.eye(2), index.vectors, 1, exclude=index.places([[999], [20]]))[1]
     assert places.tolist() == [[0], [0]]
     measured = ranking_metrics(torch.tensor([[0], [1]]), index.places([[10], [999]]))
@@ -346,5 +348,5 @@ def test_an_index_without_items(tmp_path: Path) -> None:
         assert index.vectors.shape == (0, 16)
         found = index.search(torch.ones(2, 16), 3, exclude=[["a"], []])
         assert found.rows() == [([], []), ([], [])] and found.schema["items"] == pl.List(pl.String)
-        assert index.places([["a"], []]).lengths.tolist() == [0, 0]
+        assert [part.tolist() for part in index.places([["a"], []])] == [[-1], [0, 1, 1]]
         assert index.search(torch.ones(0, 16), 3).height == 0
