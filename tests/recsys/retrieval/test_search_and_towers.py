@@ -327,8 +327,8 @@ def test_vectors_and_ids_of_other_kinds(dtype: Any) -> None:
         assert index.vectors.dtype == torch.float32
         assert index.search(torch.tensor([[0.25, 1.0]], dtype=torch.float64), 1)["items"].to_list() == [["b"]]
     index = ItemIndex(pl.Series([1, 2], dtype=pl.Int32), vectors)  # type: ignore[arg-type]
-    for lists in ([[2**40, 2], [1]], pd.Series([[2], [1]]), pl.Series([[2], [1]], dtype=pl.List(pl.Int16))):
-        assert index.places(lists).values.tolist() == [1, 0]  # type: ignore[arg-type]
+    for lists in ([[2, 2**40], [1]], pd.Series([[2, 3], [1]]), pl.Series([[2, 3], [1]], dtype=pl.List(pl.Int16))):
+        assert index.places(lists).values.tolist() == [1, -1, 0]  # type: ignore[arg-type]
         assert index.search(np.eye(2), 2, exclude=lists)["items"].to_list() == [[1], [2]]  # type: ignore[arg-type]
     scores, places = top_k(torch.tensor([[0.25, 1.0]]), torch.from_numpy(vectors), 1)
     assert places.tolist() == [[1]] and scores.tolist() == [[1.0]]
