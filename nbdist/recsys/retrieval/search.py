@@ -52,8 +52,10 @@ def top_k(
         raise ValueError(f"k={k}, block={block}: at least 1")
     if exclude is not None and len(exclude.lengths) != len(queries):
         raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
-    _check_finite("query", queries.isfinite().all(1))
-    _check_finite("item", items.isfinite().all(1))
+    for what, vectors in (("query", queries), ("item", items)):
+        # A sum that is finite is one of finite numbers, and takes a tenth of the time of a look at each row.
+        if not vectors.sum().isfinite():
+            _check_finite(what, vectors.isfinite().all(1))
     dtype = torch.promote_types(queries.dtype, items.dtype)
     dtype = dtype if dtype.is_floating_point else torch.float32
     queries, items = queries.to(dtype), items.to(dtype)
