@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,8 @@ class DeviceSteps:
             if some:
                 states = [self._optimizer.state[one] for one in some]
                 counts = [self._counts[one] for one in some if one in self._counts]
-                self._take(some, [_laid_out(grads[one], one) for one in some], states, counts, rate, group)
+                laid_out = [_laid_out(grads[one], one) for one in some]
+                self._take(_Dense(some, laid_out, states, counts, rate, group))
             for steps in rows:
                 steps.step([grads.get(table) for table in steps.tables], rate)
 
@@ -126,16 +127,22 @@ def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
     return grad if grad.stride() == parameter.stride() else torch.empty_like(parameter).copy_(grad)
 
 
-def _adagrad(
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Tensor]],
-    counts: list[Tensor],
-    rate: Tensor,
-    group: dict[str, Any],
-) -> None:
+class _Dense(NamedTuple):
+    """What a step takes of a group of parameters with dense gradients."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Tensor]]
+    counts: list[Tensor]
+    """Steps taken before, of each parameter that the optimizer counts them of."""
+    rate: Tensor
+    group: dict[str, Any]
+
+
+def _adagrad(dense: _Dense) -> None:
     """Take the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
-    sums = [state["sum"] for state in states]
+    params, grads, group = dense.params, dense.grads, dense.group
+    sums = [state["sum"] for state in dense.states]
     if group["maximize"]:
         grads = list(torch._foreach_neg(grads))
     if group["weight_decay"]:
@@ -144,55 +151,40 @@ def _adagrad(
     scales = torch._foreach_sqrt(sums)
     torch._foreach_add_(scales, group["eps"])
     steps = torch._foreach_div(grads, scales)
-    torch._foreach_mul_(steps, rate)
+    torch._foreach_mul_(steps, dense.rate)
     torch._foreach_sub_(params, steps)
 
 
-def _adam(
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Tensor]],
-    counts: list[Tensor],
-    rate: Tensor,
-    group: dict[str, Any],
-    take: Callable[..., None] = torch._fused_adam_,
-) -> None:
+def _adam(dense: _Dense, take: Callable[..., None] = torch._fused_adam_) -> None:
     """Take the step of torch's `_fused_adam`, and count it."""
-    torch._foreach_add_(counts, 1)
+    torch._foreach_add_(dense.counts, 1)
     take(
-        params,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-        counts,
-        lr=rate,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        **{name: group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")},
+        dense.params,
+        dense.grads,
+        [state["exp_avg"] for state in dense.states],
+        [state["exp_avg_sq"] for state in dense.states],
+        [state["max_exp_avg_sq"] for state in dense.states] if dense.group["amsgrad"] else [],
+        dense.counts,
+        lr=dense.rate,
+        beta1=dense.group["betas"][0],
+        beta2=dense.group["betas"][1],
+        **{name: dense.group[name] for name in ("amsgrad", "weight_decay", "eps", "maximize")},
     )
 
 
-def _sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Tensor]],
-    counts: list[Tensor],
-    rate: Tensor,
-    group: dict[str, Any],
-) -> None:
+def _sgd(dense: _Dense) -> None:
     """Take the step of torch's `_fused_sgd`."""
     torch._fused_sgd_(
-        params,
-        grads,
-        [state["momentum_buffer"] for state in states] if group["momentum"] else [],
-        lr=rate,
+        dense.params,
+        dense.grads,
+        [state["momentum_buffer"] for state in dense.states] if dense.group["momentum"] else [],
+        lr=dense.rate,
         is_first_step=False,
-        **{name: group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")},
+        **{name: dense.group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")},
     )
 
 
-_STEPS: dict[type, Callable[..., None]] = {
+_STEPS: dict[type, Callable[[_Dense], None]] = {
     torch.optim.SGD: _sgd,
     torch.optim.Adagrad: _adagrad,
     torch.optim.Adam: _adam,
