@@ -1,4 +1,4 @@
-"""What `make gpu` keeps of a run that was cut off."""
+"""The findings that `make gpu` keeps of a run that was cut off."""
 
 from __future__ import annotations
 

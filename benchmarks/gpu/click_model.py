@@ -117,7 +117,7 @@ def difference(**options: Any) -> dict[str, Any]:
     """In a rank: how far apart captured and eager training end, with an uneven last batch and learning rates.
 
     Adagrad and Adam divide by the size of the gradients: the last bit of one near zero decides the sign of a step. So
-    beside it stands how far apart two eager runs end whose first weights differ in the last bit.
+    the result also has how far apart two eager runs end whose first weights differ in the last bit.
     """
     from nbdist.recsys.training import warmup_decay
 

@@ -14,12 +14,12 @@ LIMIT = 170.0
 NEEDS = ("pyarrow", "torchmetrics")
 #: Title → rows per second that are promised on one H100 or H200.
 BARS = {"captured, 2,048 x 16": 10e6, "captured, 65,536 x 16": 40e6}
-#: How far captured training may end from eager training, beside eager training whose weights begin one bit away.
+#: How far captured training may end from eager training, in times the distance that one bit of the first weights makes.
 CLOSE = 2.0
 
 
 def finding(title: str, value: Any) -> dict[str, Any]:
-    """What is noted of a part: its value in words, and whether it is as promised."""
+    """Return the note of a part: its value in words, and whether it is as promised."""
     if isinstance(value, float):
         bar = BARS.get(title)
         words = {"value": f"{value / 1e6:.2f} M rows/s"}

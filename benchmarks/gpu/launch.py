@@ -1,4 +1,4 @@
-"""A call whose rank uses its GPU, beside a bare fork of a process with torch that does."""
+"""A call whose rank uses its GPU, compared with a bare fork of a process with torch that does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def timed():
 
 
 def phases(options: Any, function: Callable[[], tuple[float, float]]) -> str:
-    """Where the time of a warm call goes: medians of some calls of a function that returns when it began and ended."""
+    """Say where the time of a warm call goes: medians of calls of a function that returns when it began and ended."""
     before, inside, after = [], [], []
     for _ in range(7):
         called = time.time()

@@ -1,4 +1,4 @@
-"""Batches on the GPU, beside one pinned copy of as many bytes."""
+"""Batches on the GPU, compared with one pinned copy of as many bytes."""
 
 from __future__ import annotations
 

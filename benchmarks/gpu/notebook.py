@@ -14,7 +14,7 @@ from .notes import attempt, note, seconds
 LIMIT = 110.0
 NEEDS = ("fastai", "pandas")
 RATINGS = 100_000
-#: Batch → epochs, of which the fastest but for the first counts.
+#: Batch → epochs; the fastest one counts, the first one left out.
 EPOCHS = {64: 2, 512: 4, 4096: 9}
 FASTAI = "from fastai.collab import *; from fastai.distributed import *"
 #: How much slower than plain fastai an epoch may be, for noise.
@@ -22,7 +22,7 @@ NOISE = 1.05
 
 
 def ratings(count: int) -> Any:
-    """As many ratings as MovieLens 100k has, of as many users and films, whose tastes differ."""
+    """Make as many ratings as MovieLens 100k has, of as many users and films, whose tastes differ."""
     import numpy as np
     import pandas as pd
 

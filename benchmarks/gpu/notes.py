@@ -59,7 +59,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """Return how long a call takes."""
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin

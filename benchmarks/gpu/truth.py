@@ -1,4 +1,4 @@
-"""One rank with NCCL, called from a notebook that has used CUDA itself."""
+"""A rank with NCCL, called from a notebook that has used CUDA itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a step of `fit` makes the host wait for the GPU, as CUDA itself reports it."""
+"""Places where a step of `fit` makes the host wait for the GPU, as CUDA itself reports it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ ALL = {
 
 @dataclass(frozen=True)
 class Judged:
-    """Users of each of whom one item is to be found."""
+    """Users, with the one item that is to be found for each."""
 
     histories: Ragged
     """Codes of the items before it."""
@@ -110,7 +110,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Data:
-    """What a published result was trained on and judged by, as tensors."""
+    """The rows that a published result was trained on and judged by, as tensors."""
 
     size: int
     """Codes of items: 0 and 1 are no item."""
@@ -157,7 +157,7 @@ def prepare(published: Published) -> Data:
 
 
 def _drawn(seen: Ragged, wanted: torch.Tensor, size: int, count: int | None) -> torch.Tensor | None:
-    """What is to be found, and `count` items that its user has not taken, any as likely as any other."""
+    """Draw `count` items that a user has not taken, any as likely as any other, behind the one to be found."""
     if count is None:
         return None
     generator = torch.Generator().manual_seed(0)

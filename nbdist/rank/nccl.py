@@ -33,7 +33,7 @@ _SHARED_GPU = {
 
 
 def environ(world: World) -> dict[str, str]:
-    """The variables that NCCL and torch read in this rank; those of NCCL that the user has set hold."""
+    """The variables that NCCL and torch read in this rank. A variable of NCCL that the user has set stays."""
     if "nccl" not in world.backend:
         return {}
     variables = dict(_RAISE) if _can_be_asked() else {}

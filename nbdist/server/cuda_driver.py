@@ -1,4 +1,4 @@
-"""Whether this process has initialised the driver of GPUs, after which no fork of it can use one."""
+"""The driver of GPUs: after a process has initialised it, no fork of that process can use a GPU."""
 
 from __future__ import annotations
 
