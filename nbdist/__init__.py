@@ -66,7 +66,9 @@ _HOMES = {
 def __getattr__(name: str) -> _typing.Any:
     # pytest imports this file wherever nbdist is installed, for its plugin: what is not used costs nothing.
     if name not in _HOMES:
-        raise AttributeError(f"module 'nbdist' has no attribute {name!r}", name=name, obj=None)
+        from .checks import nearest
+
+        raise AttributeError(f"module 'nbdist' has no attribute {name!r}{nearest(name, __all__)}", name=name, obj=None)
     if _sys.platform == "win32" and _HOMES[name].startswith("kernel."):  # there is no module behind them to import
         raise NotImplementedError(
             "nbdist forks its ranks, which Windows cannot do. WSL 2 is Linux: say `wsl --install` in PowerShell, and "

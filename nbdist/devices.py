@@ -13,6 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .checks import shown
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,8 +25,8 @@ NCCL = "cpu:gloo,cuda:nccl"
 
 _NAME = re.compile(r"cpu|cuda:\d+|GPU-[\w-]+|MIG-[\w/-]+")
 _SUPPORTED = (
-    "ranks work on NVIDIA GPUs ('cuda'; in a list 'cuda:1', or a name of `nvidia-smi -L`, such as 'GPU-6e5f...' or "
-    "'MIG-8f1c...') and on CPUs ('cpu')"
+    "'cpu', 'cuda', or a list with a device for each rank ('cpu', 'cuda:1', or a name of `nvidia-smi -L`, such as "
+    "'GPU-6e5f...' or 'MIG-8f1c...')"
 )
 
 _NCCL_ON_SHARED = (
@@ -87,10 +89,12 @@ def choose_devices(
     if devices == "cpu":
         return ["cpu"] * nranks
     entries = _entries(environ.get(VISIBLE))
+    if not isinstance(devices, str | Sequence | None):
+        raise TypeError(f"devices must be {_SUPPORTED}, got {shown(devices)}")
     if devices is not None and not isinstance(devices, str):
         return _listed(nranks, devices, entries, environ)
     if devices not in (None, "cuda"):
-        raise ValueError(f"devices={devices!r}: {_SUPPORTED}")
+        raise ValueError(f"devices must be {_SUPPORTED}, got {devices!r}")
     gpus = _count(entries, environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
@@ -108,23 +112,23 @@ def _listed(
 ) -> list[str]:
     names = [f"cuda:{one}" if type(one) is int else str(one) for one in devices]
     if len(names) != nranks:
-        raise ValueError(f"devices={names!r} names {len(names)} devices for {nranks} ranks")
+        raise ValueError(f"devices must be one for each of {nranks} ranks, got {len(names)}: {names!r}")
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"devices={names!r}: {name!r} is not one of them: {_SUPPORTED}")
+            raise ValueError(f"devices must be {_SUPPORTED}, got {name!r}")
     if len({re.split("[:-]", name)[0] for name in names}) > 1:
-        raise ValueError(f"devices={names!r}: all of one kind, CPUs, numbers of GPUs, or names of GPUs")
+        raise ValueError(f"devices must be of one kind (CPUs, numbers of GPUs, or names of GPUs), got {names!r}")
     if names[0].startswith("GPU-"):
         return [_uuid(name, entries) for name in names]
     if names[0].startswith("MIG-"):
         for name in names:
             if entries is not None and name not in entries:
-                raise ValueError(f"devices={names!r}: {VISIBLE}={environ[VISIBLE]} does not let {name} be used")
+                raise ValueError(f"devices must be among {VISIBLE}={environ[VISIBLE]}, got {name!r}")
     elif names[0] != "cpu":
         gpus = _count(entries, environ)
         unknown = [name for name in names if int(name[5:]) >= gpus]
         if unknown:
-            raise ValueError(f"devices={names!r}: there is no {unknown[0]}, {_are_visible(gpus)}")
+            raise ValueError(f"devices must be GPUs that the notebook sees, got {unknown[0]!r}: {_are_visible(gpus)}")
     return names
 
 
@@ -215,9 +219,9 @@ def choose_backend(devices: Sequence[str], asked: str | None, visible: str | Non
     several = local and len(devices) > 1 and shared(own_gpus(devices, visible))
     if asked is not None:
         if "nccl" in asked and not gpus:
-            raise ValueError(f"backend={asked!r}: NCCL is for ranks with GPUs, and these are CPU ranks")
+            raise ValueError(f"backend must be 'gloo' for ranks on the CPU, got {asked!r}: NCCL needs GPUs")
         if "nccl" in asked and local and not has_nccl():
-            raise ValueError(f"backend={asked!r}: this build of torch has no NCCL. Leave it out, or take 'gloo'")
+            raise ValueError(f"backend must be 'gloo' or None, got {asked!r}: this build of torch has no NCCL")
         return asked, _NCCL_ON_SHARED if "nccl" in asked and several else ""
     if several:
         return "gloo", "ranks that share a GPU talk through gloo: NCCL wants a whole one for each"

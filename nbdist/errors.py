@@ -22,10 +22,12 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .checks import explain_arguments
 from .deaths import describe_status
 from .notebook.shell import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 #: What can lie between the user's code and a call: nbdist itself, `Future.result`, IPython's running of magics (which
@@ -162,9 +164,11 @@ class RemoteTraceback(Exception):
         return "\n".join([f"{head}\n\n{self.text.rstrip()}", *self.others, *self.hints])
 
 
-def entry(fn: F) -> F:
-    """Decorates what users call: in a traceback, this one frame stands for all of nbdist's, and is itself one that
-    IPython and pytest do not show."""
+def entry(fn: F, name: str = "") -> F:
+    """Decorate what users call: in a traceback, one frame stands for all frames of nbdist, and is not shown itself.
+
+    Where `fn` does not take the arguments, the error says what it takes, and calls it `name`: by default its own name.
+    """
 
     @functools.wraps(fn)
     def nbdist(*args: Any, **kwargs: Any) -> Any:
@@ -172,6 +176,9 @@ def entry(fn: F) -> F:
         try:
             return fn(*args, **kwargs)
         except BaseException as exc:
+            if isinstance(exc, TypeError) and exc.__traceback__ is not None and exc.__traceback__.tb_next is None:
+                what = explain_arguments(fn, kwargs, name or fn.__name__)
+                exc.args = (what if "has no argument" in what else f"{exc}; {what}",)
             if not _is_meant(exc):
                 raise
             let_notebook_render(exc)
@@ -180,6 +187,16 @@ def entry(fn: F) -> F:
             raise exc.with_traceback(None)  # noqa: B904 (up to 3.10 `raise` alone has the old traceback)
 
     return nbdist  # type: ignore[return-value]
+
+
+def entry_class(name: str) -> Callable[[type[T]], type[T]]:
+    """Decorate a class that users make objects of, as `entry` does functions; they call it `name`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__init__ = entry(cls.__init__, name)  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 def _is_meant(exc: BaseException) -> bool:

@@ -60,18 +60,18 @@ def test_each_rank_is_given_its_own(
 @pytest.mark.parametrize(
     ("asked", "visible", "says"),
     [
-        ("mps", None, r"devices='mps': ranks work on NVIDIA GPUs \('cuda'; .* and on CPUs \('cpu'\)"),
-        (["xpu:0", "xpu:1"], None, r"'xpu:0' is not one of them: ranks work on NVIDIA GPUs"),
-        (["cuda", "cuda"], None, r"'cuda' is not one of them: .*in a list 'cuda:1'"),
-        (["cuda:0", "cpu"], None, "all of one kind"),
-        (["cuda:0", "GPU-aaaa"], None, "all of one kind"),
-        (["cuda:0"], None, "names 1 devices for 2 ranks"),
-        (["cuda:0", "cuda:3"], None, "there is no cuda:3, 3 GPUs are visible"),
+        ("mps", None, r"devices must be 'cpu', 'cuda', or a list .*, got 'mps'"),
+        (["xpu:0", "xpu:1"], None, r"devices must be 'cpu', 'cuda', or a list .*, got 'xpu:0'"),
+        (["cuda", "cuda"], None, r"or a list .* \('cpu', 'cuda:1', .*, got 'cuda'"),
+        (["cuda:0", "cpu"], None, "must be of one kind"),
+        (["cuda:0", "GPU-aaaa"], None, "must be of one kind"),
+        (["cuda:0"], None, "must be one for each of 2 ranks, got 1"),
+        (["cuda:0", "cuda:3"], None, "got 'cuda:3': 3 GPUs are visible"),
         (["GPU-aa", "GPU-cccc"], None, "GPU-aa is not one GPU, but the beginning of several: GPU-aaaa-1, GPU-aabb-2"),
         (["GPU-dddd", "GPU-cccc"], None, "GPU-dddd is no GPU that this notebook may use: GPU-aaaa-1"),
         (["GPU-cccc", "GPU-aabb"], "0,2", "GPU-aabb is no GPU that this notebook may use: GPU-aaaa-1, GPU-cccc-3"),
-        (["MIG-a", "MIG-c"], "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES=MIG-a,MIG-b does not let MIG-c be used"),
-        (["cuda:0", "cuda:2"], "MIG-a,MIG-b", "there is no cuda:2, 2 GPUs are visible"),
+        (["MIG-a", "MIG-c"], "MIG-a,MIG-b", "must be among CUDA_VISIBLE_DEVICES=MIG-a,MIG-b, got 'MIG-c'"),
+        (["cuda:0", "cuda:2"], "MIG-a,MIG-b", "got 'cuda:2': 2 GPUs are visible"),
     ],
 )
 def test_devices_that_cannot_be_had(
@@ -112,7 +112,7 @@ def test_the_backend_follows_from_the_devices() -> None:
     assert choose_backend(["cuda:0", "cuda:1"], None, "MIG-a,MIG-b")[0] == "gloo"
     assert choose_backend(["MIG-a"], None) == (NCCL, "")
     assert choose_backend(["cuda:0"], "nccl") == choose_backend(["cuda:0", "cuda:1"], "nccl") == ("nccl", "")
-    with pytest.raises(ValueError, match="NCCL is for ranks with GPUs"):
+    with pytest.raises(ValueError, match="backend must be 'gloo' for ranks on the CPU"):
         Session(2, devices="cpu", backend={"backend": "nccl"})
     assert repr(Session(2)) == f"<nbdist.Session: 2 ranks on cuda:0, cuda:1, {NCCL}, not started>"
 
@@ -125,7 +125,7 @@ def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         "ranks talk through gloo: this build of torch has no NCCL",
     )
     assert choose_backend(["cuda", "cuda"], None) == (NCCL, ""), "a cluster has a build of its own"
-    with pytest.raises(ValueError, match="backend='nccl': this build of torch has no NCCL"):
+    with pytest.raises(ValueError, match="got 'nccl': this build of torch has no NCCL"):
         Session(2, backend="nccl")
 
 

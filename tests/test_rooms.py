@@ -21,7 +21,7 @@ FILES = {
 }
 
 #: Everybody may ask what this process is, and raise what users meet.
-COMMON = {"", "errors", "deaths", "notebook", "system", "devices"}
+COMMON = {"", "checks", "errors", "deaths", "notebook", "system", "devices"}
 #: What each room may import beside these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..checks import check_function
 from .call import pickle_call
 from .depth import deeply
 from .imports import names_given, parse_imports
@@ -82,6 +83,7 @@ def explain(
         >>> sorted((item.name, item.how) for item in explain(areas).items)
         [('areas', 'by value'), ('math', 'import'), ('radius', 'by value')]
     """
+    check_function(fn)
     block = parse_imports(imports)
     names = resolve_need(need, fn)
     args, kwargs = all_of(args, kwargs)

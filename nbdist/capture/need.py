@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import keyword
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..checks import nearest, shown
+
 #: What `need=` takes.
 Names = str | Iterable[str] | Mapping[str, Any]
+_NAMES = "names of variables (a string or a list), or a mapping name → value"
 
 
 def main_namespace() -> dict[str, Any]:
@@ -25,7 +27,7 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
             _check_name(name)
         return dict(need)
     if not isinstance(need, Iterable):
-        raise TypeError(f"need= takes a string of names, a list, or a mapping name → value, not {need!r}")
+        raise TypeError(f"need must be {_NAMES}, got {shown(need)}")
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
     namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
@@ -37,14 +39,13 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
                 found[name] = namespace[name]
                 break
         else:
-            near = difflib.get_close_matches(name, [n for n in {**namespaces[1], **namespaces[0]} if n[0] != "_"])
-            hint = f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise NameError(f"need= names {name!r}, but the notebook has no such variable{hint}", name=name)
+            near = nearest(name, [known for known in {**namespaces[1], **namespaces[0]} if known[0] != "_"])
+            raise NameError(f"need must name variables of the notebook, got {name!r}{near}", name=name)
     return found
 
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"need= takes names, not {type(name).__name__}: a string, a list, or a mapping name → value")
+        raise TypeError(f"need must be {_NAMES}, got the name {shown(name)}")
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"need= takes names of variables, and {name!r} is not one")
+        raise ValueError(f"need must be {_NAMES}, got {name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from ..checks import shown
 from ..wire.messages import PerRank
 
 
@@ -12,6 +13,8 @@ class OnePerRank:
     """A list whose items go to one rank each: see `per_rank`."""
 
     def __init__(self, values: Iterable[Any]) -> None:
+        if not isinstance(values, Iterable):
+            raise TypeError(f"values must be a list with one value for each rank, got {shown(values)}")
         self.values = list(values)
 
     def __repr__(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
-from ..errors import NbdistError
+from ..checks import nearest
+from ..errors import NbdistError, entry
 from .contract import Engine, EngineOptions, MakeEngine
 
 #: The group of entry points by which other packages register engines.
@@ -18,6 +19,7 @@ _BUILT_IN = {
 _default: str | EngineOptions = "local"
 
 
+@entry
 def use(engine: str | EngineOptions) -> None:
     """Run all later calls of this notebook on this engine: `in_ddp`, sessions that name no engine, `%ddp`.
 
@@ -86,6 +88,6 @@ def _find(name: str) -> MakeEngine:
 def _unknown(engine: object) -> str:
     known = ", ".join(map(repr, names()))
     return (
-        f"engine must be one of {known}, or options such as nbdist.RayOptions(...), got {engine!r}. An engine of "
-        f"another package is found once that package is installed"
+        f"engine must be one of {known}, or options such as nbdist.RayOptions(...), got {engine!r}"
+        f"{nearest(engine, names())}. An engine of another package is found once that package is installed"
     )

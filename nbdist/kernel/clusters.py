@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import engines
+from ..checks import check_count, check_number, nearest
 from ..engines.contract import EngineOptions
 from ..engines.ray.launch import launching
 from ..errors import NbdistError, entry
-from .calls.arguments import check_count, check_platform
+from .calls.arguments import check_platform
 from .cell.cell import Cell
 
 
@@ -107,6 +108,7 @@ def cluster(
     global _last
     check_platform()
     check_count(gpus, least=0, name="gpus")
+    check_number(wait, above=0, name="wait", unit="seconds")
     hosts = _check_where(where, nodes)
     fields = launching.engine_options(gpus, engine)  # refuses before anything starts
     if fields.address is not None:
@@ -140,11 +142,11 @@ def _check_where(where: Any, nodes: Any) -> list[str] | None:
     """The hosts; None for Slurm."""
     if where == "slurm":
         if nodes is None:
-            raise ValueError('cluster("slurm", nodes=...): how many')
+            raise ValueError('nodes must be the number of nodes: cluster("slurm", nodes=2)')
         check_count(nodes, least=1, name="nodes")
         return None
     if isinstance(where, str) or not where or not all(isinstance(host, str) and host for host in where):
-        raise ValueError(f'where={where!r}: "slurm", or a list of hosts')
+        raise ValueError(f"where must be 'slurm' or a list of hosts, got {where!r}{nearest(where, ['slurm'])}")
     if nodes is not None:
         raise ValueError(f'nodes={nodes!r} is for "slurm": the hosts are those of the list')
     for host in where:

@@ -13,13 +13,14 @@ from .. import engines
 from ..capture.imports import modules_named, parse_imports, run_imports
 from ..capture.need import Names, main_namespace
 from ..capture.per_rank import for_each_rank, own
+from ..checks import check_count, check_number, shown
 from ..devices import choose_backend, choose_devices
-from ..errors import NbdistError, entry
+from ..errors import NbdistError, entry, entry_class
 from ..fastai.patches import patched
 from ..rank import world as rank_world
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
-from .calls.arguments import check_call, check_count, check_platform
+from .calls.arguments import check_call, check_platform
 from .calls.stopping import nothing_sent
 from .options import SessionOptions
 from .session import Session, call_once, executor_of
@@ -29,6 +30,7 @@ T = TypeVar("T")
 _held_sessions: list[Session] = []  # the session of the last `in_ddp` that raised, if it was to be held
 
 
+@entry_class("in_ddp.options")
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Launcher(SessionOptions):
     """`in_ddp` for one call with all options of a `Session`: `in_ddp.options(...)(ngpus, fn, ...)`.
@@ -131,7 +133,11 @@ def in_ddp(
 
 def _launch(own: Launcher, ngpus: int, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
     check_platform()
-    check_count(ngpus, least=0, name="ngpus")
+    if callable(ngpus):
+        raise TypeError(
+            f"ngpus must be an integer, got {shown(ngpus)}: the number of ranks comes first, in_ddp(2, train, ...)"
+        )
+    ngpus = check_count(ngpus, least=0, name="ngpus")
     if ngpus == 0:
         return _in_kernel(fn, args, kwargs, own.imports, own.need)
     _close_held()
@@ -205,6 +211,8 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     """
     check_platform()
     modules = modules_named(parse_imports(imports))
+    if idle is not None:
+        check_number(idle, above=0, name="idle", unit="seconds")
     engine = engines.resolve(None)
     engine.warm(modules)
     if idle is not None:

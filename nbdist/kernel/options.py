@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from types import NoneType
 from typing import Any
 
+from ..checks import check_choice, check_count, check_flag, check_number
 from ..engines.contract import EngineOptions
-from .calls.arguments import check_count, check_min_ranks, check_output, check_start
+from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed
 from .cell.excerpt import LINES
 
 
@@ -40,18 +39,20 @@ class SessionOptions:
     def __post_init__(self) -> None:
         if self.threads not in (None, "bind"):
             check_count(self.threads, least=1, name="threads")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout!r}: a number of seconds above 0, or None")
-        check_output(self.output)
+        if self.timeout is not None:
+            check_number(self.timeout, above=0, name="timeout", unit="seconds")
+        check_choice(self.output, OUTPUTS, name="output")
         if self.lines is not None:
             check_count(self.lines, least=0, name="lines")
-        for name, value in (self.env or {}).items():
-            if not (isinstance(name, str) and isinstance(value, str)):
-                raise TypeError(f"env must map names to strings, got {name!r}: {value!r}")
-        if not isinstance(self.seed, (Integral, NoneType)):
-            raise TypeError(f"seed must be a whole number or None, got {self.seed!r}")
-        check_start(self.start)
+        check_env(self.env)
+        if self.seed is not None:
+            check_seed(self.seed)
+        for name in ("seed_ranks", "settings", "hold_on_error"):
+            check_flag(getattr(self, name), name=name)
+        check_choice(self.start, ("forkserver", "spawn"), name="start")
         check_count(self.restarts, least=0, name="restarts")
+        if self.backend is not None:
+            check_backend(self.backend)
 
     def check_for(self, nranks: int) -> None:
         """Raise `TypeError` or `ValueError` where a session of `nranks` ranks cannot have these options."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import random
@@ -17,13 +18,15 @@ from ..capture.explain import Explanation, explain
 from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.per_rank import for_each_rank
+from ..checks import check_choice, check_count, shown
 from ..devices import VISIBLE, choose_backend
 from ..engines.contract import EngineOptions
-from ..errors import NbdistError, RemoteTraceback, entry, summary
+from ..errors import NbdistError, RemoteTraceback, entry, entry_class, summary
 from ..notebook.shell import debug_instead
+from ..system.cores import usable_cores
 from ..wire.cache import SentCache
 from .calls import futures, stacks
-from .calls.arguments import check_call, check_count, check_output, check_platform
+from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, many_ranks
 from .calls.executor import Executor, Request
 from .calls.group import GRACE_TO_LEAVE, Layout
 from .calls.stopping import nothing_sent
@@ -35,7 +38,11 @@ from .status import Snapshot, Status, look
 
 T = TypeVar("T")
 
+#: Names of the options, none of which a function is given.
+_OPTIONS = [field.name for field in dataclasses.fields(SessionOptions)]
 
+
+@entry_class("Session")
 class Session:
     """`nranks` ranks in one process group, started with the first call and kept until `close`.
 
@@ -123,7 +130,7 @@ class Session:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "nranks")}
         check_platform()
-        check_count(nranks, least=1, name="nranks")
+        nranks = check_count(nranks, least=1, name="nranks")
         self._options = SessionOptions(**given)
         self._options.check_for(nranks)
         self._engine = engines.resolve(engine, env, start)
@@ -149,6 +156,8 @@ class Session:
         group = dict(group or {})
         devices = self._engine.devices(nranks, own.devices)
         backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
+        if self._engine.local and devices[0] == "cpu":
+            notice = notice or many_ranks(nranks, len(usable_cores()))
         return Layout(devices, backend, group, own.threads, env, own.seed, own.seed_ranks, notice)
 
     @property
@@ -245,7 +254,7 @@ class Session:
             (-3.0, 4)
         """
         check_call(fn, imports, need)
-        targets = sorted(set(range(self.nranks) if ranks is None else ranks))
+        targets = self._chosen(range(self.nranks) if ranks is None else ranks)
         options = {"imports": imports, "need": need}
         return profiled(self.call, fn, args, kwargs, ranks=targets, skip=skip, steps=steps, **options)
 
@@ -429,9 +438,20 @@ class Session:
 
     def _check_rank(self, rank: Any) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"a rank is a whole number, not {rank!r}")
+            raise TypeError(f"rank must be an integer, got {shown(rank)}")
         if not 0 <= rank < self.nranks:
-            raise ValueError(f"there is no rank {rank}: this session has ranks 0 to {self.nranks - 1}")
+            raise ValueError(f"rank must be 0 to {self.nranks - 1}, got {rank}: the session has {self.nranks} ranks")
+
+    def _chosen(self, ranks: Any) -> list[int]:
+        """Return the ranks that `ranks=` names, in order."""
+        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+            raise TypeError(f"ranks must be a list of ranks, such as [0, 1], got {shown(ranks)}")
+        named = list(ranks)
+        for rank in named:
+            self._check_rank(rank)
+        if not named:
+            raise ValueError("ranks must name at least one rank, got none")
+        return sorted(set(named))
 
     def _hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
         """Let a widget of a rank hear what was done to it in the page; False while a call runs."""
@@ -458,12 +478,9 @@ class Session:
     ) -> Request:
         self._executor.check_open()
         block, names = check_call(fn, imports, need)
-        targets = None if ranks is None else sorted(set(ranks))
-        for rank in targets or ():
-            self._check_rank(rank)
-        if targets == []:
-            raise ValueError("ranks= names no rank")
-        output = self._options.output if output is None else check_output(output)
+        check_takes(fn, args, kwargs, _OPTIONS)
+        targets = None if ranks is None else self._chosen(ranks)
+        output = self._options.output if output is None else check_choice(output, OUTPUTS, name="output")
         count = self.nranks if targets is None else len(targets)
         args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
         call = self._capturing.in_turn(

@@ -98,13 +98,13 @@ def test_any_text_is_imports_or_a_value_error(text: str) -> None:
     ],
 )
 def test_anything_but_imports_is_an_error_that_shows_the_line(block: str | list[str], line: str) -> None:
-    with pytest.raises(ValueError, match=f"imports=.*line.*{re.escape(line)}"):
+    with pytest.raises(ValueError, match=f"imports must be.*line.*{re.escape(line)}"):
         parse_imports(block)
 
 
 @pytest.mark.parametrize("block", [3, [3], None, b"import os"])
 def test_imports_of_another_type(block: Any) -> None:
-    with pytest.raises(TypeError, match="imports="):
+    with pytest.raises(TypeError, match="imports must be import statements"):
         parse_imports(block)
 
 
@@ -147,7 +147,7 @@ def test_need_may_give_values() -> None:
     [(3, TypeError), ([3], TypeError), ({3: 4}, TypeError), ("a.b", ValueError), ("class", ValueError)],
 )
 def test_need_of_another_kind(need: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="need="):
+    with pytest.raises(error, match="need must be names of variables"):
         resolve_need(need, uses_nothing)
 
 
@@ -155,7 +155,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(NameError, match=r"'ratngs'.*Did you mean 'ratings'") as caught:
         resolve_need("movies ratngs", uses_nothing)
     assert caught.value.name == "ratngs"
-    with pytest.raises(NameError, match=r"'zzzzzz'.*no such variable$"):
+    with pytest.raises(NameError, match=r"got 'zzzzzz'$"):
         resolve_need("zzzzzz", uses_nothing)
 
 

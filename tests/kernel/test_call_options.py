@@ -71,21 +71,6 @@ def test_each_option_can_be_said_to_the_magic() -> None:
         parser.parse_args(["start", "2", "--env", "A"])
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"timeout": 0}, "timeout=0"),
-        ({"env": {"A": 1}}, "env must map names to strings, got 'A': 1"),
-        ({"seed": "1"}, "seed must be a whole number or None, got '1'"),
-        ({"restarts": -1}, "restarts=-1"),
-        ({"start": "fork"}, "start='fork'"),
-    ],
-)
-def test_options_are_checked_as_soon_as_they_are_said(option: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        in_ddp.options(**option)
-
-
 def named(
     restarts: int, settings: str, min_ranks: int, hold_on_error: str, ngpus: int, fn: int, self: int
 ) -> tuple[Any, ...]:

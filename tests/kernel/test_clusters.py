@@ -166,15 +166,15 @@ def test_ray_on_slurms_nodes_ends_with_the_notebook(srun: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"where": "k8s"}, "'k8s': \"slurm\", or a list of hosts"),
+        ({"where": "k8s"}, "must be 'slurm' or a list of hosts, got 'k8s'"),
         ({"where": []}, "a list of hosts"),
         ({"where": ["a", "a"]}, "'a' is there twice"),
         ({"where": ["-oProxyCommand=x"]}, "is no host"),
         ({"where": ["a"], "nodes": 2}, 'nodes=2 is for "slurm"'),
-        ({"where": "slurm"}, "how many"),
-        ({"where": "slurm", "nodes": 0}, "nodes=0: at least 1"),
-        ({"where": ["a"], "gpus": -1}, "gpus=-1: at least 0"),
-        ({"where": ["a"], "placement": "anywhere"}, "placement='anywhere'"),
+        ({"where": "slurm"}, "nodes must be the number"),
+        ({"where": "slurm", "nodes": 0}, "nodes must be at least 1, got 0"),
+        ({"where": ["a"], "gpus": -1}, "gpus must be at least 0, got -1"),
+        ({"where": ["a"], "placement": "anywhere"}, "placement must be one of .* got 'anywhere'"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any], words: str) -> None:

@@ -67,7 +67,7 @@ def test_a_session_of_no_rank() -> None:
 
 @pytest.mark.parametrize("ngpus", [0, 2])
 def test_what_cannot_be_called(ngpus: int) -> None:
-    with pytest.raises(TypeError, match="not callable: 'all_reduce'"):
+    with pytest.raises(TypeError, match="fn must be a function, got 'all_reduce'"):
         in_ddp(ngpus, "all_reduce")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="imports="):
         in_ddp(ngpus, all_reduce_of_ones, imports="x = 1")

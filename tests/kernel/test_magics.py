@@ -117,11 +117,24 @@ def test_status_stacks_logs(notebook: Kernel) -> None:
     assert "line of 1\n" in notebook.ok("%ddp logs 1").text
 
 
+def test_help_of_the_commands(notebook: Kernel) -> None:
+    """Without a command or with `help`: each command with a sentence; with the name of one: its options."""
+    shown = notebook.ok("%ddp").text
+    assert shown == notebook.ok("%ddp help").text
+    for command in ["start", "status", "stacks", "logs", "push", "pull", "post-mortem", "who", "history", "use"]:
+        assert re.search(rf"^    {command}\s+[a-z]\w+ ", shown, re.M), command
+    assert "--devices" in notebook.ok("%ddp help start").text
+
+
 @pytest.mark.parametrize(
     ("line", "shows"),
     [
         ("%ddp", "usage: %ddp"),
         ("%ddp no_such", "invalid choice: 'no_such'"),
+        ("%ddp no_such", "%ddp help says what each command does"),
+        ("%ddp strat", "Did you mean 'start'?"),
+        ("%ddp start 2 --devcies cpu", "Did you mean '--devices'?"),
+        ("%ddp help strat", "Did you mean 'start'?"),
         ("%ddp start", "%ddp start"),
         ("%ddp start two", "invalid int value: 'two'"),
         ("%ddp start 2", "run already"),
@@ -221,7 +234,7 @@ def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
 
 def test_a_rank_that_is_not_there(notebook: Kernel) -> None:
     result = notebook.run("%%ddp --ranks 0,7\n1")
-    assert result.error == "ValueError" and "no rank 7" in result.message
+    assert result.error == "ValueError" and "got 7: the session has 3 ranks" in result.message
 
 
 @pytest.mark.parametrize(

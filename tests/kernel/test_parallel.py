@@ -70,13 +70,13 @@ def test_other_processes_do_it() -> None:
 
 def test_arguments_that_make_no_sense() -> None:
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (TypeError, "not callable", lambda: parallel_map(3, [])),  # type: ignore[arg-type]
-        (TypeError, "not iterable", lambda: parallel_map(abs, 3)),  # type: ignore[arg-type]
-        (ValueError, "workers=-1", lambda: parallel_map(abs, [1], -1)),
-        (TypeError, "workers must be a whole number", lambda: parallel_map(abs, [1], 1.5)),  # type: ignore[arg-type]
-        (ValueError, "chunk=0", lambda: parallel_map(abs, [1], chunk=0)),
-        (NameError, "no such variable", lambda: parallel_map(abs, [1], need="nowhere")),
-        (ValueError, "import statements only", lambda: parallel_map(abs, [1], imports="x = 1")),
+        (TypeError, "fn must be a function", lambda: parallel_map(3, [])),  # type: ignore[arg-type]
+        (TypeError, "items must be", lambda: parallel_map(abs, 3)),  # type: ignore[arg-type]
+        (ValueError, "workers must be at least 0, got -1", lambda: parallel_map(abs, [1], -1)),
+        (TypeError, "workers must be an integer", lambda: parallel_map(abs, [1], 1.5)),  # type: ignore[arg-type]
+        (ValueError, "chunk must be at least 1, got 0", lambda: parallel_map(abs, [1], chunk=0)),
+        (NameError, "got 'nowhere'", lambda: parallel_map(abs, [1], need="nowhere")),
+        (ValueError, "imports must be import statements", lambda: parallel_map(abs, [1], imports="x = 1")),
         (CaptureError, r"items\[1\]", lambda: parallel_map(abs, [1, (row for row in range(3))], 1, progress=False)),
         (CaptureError, "function returned", lambda: parallel_map(lambda i: (row for row in "ab"), [1], progress=False)),
     ]

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ...checks import check_choice, check_count, check_mapping, check_number, shown
+from ...errors import entry_class
+
 #: Ray's names of the placements.
 STRATEGIES = {
     "pack": "PACK",
@@ -15,6 +18,7 @@ STRATEGIES = {
 }
 
 
+@entry_class("RayOptions")
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
     """Which cluster, and what of it the ranks get.
@@ -56,15 +60,21 @@ class RayOptions:
     """Seconds for which the room, and the warm processes there, are kept after a call, for the next one."""
 
     def __post_init__(self) -> None:
-        if self.placement not in STRATEGIES:
-            raise ValueError(f"placement={self.placement!r}: one of {', '.join(map(repr, STRATEGIES))}")
-        if self.gpus not in (0, 1):
-            raise ValueError(f"gpus={self.gpus!r}: 0, or 1 for each rank, which works with one GPU")
-        if self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node={self.ranks_per_node!r}: 1 or more")
+        if self.address is not None and not isinstance(self.address, str):
+            raise TypeError(f"address must be a string such as 'ray://host:10001', or None, got {shown(self.address)}")
+        check_choice(self.placement, STRATEGIES, name="placement")
+        if self.gpus not in (0, 1) or isinstance(self.gpus, bool):
+            raise ValueError(f"gpus must be 0, or 1 for each rank, got {self.gpus!r}: a rank works with one GPU")
+        check_count(self.ranks_per_node, least=1, name="ranks_per_node")
         for name in ("cpus", "wait", "linger"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: 0 or more")
+            check_number(getattr(self, name), least=0, name=name)
+        check_mapping(self.resources, name="resources", of="names of resources to amounts")
+        for name, amount in self.resources.items():
+            check_number(amount, least=0, name=f"resources[{name!r}]")
+        check_mapping(self.labels, name="labels", of="names of labels to values")
+        check_mapping(self.runtime_env, name="runtime_env", of="names to what Ray makes ready")
+        if isinstance(self.same, str) or not all(isinstance(name, str) for name in self.same):
+            raise TypeError(f"same must be a list of names of packages, got {shown(self.same)}")
         if not resources_of(self):
             raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
 

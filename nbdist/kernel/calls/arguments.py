@@ -6,12 +6,20 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from ...capture.imports import parse_imports
 from ...capture.need import resolve_need
+from ...checks import check_choice, check_count, check_function, check_mapping, check_number, nearest, shown
 
-_OUTPUTS = ("rank0", "all", "tabs", "none")
+#: What `output=` can be.
+OUTPUTS = ("rank0", "all", "tabs", "none")
+#: Backends of torch and of packages that torch lists; others are looked up in torch, which takes a second to import.
+_BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "fake"}
+#: Ranks for each core from which on the cell is told what so many cost.
+_MANY = 16
 
 
 def check_platform() -> None:
@@ -22,12 +30,17 @@ def check_platform() -> None:
         )
 
 
-def check_count(value: Any, *, least: int, name: str) -> None:
-    """Raise `TypeError` or `ValueError` unless `value` is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a whole number, not {value!r} ({type(value).__name__})")
-    if value < least:
-        raise ValueError(f"{name}={value}: at least {least}")
+def many_ranks(nranks: int, cores: int) -> str:
+    """Return what to say of ranks that are many more than the cores they share; an empty string for others.
+
+    A rank has 7 to 10 MB of its own (benchmarks/results/launch.md).
+    """
+    if nranks <= _MANY * cores:
+        return ""
+    return (
+        f"{nranks} ranks on {cores} core{'s' * (cores > 1)} start and work in turns, and take about "
+        f"{nranks / 100:.1f} GB of memory before they do anything: in_ddp({cores}, ...) has a rank for each core"
+    )
 
 
 def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
@@ -36,15 +49,14 @@ def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
         return
     check_count(min_ranks, least=1, name="min_ranks")
     if min_ranks > nranks:
-        raise ValueError(f"min_ranks={min_ranks}: at most the {nranks} ranks that are asked for")
+        raise ValueError(f"min_ranks must be at most the number of ranks, which is {nranks}, got {min_ranks}")
     if not restarts:
-        raise ValueError(f"min_ranks={min_ranks} is about restarts, of which there are none: say restarts=, too")
+        raise ValueError(f"restarts must be at least 1 with min_ranks={min_ranks}, got 0")
 
 
 def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
     """The import block as one string, and the needed names with their values; raises for what makes no sense."""
-    if not callable(fn):
-        raise TypeError(f"the function to run is not callable: {fn!r}")
+    check_function(fn)
     _check_returns(fn)
     block = parse_imports(imports)
     return block, resolve_need(need, fn)
@@ -68,15 +80,72 @@ def _check_returns(fn: Any) -> None:
             )
 
 
-def check_output(output: Any) -> str:
-    """Raise `ValueError` for what `output=` does not take."""
-    if output not in _OUTPUTS:
-        raise ValueError(f"output={output!r}: one of {', '.join(map(repr, _OUTPUTS))}")
-    return str(output)
+def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Collection[str] = ()) -> None:
+    """Raise `TypeError` where a function that is written in Python does not take these arguments.
+
+    `options` are names of a session's options, which people give to the function by mistake.
+    """
+    while isinstance(fn, functools.partial):
+        fn, args, kwargs = fn.func, [*fn.args, *args], {**fn.keywords, **kwargs}
+    if not isinstance(fn, types.FunctionType | types.MethodType) or "__signature__" in vars(fn):
+        return
+    signature = inspect.signature(fn, follow_wrapped=False)
+    takes = signature.parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in takes):
+        names = [p.name for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        for wrong in kwargs:
+            if wrong not in names:
+                advice = (
+                    f". Options come first: in_ddp.options({wrong}=...)(ngpus, fn, ...), Session(ngpus, {wrong}=...)"
+                )
+                advice = advice if wrong in options else nearest(wrong, names)
+                raise TypeError(f"{fn.__name__}() got an unexpected keyword argument {wrong!r}{advice}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        raise TypeError(f"{fn.__name__}{signature} cannot be called with these arguments: {exc}") from None
 
 
-def check_start(start: Any) -> str:
-    """Raise `ValueError` for what `start=` does not take."""
-    if start not in ("forkserver", "spawn"):
-        raise ValueError(f"start={start!r}: 'forkserver', or 'spawn' for a fresh interpreter for each rank")
-    return str(start)
+def check_env(env: Any) -> None:
+    """Raise `TypeError` or `ValueError` for variables that no process can have."""
+    if env is None:
+        return
+    check_mapping(env, name="env", of="names to strings")
+    for name, value in env.items():
+        if not isinstance(value, str):
+            raise TypeError(f"env[{name!r}] must be a string, got {shown(value)}")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env must have names without '=', and no null characters, got {name!r}: {value!r}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise `TypeError` or `ValueError` unless `seed` is an integer of 64 bits, as torch takes it."""
+    if isinstance(seed, bool) or not isinstance(seed, Integral | int):
+        raise TypeError(f"seed must be an integer or None, got {shown(seed)}")
+    if not -(1 << 63) <= int(seed) < 1 << 63:
+        raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
+
+
+def check_backend(backend: Any) -> None:
+    """Raise `TypeError` or `ValueError` for a backend that torch does not know, or unknown arguments of a group."""
+    if isinstance(backend, Mapping):
+        for name, value in backend.items():
+            check_choice(name, ("backend", "timeout", "pg_options", "device_id"), name="a key of backend")
+            if name == "timeout":
+                check_number(value, above=0, name="backend['timeout']", unit="seconds")
+        backend = backend.get("backend")
+        if backend is None:
+            return
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string such as 'gloo', or a mapping, got {shown(backend)}")
+    for part in backend.lower().split(","):
+        name = part.rpartition(":")[2]
+        if name in _BACKENDS:
+            continue
+        import torch.distributed as dist
+
+        if name not in dist.Backend.backend_list:
+            raise ValueError(
+                f"backend must be 'gloo', 'nccl', another one of torch, or one of a package that the notebook has "
+                f"imported, got {backend!r}{nearest(name, ['gloo', 'nccl', *dist.Backend.backend_list])}"
+            )

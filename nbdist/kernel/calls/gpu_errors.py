@@ -21,8 +21,24 @@ _ADVICE = {
     "Error while creating shared memory segment": "/dev/shm is full, or too small for NCCL, as in containers with 64 "
     "MB of it: more (`docker run --shm-size=1g`), or Session(env={'NCCL_SHM_DISABLE': '1'}), which is slower",
 }
+#: What torch and CUDA say to code that asks a rank without a GPU for one.
+_NO_GPU = re.compile(
+    r"Torch not compiled with CUDA enabled|No CUDA GPUs are available|Found no NVIDIA driver"
+    r"|no CUDA-capable device|no attribute '_cuda_|Attempting to deserialize object on a CUDA device",
+    re.I,
+)
 #: What a kernel on the GPU writes where one of its assertions does not hold, once for each of its threads.
 _ASSERTION = re.compile(r"^(?P<where>.*?): (block: .*?, thread: .*? )?(?P<what>Assertion `.*` failed\.?)", re.M)
+
+
+def explain_missing_gpu(error: BaseException, rank: int) -> list[str]:
+    """Return what to show under the exception of a rank on the CPU whose code has asked for a GPU."""
+    if not _NO_GPU.search(text_of(error)):
+        return []
+    return [
+        f"rank {rank} works on the CPU. Ask for the rank's own device, which is right on CPUs and on GPUs: "
+        f"model.to(nbdist.rank_device()), torch.load(file, map_location=nbdist.rank_device())"
+    ]
 
 
 def explain_gpu_error(

@@ -22,7 +22,7 @@ from ...wire.protocol import Join, ToRank
 from ..cell.cell import Cell
 from ..cell.comms import Comms
 from ..cell.relay import Relay
-from .gpu_errors import explain_gpu_error
+from .gpu_errors import explain_gpu_error, explain_missing_gpu
 
 #: Seconds that ranks get to leave in good order: for what they have registered with `atexit`, and their open files.
 GRACE_TO_LEAVE = 5.0
@@ -172,9 +172,9 @@ class Group:
             self.ranks.send(rank, message, **parts)
 
     def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
-        """Lines to show under a rank's exception, if CUDA raised it or the rank has `lost` its GPU."""
+        """Return lines to show under a rank's exception that has to do with its GPU, which it may have `lost`."""
         if self.layout.devices[0] == "cpu":
-            return []
+            return explain_missing_gpu(error, rank)
         self.relay.drain(rank)
         pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
         gpus = self.layout.gpus()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,10 @@ _LIBRARIES = (
 )
 #: Functions that only stand between a library's function and its caller.
 _WRAPPERS = {"wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl", "__call__"}
+
+
+#: Up to as many ranks have a line of their own each.
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,41 @@ def raised_at(text: str) -> Frame | None:
 
 
 def report(stacks: Mapping[int, list[Frame] | None]) -> str:
-    """A line that says what all ranks do, then the stack of each, innermost call last."""
-    lines = ["; ".join(f"rank {rank} {describe(frames)}" for rank, frames in stacks.items())]
+    """Return a line that says what all ranks do, then their stacks, innermost call last.
+
+    Of many ranks those that do the same are named together, and have one stack.
+    """
+    lines = ["; ".join(f"{who} {what}" for who, what in _together(stacks, describe))]
     numbers = cell_numbers()
-    for rank, frames in stacks.items():
-        if frames and frames[:-1]:  # a function that is not in Python has none
-            lines.append(f"\nStack of rank {rank} (most recent call last):")
-            lines += [f"  {frame.place(numbers)} in {frame.name}" for frame in reversed(frames[:-1])]
+
+    def stack(frames: list[Frame] | None) -> str:
+        calls = reversed(frames[:-1]) if frames else ()  # a function that is not in Python has none
+        return "\n".join(f"  {frame.place(numbers)} in {frame.name}" for frame in calls)
+
+    for who, text in _together(stacks, stack):
+        if text:
+            lines += [f"\nStack of {who} (most recent call last):", text]
     return "\n".join(lines)
+
+
+def _together(
+    stacks: Mapping[int, list[Frame] | None], text: Callable[[list[Frame] | None], str]
+) -> list[tuple[str, str]]:
+    """Return a name of ranks and the text of their stack, for each rank, or for all that have the same text."""
+    if len(stacks) <= _FEW:
+        return [(f"rank {rank}", text(frames)) for rank, frames in stacks.items()]
+    groups: dict[str, list[int]] = {}
+    for rank, frames in stacks.items():
+        groups.setdefault(text(frames), []).append(rank)
+    return [
+        (f"rank {ranks[0]}" if len(ranks) == 1 else f"each of {len(ranks)} ranks ({_ranges(ranks)})", what)
+        for what, ranks in groups.items()
+    ]
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return ranks as text, such as `0-3, 7`."""
+    known = set(ranks)
+    starts = [rank for rank in ranks if rank - 1 not in known]
+    ends = [rank for rank in ranks if rank + 1 not in known]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

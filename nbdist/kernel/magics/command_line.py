@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
+
+from ...checks import nearest
 
 #: What `%autoddp` puts before a cell.
 WHOLE = "--whole-cell"
@@ -73,7 +76,14 @@ class Parser(ArgumentParser):
     """Says how it is used when it is used wrongly."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}\n{self.format_usage().rstrip()}")
+        unknown = re.search(r"invalid choice: '?([^' ]*)'? \(|unrecognized arguments: (\S*)", message)
+        choices = [action.choices for action in self._actions if action.choices]
+        parsers = [self, *(parser for one in choices if isinstance(one, dict) for parser in one.values())]
+        known = [str(name) for names in choices for name in names]
+        known += [option for parser in parsers for option in parser._option_string_actions]
+        suggestion = nearest(next(filter(None, unknown.groups()), ""), known) if unknown else ""
+        more = "%ddp help says what each command does" if suggestion or "COMMAND" in message else ""
+        raise UsageError("\n".join(filter(None, [message + suggestion, self.format_usage().rstrip(), more])))
 
 
 def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
@@ -81,23 +91,30 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
     parser = Parser("%ddp", add_help=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, action: Any) -> Parser:
-        added: Parser = commands.add_parser(name, add_help=False)
+    def command(name: str, about: str, action: Any) -> Parser:
+        added: Parser = commands.add_parser(name, add_help=False, help=about, description=about)
         added.set_defaults(action=action)
         return added
 
-    start = command("start", magics.start)
+    start = command("start", "start N ranks, with the options of nbdist.Session", magics.start)
     start.add_argument("n", type=int, help="how many ranks")
     for name, about in _START.items():
         flag = "--no-" + name if about.get("action") == "store_false" else "--" + name
         start.add_argument(flag.replace("_", "-"), dest=name, default=SUPPRESS, **about)
-    for name in ("status", "stacks", "who", "history", "restart", "stop"):
-        command(name, getattr(magics, name))
-    command("use", magics.use).add_argument("name")
-    command("logs", magics.logs).add_argument("rank", type=int)
-    command("push", magics.push).add_argument("names", nargs="+")
-    command("pull", magics.pull).add_argument("names", nargs="+")
-    command("post-mortem", magics.post_mortem).add_argument("rank", type=int, nargs="?")
+    command("status", "show what each rank does", magics.status)
+    command("stacks", "show where each rank is", magics.stacks)
+    command("logs", "show what a rank has written", magics.logs).add_argument("rank", type=int)
+    command("push", "send variables of the notebook to all ranks", magics.push).add_argument("names", nargs="+")
+    command("pull", "bring variables of rank 0 into the notebook", magics.pull).add_argument("names", nargs="+")
+    post_mortem = command("post-mortem", "open pdb in a rank that raised (start --hold-on-error)", magics.post_mortem)
+    post_mortem.add_argument("rank", type=int, nargs="?")
+    command("who", "list the variables of rank 0", magics.who)
+    command("history", "list the cells that the ranks have run", magics.history)
+    command("use", "run cells on the ranks of a Session of the notebook", magics.use).add_argument("name")
+    command("restart", "start fresh ranks", magics.restart)
+    command("stop", "end the ranks", magics.stop)
+    help = command("help", "show these commands, or the options of one", magics.help)
+    help.add_argument("command", nargs="?", choices=list(commands.choices), metavar="command")
     return parser, commands.choices
 
 

@@ -81,6 +81,7 @@ class DdpMagics(Magics):
         %ddp who                                      the variables that live in rank 0
         %ddp history                                  the cells that the ranks have run
         %ddp use NAME                                 run cells on the ranks of a Session of the notebook
+        %ddp help [COMMAND]                           these commands, or the options of one
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
 
@@ -105,7 +106,7 @@ class DdpMagics(Magics):
             tensor(2.)
             >>> %ddp stop
         """
-        arguments = self._parse(self._line if cell is None else self._cell, line)
+        arguments = self._parse(self._line if cell is None else self._cell, line.strip() or "help" * (cell is None))
         return arguments.action(arguments) if cell is None else self.run_cell(arguments, cell)
 
     @line_magic
@@ -151,6 +152,12 @@ class DdpMagics(Magics):
             raise
         self.session = session
         return session
+
+    def help(self, arguments: Namespace) -> None:
+        parser = self._line if arguments.command is None else self._commands[arguments.command]
+        print(parser.format_help().rstrip())
+        if parser is self._line:
+            print("\n%%ddp above a cell runs the cell on the ranks; %autoddp runs all later cells there.")
 
     def status(self, arguments: Namespace) -> Any:
         return self._running().status()

@@ -13,7 +13,8 @@ from typing import Any
 
 from ... import engines
 from ...capture import messages
-from ...errors import NbdistError
+from ...checks import check_choice
+from ...errors import NbdistError, entry
 from ..calls.arguments import check_platform
 from ..cell.cell import Cell
 from .pool import make_pool
@@ -26,6 +27,7 @@ _LOOK = 0.2
 _PATIENCE = 1.0
 
 
+@entry
 def context(package: str = "multiprocess") -> Any:
     """A context of `multiprocess` or `multiprocessing` whose processes come from the warm server.
 
@@ -54,8 +56,7 @@ def context(package: str = "multiprocess") -> Any:
         [0, 10, 20, 30]
     """
     check_platform()
-    if package not in ("multiprocess", "multiprocessing"):
-        raise ValueError(f"package={package!r}: 'multiprocess' or 'multiprocessing'")
+    check_choice(package, ("multiprocess", "multiprocessing"), name="package")
     if importlib.util.find_spec(package) is None:
         raise NbdistError(
             'multiprocess is not installed: pip install "nbdist[multiprocess]", or use the standard library\'s: '

@@ -21,14 +21,15 @@ from ...capture.diagnosis import explain_failure
 from ...capture.imports import modules_named, run_imports
 from ...capture.need import Names, main_namespace
 from ...capture.pickler import Pickler, dumps_plain
+from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
-from ...errors import CaptureError, RemoteTraceback, WorkerDied, text_of
+from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
 from ...wire.parcel import Parcel, pack
-from ..calls.arguments import check_call, check_count, check_platform
+from ..calls.arguments import check_call, check_platform, check_takes
 from ..calls.outcomes import load, rebuild
 from ..calls.waiting import AT_A_TIME, GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
 from ..cell.cell import Cell
@@ -45,6 +46,7 @@ _BUSY = 0.05
 _AHEAD = 2
 
 
+@entry
 def parallel_map(
     fn: Callable[[T], R],
     items: Iterable[T],
@@ -94,7 +96,12 @@ def parallel_map(
         check_count(workers, least=0, name="workers")
     if chunk is not None:
         check_count(chunk, least=1, name="chunk")
+    check_flag(progress, name="progress")
+    if not isinstance(items, Iterable):
+        raise TypeError(f"items must be a list or another iterable, got {shown(items)}")
     items = list(items)
+    if items:
+        check_takes(fn, items[:1], {})
     with _bar(len(items), progress) as advance:
         if workers == 0:
             run_imports(block, main_namespace())

@@ -53,7 +53,7 @@ def make_pool(library: ModuleType, starter: Starter) -> Any:
         def _submit(self, func: Any, submit: Callable[[Any], Any]) -> Any:
             self._check_running()
             if not callable(func):
-                raise TypeError(f"the function to run is not callable: {func!r}")
+                raise TypeError(f"func must be a function, got {func!r}")
             self._show(Cell(background=True))
             self._forget_done()
             number = next(_numbers)

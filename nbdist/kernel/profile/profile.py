@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..calls.arguments import check_count
+from ...checks import check_count
 from .timeline import KINDS, Step, Trace, chrome_trace, steps
 
 #: The share of its time from which on it is said that a rank waits.
