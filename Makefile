@@ -15,6 +15,7 @@
 #              benchmarks/results/gpu.md (on a machine without network: make gpu-wheels elsewhere, see docs/how-to/devices.md)
 # make gpu-imitated  what runs on GPUs, on two that are imitated: needs gcc, no GPU, and downloads Colab's CUDA build of torch
 # make docs    build the site in docs/ into build/docs/, warnings as errors, with the notebooks that the tests have executed
+# make pictures  take the pictures of the site again, in a JupyterLab in Chromium (Debian: apt install chromium)
 # make format  put the code into shape
 # make clean   remove all that these commands made, .venv included (not benchmarks/results/)
 #
@@ -44,7 +45,7 @@ ENVIRONMENTS ?=
 MATRIX_ARGS ?=
 
 .NOTPARALLEL:
-.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs lint types format setup clean
+.PHONY: demo test test-all long quick suite mutations cloudpickle multiprocess matrix bench gpu gpu-imitated gpu-wheels docs pictures lint types format setup clean
 
 # An environment whose interpreter is gone, or that came here from another folder, is made again.
 define check_stamp
@@ -132,6 +133,11 @@ gpu-wheels: setup
 docs: setup
 	@$(PY) notebooks/pages.py
 	@$(PY) -m zensical build --clean --strict
+	@$(PY) tests/docs/llms.py build/docs
+
+pictures: setup
+	@mkdir -p docs/pictures
+	@NBDIST_PICTURES=docs/pictures $(PY) -m pytest -q -p no:xdist tests/browser/test_pictures.py $(PYTEST_ARGS)
 
 lint: setup
 	@$(PY) -m ruff format --check .

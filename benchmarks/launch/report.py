@@ -37,14 +37,21 @@ REFERENCES = {
     "clone": "a fresh `clone()`",
     "torchrun_piped": "torchrun without a terminal, and so without a bar",
 }
-#: The six rows that the README shows, and their titles there. `launch.md` has all.
+#: The five rows that the README shows, and their titles there. `launch.md` has all.
 IN_README = {
-    "launch_2": "warm launch of 2 ranks, torch and fastai imported, gloo up, until the call returns",
-    "launch_32": "the same, 32 ranks",
-    "frame_8": "launch of 8 ranks with a 500 MB DataFrame",
-    "tensor": "a 300 MB tensor back",
-    "latency": "a no-op on 2 live ranks",
-    "rate": "collab training on 2 ranks, its bar shown: samples per second",
+    "launch_2": "start 2 ranks, call, end",
+    "launch_32": "start 32 ranks, call, end",
+    "frame_8": "8 ranks with a 500 MB DataFrame",
+    "tensor": "get a 300 MB tensor back",
+    "latency": "call on 2 live ranks",
+}
+#: The columns of the README's table, and their titles.
+CONTESTANTS_IN_README = {
+    "nbdist": "nbdist",
+    "notebook_launcher": "accelerate",
+    "fabric": "Fabric",
+    "ipyparallel": "ipyparallel",
+    "spawn": "mp.spawn",
 }
 README = ROOT / "README.md"
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
@@ -194,6 +201,27 @@ def rows_of(
     return lines
 
 
+def short_cell(values: list[float] | None, reason: str | None, show: Show) -> str:
+    """Format a median alone, or the first words of the reason why there is none."""
+    reason = reason or "–"
+    if values:
+        return show(statistics.median(values)) + ("" if reason == "–" else f"; one {reason}")
+    kind, colon, text = reason.partition(": ")
+    return kind if not colon or kind == "not run" or len(text) > 30 else text
+
+
+def short_rows(values: Values, reasons: Mapping[str, Mapping[str, str]], foot: list[str]) -> list[str]:
+    """Format the README's table, with its source below."""
+    heads = ["", *CONTESTANTS_IN_README.values()]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row, title in IN_README.items():
+        found, why = values.get(row, {}), reasons.get(row, {})
+        cells = [short_cell(found.get(name), why.get(name), ROWS[row][1]) for name in CONTESTANTS_IN_README]
+        lines.append("| " + " | ".join([title, *cells]) + " |")
+    lines += ["", f"Medians; warm, with torch and fastai imported. {foot[1]}."]
+    return [*lines, "All rows, spread and versions: [benchmarks/results/launch.md](benchmarks/results/launch.md)."]
+
+
 def markdown(
     values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], foot: list[str]
 ) -> str:
@@ -272,5 +300,5 @@ def write(
     (folder / "launch.json").write_text(json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
     plot(values, where, folder / "launch.png")
     if not quick and all(values.get(row) for row in IN_README):
-        into_readme(README, [*rows_of(IN_README, values, reasons, where), "", f"{foot[1]}. {foot[2]}. {foot[3]}"])
+        into_readme(README, short_rows(values, reasons, foot))
     print(text)

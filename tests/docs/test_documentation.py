@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import SkipTest
 
+import draw
+import llms
 import messages
 import pytest
 from conftest import Kernel, Result
@@ -165,7 +167,11 @@ def test_a_page_shows_what_happens(kernel: Kernel, tmp_path: Path) -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_changelog_is_short() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -218,6 +224,42 @@ def test_the_reference_has_every_public_name() -> None:
     (members,) = re.findall(r"^::: nbdist.Session\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE)
     public = {name for name in dir(nbdist.Session) if not name.startswith("_")}
     assert set(members.split(", ")) == public
+
+
+def test_every_page_begins_with_what_it_is_for() -> None:
+    own = {"index.md", "benchmarks.md", "how-it-works/connections.md"}
+    pages = [page for page in PAGES[1:] if name_of(page) not in own and page.parent.name != "reference"]
+    for page in pages:
+        assert page.read_text(encoding="utf-8").splitlines()[2].startswith("After this page you "), name_of(page)
+
+
+def test_the_glossary_is_short() -> None:
+    text = (DOCS / "development.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([a-z ]+) \|", text.partition("## Glossary")[2].partition("\n## ")[0], re.MULTILINE)
+    assert 25 < len(rows) - 1 <= 40 and len(set(rows)) == len(rows)
+
+
+def test_llms_txt_has_every_page() -> None:
+    index = llms.index()
+    for page in PAGES[1:]:
+        assert f"]({name_of(page).removesuffix('.md')}.html)" in index, name_of(page)
+    assert "```" not in index and len(llms.full()) > 100_000
+
+
+def test_the_reading_test_draws_the_same_again(capsys: pytest.CaptureFixture[str]) -> None:
+    draw.main(1)
+    first = capsys.readouterr().out
+    draw.main(1)
+    assert capsys.readouterr().out == first
+    for kind, count in zip(("docstring", "message", "paragraph"), draw.COUNTS, strict=True):
+        assert len(re.findall(rf"^\[{kind} \d+\]", first, re.MULTILINE)) == count
+
+
+def test_no_rule_is_written_twice() -> None:
+    """A line of AGENTS.md is not in CONTRIBUTING.md."""
+    texts = [(ROOT / name).read_text(encoding="utf-8").splitlines() for name in ("AGENTS.md", "CONTRIBUTING.md")]
+    agents, contributing = ({line for line in text if len(line) > 40} for text in texts)
+    assert not agents & contributing
 
 
 def test_every_page_is_in_the_navigation() -> None:
