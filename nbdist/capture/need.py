@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from .imports import run_imports
 
 #: What `need=` takes.
 Names = str | Iterable[str] | Mapping[str, Any]
@@ -41,6 +44,29 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
             hint = f". Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise NameError(f"need= names {name!r}, but the notebook has no such variable{hint}", name=name)
     return found
+
+
+@contextlib.contextmanager
+def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
+    """In the notebook itself: let `__main__` have what the import block gives, and these names; then its own again.
+
+    What is assigned to one of them meanwhile stays.
+    """
+    main = main_namespace()
+    given: dict[str, Any] = {}
+    run_imports(block, given)
+    given.update(names)
+    before = {name: main[name] for name in given if name in main}
+    main.update(given)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if name in main and main[name] is value:
+                if name in before:
+                    main[name] = before[name]
+                else:
+                    del main[name]
 
 
 def _check_name(name: Any) -> None:
