@@ -73,7 +73,7 @@ def capture_call(
         places=_places([*pickler.modules, *beside]),
         own_sources=own_sources(),
     )
-    parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache)
+    parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, "the data that the call takes along")
     modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
 

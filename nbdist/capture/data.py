@@ -7,6 +7,7 @@ import pickle
 import sys
 from typing import Any
 
+from ..system.free_memory import check_fits
 from . import mapped
 from .mapped import MappedFiles
 
@@ -53,6 +54,7 @@ def _reduce_array(array: Any, numpy: Any) -> Reduction | None:
         return None
     plain = array.view(numpy.ndarray)
     if not contiguous:
+        check_fits(plain.nbytes, "a copy of an array that does not lie in one piece")
         plain = plain.copy(order="C")
     args = plain.view("i8") if dates else plain, array.dtype, cls, array.flags.writeable
     return (_array, args) if attributes is None else (_array, args, attributes, None, None, _set_dict)
@@ -139,7 +141,10 @@ class Storage:
         if found is not None:
             return found
         on_cuda = self.untyped.device.type == "cuda"
-        untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
+        untyped = self.untyped
+        if untyped.device.type != "cpu":
+            check_fits(untyped.nbytes(), "a copy of a tensor in the memory of the CPU")
+            untyped = untyped.cpu()
         # Of the array itself, never of a memoryview: one that is freed in a cycle of garbage while it has a
         # PickleBuffer crashes CPython 3.11.
         data: Any = torch.empty(0, dtype=torch.uint8, device="cpu").set_(untyped).numpy()

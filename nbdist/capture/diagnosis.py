@@ -16,8 +16,13 @@ from .pickler import Pickler
 from .reading import Unreadable
 
 
-def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError:
-    """A `CaptureError` for a failure to pickle: which of `parts` it was, where inside it, and why."""
+def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | MemoryError:
+    """A `CaptureError` for a failure to pickle: which of `parts` it was, where inside it, and why.
+
+    A lack of memory is no matter of what is pickled: it is the exception itself.
+    """
+    if isinstance(exc, MemoryError):
+        return exc
     deep = isinstance(exc, RecursionError)
     where, culprit = next(
         (_culprit(what, part, deep) for what, part in parts.items() if _fails(part, deep)), (" or ".join(parts), None)

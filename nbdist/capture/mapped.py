@@ -47,8 +47,12 @@ class FilePart(NamedTuple):
 class MappedFiles:
     """Which data of this process lie in files, as the system says at the first question. Linux alone does."""
 
-    def find(self, address: int, size: int) -> FilePart | None:
-        """The part of a file that lies there, if it can be opened again and is the same then."""
+    def find(self, address: int, size: int, named: bool = False) -> FilePart | None:
+        """The part of a file that lies there, if it can be opened again and is the same then.
+
+        In /dev/shm lie files, and memory that libraries share with processes of theirs: what is written there is meant
+        for all only where the data are `named`, that is mapped by the name of the file.
+        """
         index = bisect.bisect(self._maps, (address + 1,)) - 1
         if size <= 0 or index < 0 or address >= self._maps[index][1]:
             return None
@@ -58,8 +62,10 @@ class MappedFiles:
             index += 1
             if index == len(self._maps) or self._maps[index][::4] != (mapped_to, path):
                 return None
-        if not path.startswith("/") or path.startswith("/dev/") or not os.path.isfile(path):
+        if not path.startswith("/") or not os.path.isfile(path):
             return None  # memory without a file, or one that is deleted or replaced
+        if path.startswith("/dev/") and not (path.startswith("/dev/shm/") and (named or access == READ)):
+            return None
         if access == COPY and _changed(start, end):
             return None
         return FilePart(path, position + address - start, size, access)
@@ -115,7 +121,7 @@ def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
     steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides, strict=True)]
     before = -sum(min(step, 0) for step in steps)
     size = before + sum(max(step, 0) for step in steps) + array.itemsize
-    part = files.find(array.ctypes.data - before, size)
+    part = files.find(array.ctypes.data - before, size, named=is_memmap)
     if part is None:
         if is_memmap and array.nbytes >= LEAST and _borrows(array):
             _warn_of_copy("an array", array.nbytes)
@@ -171,7 +177,7 @@ def reduce_storage(untyped: Any, files: MappedFiles) -> tuple[Any, ...] | None:
     named = getattr(untyped, "filename", None) is not None
     if not named and untyped.nbytes() < LEAST:
         return None
-    part = files.find(untyped.data_ptr(), untyped.nbytes())
+    part = files.find(untyped.data_ptr(), untyped.nbytes(), named)
     if part is None:
         if named and untyped.nbytes() >= LEAST:
             _warn_of_copy("a tensor", untyped.nbytes())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..checks import nearest, shown
+from .imports import run_imports
 
 #: What `need=` takes.
 Names = str | Iterable[str] | Mapping[str, Any]
@@ -42,6 +44,29 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
             near = nearest(name, [known for known in {**namespaces[1], **namespaces[0]} if known[0] != "_"])
             raise NameError(f"need must name variables of the notebook, got {name!r}{near}", name=name)
     return found
+
+
+@contextlib.contextmanager
+def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
+    """In the notebook itself: let `__main__` have what the import block gives, and these names; then its own again.
+
+    What is assigned to one of them meanwhile stays.
+    """
+    main = main_namespace()
+    given: dict[str, Any] = {}
+    run_imports(block, given)
+    given.update(names)
+    before = {name: main[name] for name in given if name in main}
+    main.update(given)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if name in main and main[name] is value:
+                if name in before:
+                    main[name] = before[name]
+                else:
+                    del main[name]
 
 
 def _check_name(name: Any) -> None:

@@ -21,6 +21,7 @@ import copy
 import io
 import locale
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -144,14 +145,33 @@ def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
     if isinstance(handler, logging.FileHandler):
         target: Any = handler.baseFilename, handler.encoding
     elif type(handler) is logging.StreamHandler:
-        names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout"}
-        stream = getattr(handler, "stream", None)
-        target = names.get(id(stream)) or ("stdout" if getattr(stream, "name", "") == "stdout" else "stderr")
+        target = _stream(getattr(handler, "stream", None))
+        if target is None:
+            return None
     else:
         return None
     if formatter is not None and type(formatter) is logging.Formatter:
         return target, handler.level, (formatter._fmt, formatter.datefmt, type(formatter._style)), handler.filters[:]
     return target, handler.level, formatter, handler.filters[:]
+
+
+def _stream(stream: Any) -> str | tuple[str, str] | None:
+    """What a handler's stream is in a rank: the name of a standard one, or a file's path and encoding; None where the
+    rank has none, since it is a text in the notebook's memory."""
+    names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout", id(sys.stderr): "stderr"}
+    if id(stream) in names:
+        return names[id(stream)]
+    stream = getattr(stream, "file", stream)  # that of `tempfile.NamedTemporaryFile`
+    name = getattr(stream, "name", "")
+    if isinstance(stream, io.TextIOWrapper):
+        plain = isinstance(stream.buffer, (io.BufferedWriter, io.BufferedRandom))  # and no archive
+        if isinstance(name, str) and os.path.isfile(path := os.path.abspath(name)):
+            return (path, stream.encoding) if plain else None
+        if isinstance(name, int) and name > 2:
+            return None  # a file without a name
+    if isinstance(stream, io.StringIO):
+        return None
+    return "stdout" if name in ("stdout", "<stdout>", 1) else "stderr"
 
 
 def _locale(module: Any) -> str:

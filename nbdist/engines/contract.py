@@ -16,6 +16,10 @@ from ..wire.rendezvous import RendezvousAddress
 OnOutput = Callable[[int, int, bytes], None]
 
 
+def drop(rank: int, which: int, data: bytes) -> None:
+    """Take what a rank has written, for nobody to see."""
+
+
 class Exit(NamedTuple):
     """A rank's process is gone: its wait status is an exit code, minus a signal, or None where nobody knows."""
 
@@ -126,9 +130,9 @@ class Ranks(Protocol):
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Bytes of memory that each of these ranks has for itself; None where that is not known."""
 
-    def close(self, grace: float = 0.0) -> None:
+    def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
         """Let the ranks leave, kill after `grace` seconds those that have not, with everything that they started,
-        and give up all descriptors."""
+        and give up all descriptors. What ranks write meanwhile goes to `on_output`, as far as the engine can."""
 
 
 class Engine(Protocol):

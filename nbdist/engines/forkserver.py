@@ -126,9 +126,17 @@ class ForkServer:
 _works_for_notebook = False
 
 
-def remove_at_the_end(folder: str) -> None:
-    """See to it that a folder goes, even if this process is killed."""
-    with_server(lambda server: server.ask("folder", folder))
+def remove_if_killed(folder: str) -> None:
+    """See to it that a folder goes even if this process is killed. In its own end, the process removes it itself.
+
+    The servers do that: those that there are, and those that are started later.
+    """
+    with _lock:
+        _folders.append((os.getpid(), folder))
+        for key, found in _servers.items():
+            if key[0] == os.getpid():
+                with contextlib.suppress(OSError):  # it has just retired: the next one is told
+                    found.ask("folder", folder)
 
 
 def for_notebook(is_one: bool) -> None:
@@ -140,6 +148,7 @@ def for_notebook(is_one: bool) -> None:
 _lock = threading.RLock()
 # By pid, since a process forked from the kernel has to start its own, and by what they are started with.
 _servers: dict[tuple[int, Variables], ForkServer] = {}
+_folders: list[tuple[int, str]] = []  # by pid of the process whose they are
 
 
 def server(variables: Variables | None = None) -> ForkServer:
@@ -154,6 +163,9 @@ def server(variables: Variables | None = None) -> ForkServer:
             if _servers:
                 found.ask("idle", _IDLE)
             _servers[key] = found
+            for pid, folder in _folders:
+                if pid == key[0]:
+                    found.ask("folder", folder)
         return found
 
 

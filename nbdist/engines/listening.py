@@ -133,7 +133,10 @@ class Listener:
             self._resume_at = time.monotonic() + self._pause
         self._paused.append((rank, which))  # first of all: an interrupt may come between any two of these lines
         self._selector.unregister(self._ranks.outputs[rank][which])
-        if pass_on(self._ranks, rank, which, self._on_output) is False:
+        more = pass_on(self._ranks, rank, which, self._on_output)
+        if more and self._pause < math.inf:  # a rank that writes very much is not made to wait for a pause
+            self.watch(self._ranks.outputs[rank][which], functools.partial(self._output, rank, which))
+        if more is False or (more and self._pause < math.inf):
             self._paused.remove((rank, which))
 
     def _message(self, rank: int) -> None:

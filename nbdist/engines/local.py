@@ -27,9 +27,9 @@ from ..wire.channel import Channel, readable
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
 from ..wire.messages import Setting, Slot
 from ..wire.parcel import Parcel
-from ..wire.protocol import Close, ToRank
+from ..wire.protocol import Close, FromRank, ToRank
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous
-from .contract import Exit, OnOutput
+from .contract import Exit, OnOutput, drop
 from .descriptors import make_room, open_descriptors
 from .forkserver import ForkServer, Variables, read_at_import, with_server
 from .listening import Listener, drain
@@ -251,12 +251,12 @@ class LocalRanks:
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}
 
-    def close(self, grace: float = 0.0) -> None:
+    def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
         try:
             for channel in self.channels:
                 with contextlib.suppress(OSError):
                     channel.send(Close())
-            self._wait_for_exits(grace)
+            self._hear_last_words(grace, on_output)
         finally:  # also where an interrupt says that this takes too long
             for rank in list(self._watch.alive):
                 self.signal(rank, signal.SIGKILL)
@@ -276,6 +276,18 @@ class LocalRanks:
                 self._watch.close()
                 self.channels, self.outputs, self._stacks = [], [], []
 
+    def _hear_last_words(self, grace: float, on_output: OnOutput) -> None:
+        """Wait for the ranks' ends, and pass on what they write meanwhile: a full pipe would keep them."""
+        if not grace or not self._watch.alive:
+            return
+        deadline = time.monotonic() + grace
+        listener = self.listen(on_output=on_output, on_message=_close_parcel, on_exit=lambda exit: None, pause=0.01)
+        with contextlib.closing(listener):
+            while any(self.pids[rank] is not None for rank in self._watch.alive) and time.monotonic() < deadline:
+                listener.select(max(0.0, deadline - time.monotonic()))
+        for rank in range(len(self.channels)):
+            self.drain(rank, on_output)
+
     def _wait_for_exits(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         self.exits()
@@ -283,6 +295,12 @@ class LocalRanks:
             if not readable(self.exits_fd, max(0.0, deadline - time.monotonic())):
                 return
             self.exits()
+
+
+def _close_parcel(rank: int, message: FromRank, parcel: Parcel | None) -> None:
+    """Leave an answer that nobody waits for."""
+    if parcel is not None:
+        parcel.close()
 
 
 def _inherited() -> dict[str, str]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar
 
 from .. import engines
-from ..capture.imports import modules_named, parse_imports, run_imports
-from ..capture.need import Names, main_namespace
+from ..capture.imports import modules_named, parse_imports
+from ..capture.need import Names, given_names
 from ..capture.per_rank import for_each_rank, own
 from ..checks import check_count, check_number, shown
 from ..devices import choose_backend, choose_devices
@@ -223,10 +223,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
     block, names = check_call(fn, imports, need)
     args, kwargs = for_each_rank(args, kwargs, 1)
     args, kwargs = [own(value, 0) for value in args], {name: own(value, 0) for name, value in kwargs.items()}
-    main = main_namespace()
-    run_imports(block, main)
-    main.update(names)
-    with _group_of_one(), patched(), _breakpoints():
+    with given_names(block, names), _group_of_one(), patched(), _breakpoints():
         return fn(*args, **kwargs)
 
 

@@ -43,6 +43,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     try:
         os.setsid()  # an interrupt of the notebook's process group is passed on by the kernel, in order
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _be_killed_first()
         if os.getppid() != server:
             os._exit(1)
         leaving.disarm()
@@ -56,6 +57,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
         os.dup2(fds.stderr, 2)
         os.close(fds.stdout)
         os.close(fds.stderr)
+        streams.writer.keep()
         if scratch:
             _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
@@ -70,6 +72,15 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     finally:
         streams.flush()
         os._exit(status)
+
+
+def _be_killed_first() -> None:
+    """Where memory ends, let the system kill this process, and what it starts, before the notebook: that has the data.
+
+    Of several ranks the system takes the largest.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # Linux alone has it
+        file.write("1000")
 
 
 def _keep_sockets_in(folder: str) -> None:

@@ -110,19 +110,21 @@ class Outcomes:
             pickler = deeply(write)
         except Exception as exc:
             raise explain_failure(exc, {what: value}) from None
-        copied = offer and self.reads_memory and self._offer([buffer.raw() for buffer in pickler.buffers])
-        return pack(pickler.file.getbuffer(), [] if copied else pickler.buffers)
+        views = [buffer.raw() for buffer in pickler.buffers] if offer and self.reads_memory else []
+        if sum(view.nbytes for view in views) < rank_memory.LEAST:
+            return pack(pickler.file.getbuffer(), pickler.buffers, what=what)
+        copied = self._offer(views)
+        parcel = pack(pickler.file.getbuffer(), [] if copied else pickler.buffers, what=what)
+        self.reads_memory = copied  # else it may not; for what does not fit in the kernel does not fit here either
+        return parcel
 
     def _offer(self, views: Sequence[memoryview]) -> bool:
         """Let the kernel copy an answer's buffers out of this process's memory; whether it has."""
-        if sum(view.nbytes for view in views) < rank_memory.LEAST:
-            return False
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()
         if not isinstance(answer, protocol.Copied):  # the kernel says goodbye
             raise EOFError(f"{type(answer).__name__} in the place of an answer")
-        self.reads_memory = answer.copied
         return answer.copied
 
 

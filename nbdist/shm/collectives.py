@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ..system.annotations import annotated
 from ..system.cores import usable_cores
+from ..system.free_memory import check_fits
 from ..system.segments import Segment
 
 #: Bytes of a part that are exchanged at once: they stay in the processor's cache.
@@ -225,7 +226,12 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """As many bytes, zeros, that all ranks have in common; `size` is alike on all."""
+        """As many bytes, zeros, that all ranks have in common; `size` is alike on all.
+
+        Raises `MemoryError` where they do not fit.
+        """
+        if self.rank == 0:
+            check_fits(size, "memory that all ranks have in common")
         segment = Segment.create(size if self.rank == 0 else 0)
         with contextlib.closing(segment):
             offers: list[Any] = [(os.getpid(), _file(segment.fd)) if self.rank == 0 else None]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
+import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 _ALIGNMENT = 64  # what numpy and torch want of a buffer's address
+_BIG = 1 << 20  # bytes from which on memory is mapped: it goes back to the system as soon as nobody has it
 _MOST_THREADS = 4  # the memory is no faster for more
 
 
@@ -23,6 +26,15 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
         starts.append(start)
         end = start + size
     return starts, end
+
+
+def own_memory(size: int) -> memoryview:
+    """Memory for one buffer, which lives as long as a view of it and keeps nothing else."""
+    if size >= _BIG:
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    memory = bytearray(size + _ALIGNMENT)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _ALIGNMENT
+    return memoryview(memory)[start : start + size]
 
 
 def pieces(size: int, largest: int) -> Iterator[tuple[int, int]]:

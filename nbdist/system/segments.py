@@ -7,6 +7,7 @@ whatever kills its users. Readers map it copy-on-write: writable, private, not c
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -15,8 +16,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from .copying import by_threads, pieces
+from .free_memory import refused
 
 _PIECE = 8 << 20  # bytes that one core compares as fast as several
+#: Bytes that are reserved at once: a signal undoes a reservation that it finds half done.
+_RESERVED = 16 << 20
 
 
 class Segment:
@@ -27,13 +31,25 @@ class Segment:
         self._view: memoryview | None = None
 
     @staticmethod
-    def create(size: int) -> Segment:
+    def create(size: int, what: str = "shared memory") -> Segment:
+        """Make a segment whose memory is reserved: a write to it that finds none would be a SIGBUS.
+
+        Raises `MemoryError`, which calls the content `what`, where the system does not give so many bytes. It may call
+        the kernel's killer instead: see `free_memory.check_fits`.
+        """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("nbdist", os.MFD_CLOEXEC)
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.truncate(fd, size)
+        try:
+            os.truncate(fd, size)
+            _reserve(fd, size)
+        except BaseException as exc:
+            os.close(fd)
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise refused(size, what, exc.errno) from exc
+            raise
         return Segment(fd, size)
 
     def write(self, view: memoryview, position: int) -> None:
@@ -43,17 +59,25 @@ class Segment:
             view, position = view[done:], position + done
 
     def private(self) -> memoryview:
-        """A new mapping whose writes nobody else sees."""
-        return memoryview(mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY))
+        """A new mapping whose writes nobody else sees. Raises `MemoryError` where no address space is left for it."""
+        return memoryview(self._map(mmap.ACCESS_COPY))
 
     def shared(self) -> mmap.mmap:
         """A new mapping whose writes everybody sees."""
-        return mmap.mmap(self.fd, self.size)
+        return self._map(mmap.ACCESS_WRITE)
+
+    def _map(self, access: int) -> mmap.mmap:
+        try:
+            return mmap.mmap(self.fd, self.size, access=access)
+        except OSError as exc:
+            if exc.errno != errno.ENOMEM:
+                raise
+            raise refused(self.size, "shared memory", exc.errno) from exc
 
     def holds(self, view: memoryview, position: int) -> bool:
         """Whether the bytes at `position` are those of `view`."""
         if self._view is None:
-            self._view = memoryview(mmap.mmap(self.fd, self.size, access=mmap.ACCESS_READ))
+            self._view = memoryview(self._map(mmap.ACCESS_READ))
         return same_bytes(self._view[position : position + view.nbytes], view)
 
     def duplicate(self) -> Segment:
@@ -66,6 +90,18 @@ class Segment:
         self._view = None
         if fd >= 0:
             os.close(fd)
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Let the system find the memory of a segment now."""
+    if hasattr(os, "posix_fallocate"):
+        for start, length in pieces(size, _RESERVED):
+            try:
+                os.posix_fallocate(fd, start, length)
+            except OSError as exc:
+                if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    return  # the file system cannot
+                raise
 
 
 class Span(NamedTuple):

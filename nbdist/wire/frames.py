@@ -8,27 +8,36 @@ bytes only: what C code and child processes write to standard error.
 
 from __future__ import annotations
 
+import base64
 import codecs
+import datetime
+import errno
+import fcntl
 import itertools
 import json
+import numbers
 import os
 import select
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 MAGIC = b"\x00\x1bnbdist\x1b\x01"  # its end is not its beginning: raw bytes before it cannot make another of it
 _HEADER = struct.Struct("<10sB?HII")  # magic, kind, whether more of it follows, size, process, number there
 STDOUT, STDERR, MESSAGE = range(3)
 _CHUNK = select.PIPE_BUF - _HEADER.size
+_OWN = 900
+"""Number from which on a rank has a descriptor for its frames: limits of open files begin at 1,024."""
+_DEEPEST = 50
+"""Levels of a display's data that are looked through for keys that are no strings."""
 
 #: What a rank's widget knows the calling cell by; the kernel puts the id of its message in the place of it.
 CELL = "nbdist-cell"
 
 
 class FrameWriter:
-    """In the rank: writes frames to descriptor 1.
+    """In the rank: writes frames to what descriptor 1 was in the beginning.
 
     What fits in one frame takes no lock: a signal handler that prints may have come between any two steps of a print,
     and a fork may have left any other thread behind.
@@ -37,11 +46,40 @@ class FrameWriter:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # keeps the frames of one thread's long text together
         self._numbers = itertools.count()
+        self._fd = 1
+
+    def keep(self) -> None:
+        """Go on writing to what descriptor 1 is now, whatever a function puts in its place or sets for it."""
+        try:  # opened anew it has flags of its own, such as O_NONBLOCK; without a reader it would wait for one
+            own = os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.set_blocking(own, True)
+        except OSError:
+            own = os.dup(1)
+        try:  # where few programs get to that close descriptors by their numbers, or open many files
+            self._fd = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, _OWN)
+            os.close(own)
+        except OSError:  # beyond the limit of open files
+            self._fd = own
+
+    def _write(self, data: bytes) -> None:
+        """Write a frame, and not a part of it."""
+        while True:
+            try:
+                os.write(self._fd, data)
+                return
+            except BlockingIOError:  # somebody has set O_NONBLOCK, and the pipe is full
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError as exc:
+                if exc.errno != errno.EBADF or self._fd == 1:
+                    raise
+                self._fd = 1  # a program that closes every descriptor but the standard ones
 
     def write(self, kind: int, data: bytes) -> None:
         number = next(self._numbers) & 0xFFFFFFFF
         if len(data) <= _CHUNK:  # nearly always, so without detours: a loop may print once a batch
-            os.write(1, _HEADER.pack(MAGIC, kind, False, len(data), os.getpid(), number) + data)
+            self._write(_HEADER.pack(MAGIC, kind, False, len(data), os.getpid(), number) + data)
             return
         with self._lock:
             start = 0
@@ -51,7 +89,7 @@ class FrameWriter:
                 while end < len(data) and end > start + _CHUNK - 4 and data[end] & 0xC0 == 0x80:
                     end -= 1
                 header = _HEADER.pack(MAGIC, kind, end < len(data), end - start, os.getpid(), number)
-                os.write(1, header + data[start:end])
+                self._write(header + data[start:end])
                 start = end
 
     def after_fork(self) -> None:
@@ -59,8 +97,40 @@ class FrameWriter:
         self._lock = threading.RLock()
 
     def message(self, kind: str, **content: Any) -> None:
-        """Send a display message, with what is written so far before it. Its content is plain JSON."""
-        self.write(MESSAGE, json.dumps([kind, content], default=str).encode())
+        """Send a display message, with what is written so far before it. Its content is such as JSON can hold."""
+        try:
+            text = json.dumps([kind, content], default=_plain)
+        except (TypeError, ValueError):  # keys that are no strings, or data that hold themselves
+            text = json.dumps([kind, _with_plain_keys(content)], default=_plain)
+        self.write(MESSAGE, text.encode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know, as a notebook's kernel sends it: numbers of NumPy as numbers, times in ISO's form."""
+    if isinstance(value, datetime.datetime):
+        aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
+        return aware.isoformat().replace("+00:00", "Z")
+    if isinstance(value, datetime.date):
+        return value.isoformat()
+    if isinstance(value, (bytes, bytearray)):
+        return base64.b64encode(value).decode()
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if hasattr(value, "tolist"):  # an array, a tensor
+        return value.tolist()
+    return list(value) if isinstance(value, Iterable) else str(value)
+
+
+def _with_plain_keys(value: Any, depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _with_plain_keys(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_plain_keys(one, depth + 1) for one in value]
+    return value
 
 
 class FrameReader:

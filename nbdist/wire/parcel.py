@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import pickle
 from collections.abc import Iterable, Sequence
 
-from ..system.copying import layout
+from ..system.copying import layout, own_memory
+from ..system.free_memory import check_fits
 from ..system.segments import Segment, Span
 from .cache import KEPT, SentCache
 
@@ -31,13 +33,23 @@ class Parcel:
         """Bytes in all."""
         return len(self.inline or b"") + sum(span.size for span in self.spans)
 
-    def open(self) -> tuple[memoryview, list[memoryview]]:
-        """The pickle and the buffers: writable views of private mappings. Closes the descriptors."""
+    def open(self, own: bool = False) -> tuple[memoryview, list[memoryview]]:
+        """The pickle and the buffers: writable views of private mappings. Closes the descriptors.
+
+        With `own`, what is in one segment with others is copied: who keeps one buffer keeps no other.
+        """
         try:
             wholes = [segment.private() for segment in self.segments]
         finally:
             self.close()
         views = [wholes[span.segment][span.start : span.start + span.size] for span in self.spans]
+        if own:
+            shared = collections.Counter(span.segment for span in self.spans)
+            first = int(self.inline is None)  # the pickle is read and not kept
+            for number, span in enumerate(self.spans[first:], first):
+                if shared[span.segment] > 1:
+                    views[number], view = own_memory(span.size), views[number]
+                    views[number][:] = view
         pickled = views.pop(0) if self.inline is None else memoryview(self.inline)
         return pickled, self.buffers or views
 
@@ -47,8 +59,18 @@ class Parcel:
             segment.close()
 
 
-def pack(pickled: memoryview, buffers: Iterable[pickle.PickleBuffer], cache: SentCache | None = None) -> Parcel:
-    """Put a pickle and its buffers into a parcel: each is written once, those in the `cache` not even that."""
+def pack(
+    pickled: memoryview,
+    buffers: Iterable[pickle.PickleBuffer],
+    cache: SentCache | None = None,
+    what: str = "what is sent between notebook and ranks",
+) -> Parcel:
+    """Put a pickle and its buffers into a parcel: each is written once, those in the `cache` not even that.
+
+    Big ones lie apart from small ones; without a cache, as in answers, each big one in a segment of its own: memory is
+    kept as long as anything in its segment is. Raises `MemoryError`, which calls all of it `what`, where it does not
+    fit.
+    """
     inline = bytes(pickled) if pickled.nbytes <= INLINE else None
     views = [buffer.raw() for buffer in buffers]
     if inline is None:
@@ -57,25 +79,37 @@ def pack(pickled: memoryview, buffers: Iterable[pickle.PickleBuffer], cache: Sen
         return Parcel(inline, [], [])
     found = [cache.find(view) if cache is not None and view.nbytes >= KEPT else None for view in views]
     segments = list({id(hit[0]): hit[0] for hit in found if hit is not None}.values())
-    if len(segments) >= MOST_SEGMENTS:
+    if len(segments) > MOST_SEGMENTS - 2:
         found, segments = [None] * len(views), []
-    starts, end = layout(view.nbytes if hit is None else 0 for view, hit in zip(views, found, strict=True))
-    spans = [
-        Span(len(segments), start, view.nbytes) if hit is None else Span(segments.index(hit[0]), hit[1], view.nbytes)
-        for view, hit, start in zip(views, found, starts, strict=True)
-    ]
-    if None in found:
-        new = Segment.create(max(end, 1))
-        segments.append(new)
-        try:
-            for view, hit, span in zip(views, found, spans, strict=True):
-                if hit is None:
-                    new.write(view, span.start)
-        except BaseException:
-            new.close()
-            raise
+    spans = [Span(-1, 0, 0) if hit is None else Span(segments.index(hit[0]), hit[1], 0) for hit in found]
+    new = [number for number, hit in enumerate(found) if hit is None]
+    check_fits(sum(views[number].nbytes for number in new), what)
+    old = len(segments)
+    try:
+        for group in _groups(views, new, apart=cache is None):
+            starts, end = layout(views[number].nbytes for number in group)
+            segments.append(Segment.create(max(end, 1), what))
+            for number, start in zip(group, starts, strict=True):
+                spans[number] = Span(len(segments) - 1, start, 0)
+                segments[-1].write(views[number], start)
+    except BaseException:
+        for segment in segments[old:]:
+            segment.close()
+        raise
+    spans = [span._replace(size=view.nbytes) for span, view in zip(spans, views, strict=True)]
     # A parcel may wait while later ones change what is in the cache, so its descriptors are its own.
     own = segments if cache is None else [segment.duplicate() for segment in segments]
     if cache is not None:
         cache.keep(segments, spans)
     return Parcel(inline, spans, own)
+
+
+def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
+    """The numbers of views by the segments that they get: small ones together, big ones together or `apart`."""
+    small: list[int] = []
+    big: list[int] = []
+    for number in numbers:
+        (big if views[number].nbytes >= KEPT else small).append(number)
+    alone = MOST_SEGMENTS - 2 if apart else 0
+    groups = [small, *([number] for number in big[:alone]), big[alone:]]
+    return [group for group in groups if group]

@@ -9,13 +9,13 @@ the answer comes in a segment like any other parcel.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..system.copying import by_threads, layout, pieces
+from ..system.copying import by_threads, own_memory, pieces
+from ..system.free_memory import check_fits
 
 #: Whether a process can read another's memory here at all.
 POSSIBLE = sys.platform == "linux"
@@ -41,18 +41,23 @@ def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
 
 
 def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
-    """In the kernel: copies of a rank's buffers. Raises `OSError` where that is not allowed, or the rank is gone."""
-    starts, end = layout(buffer.size for buffer in buffers)
-    memory = mmap.mmap(-1, max(end, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    """In the kernel: copies of a rank's buffers, each in memory of its own.
+
+    Raises `OSError` where that is not allowed, or the rank is gone; `MemoryError` where they do not fit.
+    """
+    check_fits(sum(buffer.size for buffer in buffers), "the value that the function returned")
+    copies = [own_memory(buffer.size) for buffer in buffers]
     work = [
-        (base + start + done, buffer.address + done, size)
-        for start, buffer in zip(starts, buffers, strict=True)
+        (_address(copy) + done, buffer.address + done, size)
+        for copy, buffer in zip(copies, buffers, strict=True)
         for done, size in pieces(buffer.size, _PIECE)
     ]
     by_threads(lambda piece: _read(pid, *piece), work)
-    whole = memoryview(memory)
-    return [whole[start : start + buffer.size] for start, buffer in zip(starts, buffers, strict=True)]
+    return copies
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 class _Iovec(ctypes.Structure):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from conftest import LINUX
 
 from nbdist import NbdistError, Session
+from nbdist.capture import mapped
 from nbdist.capture.call import capture_call
 from nbdist.wire.cache import SentCache
 
@@ -174,3 +177,36 @@ def test_what_comes_back_is_a_copy(numbers: Path, session: Session) -> None:
     back = session.run(lambda a: a, mapped)
     os.remove(numbers)
     assert np.array_equal(back, mapped)
+
+
+@pytest.fixture
+def in_shm() -> Iterator[Path]:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_file_in_dev_shm_is_opened_again(in_shm: Path, session: Session) -> None:
+    numbers = np.memmap(in_shm / "x", dtype="float32", mode="w+", shape=(1000,))
+    tensor = torch.from_file(str(in_shm / "y"), shared=True, size=1000)
+
+    def write() -> None:
+        numbers[0] = tensor[1] = 5
+
+    session.run(write)
+    assert numbers[:2].tolist() == [5.0, 0.0] and tensor[:2].tolist() == [0.0, 5.0]
+
+
+def test_memory_that_a_library_shares_in_dev_shm_is_copied(in_shm: Path, session: Session) -> None:
+    """Such as that of multiprocessing's `SharedMemory`: nobody asked that ranks write to it."""
+    with open(in_shm / "z", "w+b") as file:
+        file.truncate(mapped.LEAST)
+        memory = mmap.mmap(file.fileno(), mapped.LEAST)
+    array = np.frombuffer(memory, dtype=np.uint8)
+
+    def write() -> int:
+        array[0] = 5
+        return int(array[0])
+
+    assert session.run(write) == 5 and array[0] == 0

@@ -35,7 +35,7 @@ from nbdist.capture.reading import read
 from nbdist.system.segments import Segment
 from nbdist.wire.cache import KEPT, SentCache
 from nbdist.wire.channel import Channel
-from nbdist.wire.parcel import INLINE, Parcel, pack
+from nbdist.wire.parcel import INLINE, MOST_SEGMENTS, Parcel, pack
 
 BIG = 2 * INLINE  # bytes that go beside the pickle, into a segment
 
@@ -246,7 +246,8 @@ def test_big_buffers_are_beside_the_pickle_and_once_only(arrays: tuple[Any, ...]
     parcel, pickler = packed([arrays, arrays, tensor[5:], array, {"again": frame}])
     total = array.nbytes + tensor.nbytes + sum(frame.memory_usage(index=False))
     assert sum(b.raw().nbytes for b in pickler.buffers) == total
-    assert len(parcel.segments) == 1 and total < parcel.size < total + 16 * 1024
+    assert len(parcel.segments) == len(pickler.buffers), "each in its own, for there is no cache"
+    assert total < parcel.size < total + 16 * 1024
     again, _ = pickled_again = opened(parcel)[:2]
     assert again is pickled_again[1]
 
@@ -273,7 +274,7 @@ def test_a_segment_has_no_name_and_no_descriptor_once_it_is_read(arrays: tuple[A
     gc.collect()
     names, fds = shared_memory_names(), open_fds()
     parcel, _ = packed(arrays)
-    assert not left_in_shared_memory(names) and open_fds() == fds + 1
+    assert not left_in_shared_memory(names) and open_fds() == fds + len(parcel.segments)
     got = opened(parcel)
     parcel.close()
     gc.collect()
@@ -317,6 +318,52 @@ def test_dates_travel_beside_the_pickle_too() -> None:
 def test_addresses_are_aligned() -> None:
     got = sent([np.zeros(OUT_OF_BAND + i, dtype=np.uint8) for i in range(5)])
     assert [a.ctypes.data % 64 for a in got] == [0] * 5
+
+
+def test_who_keeps_a_part_of_an_answer_keeps_no_other() -> None:
+    """With many of them too: then some lie in one segment, and are copied out of it."""
+    for sizes in ([5000, KEPT * 8], [5000] * 3 + [KEPT // 8 + 7] * (MOST_SEGMENTS + 5)):
+        arrays = [np.full(size, number, float) for number, size in enumerate(sizes)]
+        parcel, _ = packed(arrays)
+        whole = parcel.size
+        pickled, buffers = parcel.open(own=True)
+        got = read(pickled, buffers, originals=[], keep=lambda key, namespace, name: True)
+        for own, array in zip(got, arrays, strict=True):
+            np.testing.assert_array_equal(own, array)
+            own[0] = -1  # writable, and its own
+        kept = memory_behind(got[0])
+        assert kept < KEPT < whole
+
+
+def memory_behind(array: Any) -> int:
+    """Bytes of the memory that an array keeps."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return len(memoryview(array).obj)
+
+
+def test_a_big_buffer_on_the_way_to_ranks_is_not_kept_with_a_small_one() -> None:
+    cache = SentCache()
+    parcel, _ = packed([np.ones(5000), np.ones(KEPT), np.ones(KEPT)], cache)
+    assert sorted(segment.size for segment in parcel.segments) == [40_000, 16 * KEPT]
+    parcel.close()
+    cache.close()
+
+
+def test_what_the_system_does_not_give_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    fds = open_fds()
+    made = []
+
+    def write(segment: Segment, view: memoryview, position: int) -> None:
+        made.append(segment)
+        if len(made) == 3:
+            raise MemoryError
+
+    monkeypatch.setattr(Segment, "write", write)
+    with pytest.raises(MemoryError):
+        packed([np.ones(KEPT) for _ in range(5)])
+    assert open_fds() == fds
 
 
 def test_a_cache_sends_again_only_what_has_changed() -> None:

@@ -38,6 +38,46 @@ def test_copies_of_any_buffers(contents: list[bytes], piece: int) -> None:
         assert np.frombuffer(view, dtype=np.uint8).ctypes.data % 64 == 0 or not view.nbytes
 
 
+def test_who_keeps_a_part_of_an_answer_keeps_no_other(session: Session) -> None:
+    curve, weights = session.run(lambda: (np.ones(5000), np.ones(MANY)))
+    assert memory_behind(curve) < 50_000 and memory_behind(weights) == weights.nbytes
+
+
+def memory_behind(array: Any) -> int:
+    """Bytes of the memory that an array keeps."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return len(memoryview(array).obj)
+
+
+def test_an_answer_that_does_not_fit_is_refused_by_both(session: Session) -> None:
+    pids = session.run_all(os.getpid)
+
+    def too_much() -> Any:
+        from nbdist.system import free_memory
+
+        free_memory.memory_limits = lambda: [free_memory.Limit("the container", 100 << 20, 50 << 20)]
+        return np.ones(8 * MANY)
+
+    def enough() -> Any:
+        import importlib
+
+        from nbdist.system import free_memory
+
+        importlib.reload(free_memory)
+        return np.ones(8 * MANY)
+
+    with (
+        mock.patch.object(rank_memory, "copy", side_effect=MemoryError),
+        pytest.raises(MemoryError, match=r"the value that the function returned: 67 MB .* 52 MB are free"),
+    ):
+        session.run(too_much)
+    with mock.patch.object(rank_memory, "copy", wraps=rank_memory.copy) as copy:
+        assert session.run(enough).sum() == 8 * MANY
+        assert copy.called, "it is offered again"
+    assert session.run_all(os.getpid) == pids
+
+
 def test_no_memory_of_processes_that_are_gone() -> None:
     with pytest.raises(ProcessLookupError):
         rank_memory.copy(2**22 + 1, [rank_memory.RankBuffer(0, 1)])

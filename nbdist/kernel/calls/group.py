@@ -198,7 +198,10 @@ class Group:
             try:
                 self.relay.comms.close()
             finally:  # also where an interrupt comes
-                self.ranks.close(grace)
+                self.relay.say_goodbye()
+                self.ranks.close(grace, self.relay.take_last)
+                with contextlib.suppress(Exception):  # the cell may be gone
+                    self.relay.flush()
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:

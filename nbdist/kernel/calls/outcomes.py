@@ -18,7 +18,7 @@ from ...wire.protocol import Error
 
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
-    pickled, buffers = parcel.open()
+    pickled, buffers = parcel.open(own=True)
     try:
         value = read(
             pickled,

@@ -151,6 +151,8 @@ class Waiting:
             answers = [self._answers[rank] for rank in sorted(self._answers)]
             try:
                 return [None if parcel is None else load(parcel, self._originals) for parcel in answers]
+            except MemoryError:
+                raise
             except Exception as exc:
                 why = f"{type(exc).__name__}: {text_of(exc)}"
                 raise CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})") from exc
@@ -236,6 +238,7 @@ class Waiting:
         if left > 0:
             self._tell_of_late_ones()
             listener.select(self._page.soon(self._keyboard.soon(left)))
+            self._relay.show_unfinished()
             self._page.look()
             self._ask_user()
         elif self._leaving and not self._aborted:
@@ -393,7 +396,7 @@ class Waiting:
         pid = self._ranks.pids[rank]
         try:
             if rank in self.pending and pid is not None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, MemoryError):  # the rank then says which
                     self._copied[rank] = rank_memory.copy(pid, buffers)
         finally:  # an interrupt, too, must not leave it waiting
             self._group.send(rank, protocol.Copied(rank in self._copied))

@@ -6,11 +6,13 @@ import atexit
 import collections
 import contextlib
 import os
+import shutil
 import tempfile
 import time
 import uuid
 from typing import IO, Any
 
+from ...engines.forkserver import remove_if_killed
 from .cell import Cell
 
 #: Lines of a call's output that a cell shows, if not said otherwise.
@@ -26,7 +28,8 @@ _INTERVAL = 1.0
 class Excerpt:
     """Passes text on to a cell up to a number of lines; from then on, the cell shows the last lines and a count.
 
-    All that was written is in a file then, until the notebook's process ends. In a terminal everything is passed on.
+    All that was written is in a file then, until the notebook's process ends, if there is room for it on the disk. In
+    a terminal everything is passed on.
 
     Args:
         cell: Where it is shown.
@@ -38,6 +41,7 @@ class Excerpt:
         self._head: list[str] = []
         self._lines = self._size = 0
         self._file: IO[str] | None = None
+        self._kept = ""  # the name of the file; or why there is none
         self._last: collections.deque[str] = collections.deque()
         self._last_size = 0
         self._display = ""  # the id of what shows the tail
@@ -50,7 +54,7 @@ class Excerpt:
             return
         self._lines += text.count("\n")
         self._size += len(text)
-        if self._file is None:
+        if not self._kept:
             self._head.append(text)
             if self._lines <= self._most and self._size <= self._most * _CHARACTERS:
                 self._cell.text(text, kind)
@@ -58,10 +62,10 @@ class Excerpt:
             lines, size = self._lines - text.count("\n"), self._size - len(text)  # before it
             kept = "".join(text.splitlines(keepends=True)[: max(0, self._most - lines)])
             self._cell.text(kept[: max(0, self._most * _CHARACTERS - size)], kind)
-            self._file = _new_file()
             text = "".join(self._head)
             self._head.clear()
-        self._file.write(text)
+            self._open()
+        self._keep(text)
         self._last.append(text)
         self._last_size += len(text)
         while self._last_size - len(self._last[0]) > TAIL * _WIDTH:
@@ -70,36 +74,68 @@ class Excerpt:
         if time.monotonic() > self._shown_at + _INTERVAL:
             self.show()
 
+    def _open(self) -> None:
+        try:
+            self._file = _new_file()
+            self._kept = f"all: {self._file.name}"
+        except OSError as exc:
+            self._give_up(exc)
+
+    def _keep(self, text: str = "") -> None:
+        """Write to the file, if there is one; with no text, all that waits to be written."""
+        if self._file is not None:
+            try:
+                self._file.write(text) if text else self._file.flush()
+            except OSError as exc:  # the disk is full, or not there any more
+                self._give_up(exc)
+
+    def _give_up(self, why: OSError) -> None:
+        """Go on without the file, and leave its room to others: output ends no call."""
+        file, self._file = self._file, None
+        self._kept = f"the others are in no file: {why.strerror or why}"
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.remove(file.name)
+            with contextlib.suppress(OSError):
+                file.close()
+
     def interrupt(self) -> None:
         """Something else is shown: what follows comes below it."""
-        if self._file is not None:
+        if self._kept:
             self.show()
             self._display = ""
 
     def show(self) -> None:
         """Show the tail as it is now."""
-        if self._file is None or not self._waits:
+        if not self._kept or not self._waits:
             return
-        self._file.flush()
+        self._keep()
         self._waits, self._shown_at = False, time.monotonic()
         lines = "".join(self._last).splitlines()[-TAIL:]
         lines = [line.rpartition("\r")[2][:_WIDTH] for line in lines]
-        title = f"... {self._lines:,} lines, of which these are the last {len(lines)}; all: {self._file.name}"
+        title = f"... {self._lines:,} lines, of which these are the last {len(lines)}; {self._kept}"
         update, self._display = bool(self._display), self._display or uuid.uuid4().hex
         data: dict[str, Any] = {"text/plain": "\n".join([title, *lines])}
         shown = {"data": data, "metadata": {}, "transient": {"display_id": self._display}, "update": update}
         self._cell.message("display", shown)
 
 
+_folder: tuple[int, str] = 0, ""
+"""The process that has made the folder for these files, and where it is."""
+
+
 def _new_file() -> IO[str]:
-    file = tempfile.NamedTemporaryFile(  # noqa: SIM115
-        "w", prefix="nbdist-output-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+    """A file that goes with this process, however that ends. Raises `OSError`."""
+    global _folder
+    if _folder[0] != os.getpid() or not os.path.isdir(_folder[1]):
+        _folder = os.getpid(), tempfile.mkdtemp(prefix="nbdist-output-")
+        atexit.register(_remove, *_folder)
+        remove_if_killed(_folder[1])
+    return tempfile.NamedTemporaryFile(
+        "w", dir=_folder[1], suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
     )
-    atexit.register(_remove, file.name, os.getpid())
-    return file
 
 
-def _remove(name: str, pid: int) -> None:
+def _remove(pid: int, folder: str) -> None:
     if os.getpid() == pid:  # no child of the notebook's
-        with contextlib.suppress(OSError):
-            os.remove(name)
+        shutil.rmtree(folder, ignore_errors=True)

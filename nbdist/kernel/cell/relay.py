@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +18,10 @@ from .tabs import Columns
 
 #: Characters of output kept of each rank; older text is dropped first.
 KEPT = 1 << 20
+#: Seconds after which a line that is not finished, such as a bar, is shown as it is.
+UNFINISHED = 1.0
+#: Characters of it, all ranks together, in a notebook; a terminal shows a line's width.
+_WIDTH = 120
 
 
 class Log:
@@ -37,6 +44,35 @@ class Log:
         return "\n".join(self.text().splitlines()[-lines:])
 
 
+class _Line:
+    """What a rank has written of a line that it has not finished."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._size = 0
+        self.since = time.monotonic()
+
+    def write(self, text: str) -> None:
+        self._size += len(text)
+        last = text.rstrip("\r").rpartition("\r")
+        if last[1] and self._size > 10 * _WIDTH:  # a bar goes on for hours, and only its last state counts
+            self._parts, text = [], text[len(last[0]) + 1 :]
+            self._size = len(text)
+        self._parts.append(text)
+
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def state(self) -> str:
+        """The end of what is seen of it: a carriage return goes back to the beginning."""
+        end = ""
+        for part in reversed(self._parts):
+            end = part[-4 * _WIDTH :] + end
+            if len(end) > 4 * _WIDTH:
+                break
+        return end.rstrip("\r").rpartition("\r")[2]
+
+
 class Relay:
     """Takes what all ranks write, and passes on what belongs in the cell."""
 
@@ -47,7 +83,8 @@ class Relay:
         self.begin(Cell(), "none", 0)
         # By rank: what makes sense of what comes there.
         self._readers = [(FrameReader(STDOUT), FrameReader(STDERR)) for _ in ranks.pids]
-        self._partial: dict[tuple[int, int], str] = {}
+        self._lines: dict[tuple[int, int], _Line] = {}  # unfinished ones, by rank and kind
+        self._looked_at = 0.0
 
     def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
         """From now on, output goes to `cell`.
@@ -60,6 +97,7 @@ class Relay:
         self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
         self._label = "[rank {}] " if self._show == "all" else ""
         self._excerpt = Excerpt(cell, lines)
+        self._seen = {STDOUT: "", STDERR: ""}  # what the cell shows of unfinished lines, at the end of its text
 
     def take(self, rank: int, which: int, data: bytes) -> None:
         """Pass on what a rank has written to its standard output (0) or standard error (1); no bytes at the end."""
@@ -67,6 +105,15 @@ class Relay:
             self._pass_on(rank, kind, what)
         if not data:
             self._end_line(rank)
+
+    def take_last(self, rank: int, which: int, data: bytes) -> None:
+        """Pass on what a rank writes that leaves. The cell may be gone."""
+        with contextlib.suppress(Exception):
+            self.take(rank, which, data)
+
+    def say_goodbye(self) -> None:
+        """From now on, output goes to the cell that runs, whose ranks' it was before."""
+        self.begin(Cell(), self._show, self._first)
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on all that a rank, or every rank, has written so far."""
@@ -101,10 +148,36 @@ class Relay:
         elif self._show == "rank0" and rank == self._first:
             self._excerpt.text(what, kind)
         elif self._show in ("all", "lines"):
-            *lines, rest = (self._partial.get((rank, kind), "") + what).split("\n")
-            self._partial[rank, kind] = rest
-            if lines:
-                self._excerpt.text("".join(f"{self._label.format(rank)}{line}\n" for line in lines), kind)
+            whole, newline, rest = what.rpartition("\n")
+            if newline:
+                line = self._lines.pop((rank, kind), None)
+                self._show_lines(rank, kind, (whole if line is None else line.text() + whole).split("\n"))
+            if rest:
+                self._lines.setdefault((rank, kind), _Line()).write(rest)
+
+    def _show_lines(self, rank: int, kind: int, lines: list[str]) -> None:
+        """Show lines that are finished, in the place of what is seen of those that are not."""
+        erased, self._seen[kind] = self._seen[kind], ""
+        before = f"\r{' ' * len(erased)}\r" if erased else ""
+        label = self._label.format(rank)
+        self._excerpt.text(before + "".join(f"{label}{line}\n" for line in lines), kind)
+
+    def show_unfinished(self) -> None:
+        """Show what there is of lines that ranks have begun a while ago and not finished: bars, dots."""
+        now = time.monotonic()
+        if not self._lines or now < self._looked_at + UNFINISHED / 3:
+            return
+        self._looked_at = now
+        for kind in (STDOUT, STDERR):
+            old = [(rank, line) for (rank, own), line in self._lines.items() if own == kind]
+            states = {rank: line.state() for rank, line in old if now > line.since + UNFINISHED}
+            if states:
+                width = _WIDTH if self.cell.in_notebook else shutil.get_terminal_size().columns - 1
+                each = max(1, width // len(states) - len(self._label) - 1)
+                text = " ".join(f"{self._label.format(rank)}{state[-each:]}" for rank, state in sorted(states.items()))
+                if text != self._seen[kind]:
+                    self._excerpt.text("\r" + text.ljust(len(self._seen[kind])), kind)
+                    self._seen[kind] = text
 
     def failed(self, rank: int) -> None:
         """A rank has raised, or died."""
@@ -114,9 +187,9 @@ class Relay:
     def _end_line(self, rank: int) -> None:
         """Show what a rank has written of a line that it has not finished."""
         for kind in (STDOUT, STDERR):
-            rest = self._partial.pop((rank, kind), "")
-            if rest:
-                self._excerpt.text(f"{self._label.format(rank)}{rest}\n", kind)
+            line = self._lines.pop((rank, kind), None)
+            if line is not None:
+                self._show_lines(rank, kind, [line.text()])
 
     def flush(self) -> None:
         """At the end of a call: what is half written is written."""

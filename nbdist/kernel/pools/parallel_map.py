@@ -11,15 +11,15 @@ import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from ... import engines
 from ...capture.call import Call, capture_call
 from ...capture.depth import deeply
 from ...capture.diagnosis import explain_failure
-from ...capture.imports import modules_named, run_imports
-from ...capture.need import Names, main_namespace
+from ...capture.imports import modules_named
+from ...capture.need import Names, given_names
 from ...capture.pickler import Pickler, dumps_plain
 from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
@@ -104,9 +104,7 @@ def parallel_map(
         check_takes(fn, items[:1], {})
     with _bar(len(items), progress) as advance:
         if workers == 0:
-            run_imports(block, main_namespace())
-            main_namespace().update(names)
-            return [value for value in map(fn, items) if advance(1)]
+            return _here(fn, items, block, names, advance)
         if not items:
             return []
         engine = engines.resolve(None)
@@ -121,22 +119,27 @@ def parallel_map(
                 return _Map(call, items, ranks, chunk, cache, advance).run()
 
 
+def _here(fn: Callable[[T], R], items: list[T], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
+    """The values, without workers."""
+    values = []
+    with given_names(block, names):
+        for item in items:  # not `map`: a StopIteration of `fn` would be its end
+            values.append(fn(item))
+            advance(1)
+    return values
+
+
 @contextlib.contextmanager
-def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], bool]]:
-    """Gives what is told of each so many items that are done; returns True."""
+def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
+    """Gives what is told of each so many items that are done."""
     if not (wanted and total and importlib.util.find_spec("tqdm")):
-        yield lambda count: True
+        yield lambda count: None
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no widgets: then the bar is text
         auto: Any = importlib.import_module("tqdm.auto")
     with auto.tqdm(total=total) as bar:
-
-        def advance(count: int) -> bool:
-            bar.update(count)
-            return True
-
-        yield advance
+        yield bar.update
 
 
 class _Chunk(NamedTuple):
@@ -181,6 +184,7 @@ class _Map:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
                         listener.select(AT_A_TIME)
+                        self._relay.show_unfinished()
                 except BaseException as exc:
                     self._let_finish(listener, GRACE_AFTER_INTERRUPT)
                     raise exc from None
@@ -243,7 +247,7 @@ class _Map:
             raise explain_failure(
                 exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
             ) from None
-        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache)
+        return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
         """Interrupt the workers, and give them so many seconds to clean up."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...capture import messages, reading
 from ...capture.call import Call, capture_call
-from ...engines.forkserver import remove_at_the_end
+from ...engines.forkserver import remove_if_killed
 from ...system.cores import usable_cores
 from ...system.processes import forget_in_children, own_pidfd
 from ...wire import protocol
@@ -59,7 +59,7 @@ class Starter:
         trackers = self._trackers()
         # Or each process would make its own, and leave it behind where it is killed. This one travels with the process.
         process._config["tempdir"] = folder = importlib.import_module(f"{self.library}.util").get_temp_dir()
-        remove_at_the_end(folder)
+        remove_if_killed(folder)
         start = ProcessStart(
             library=self.library,
             preparation=self._preparation(process.name),

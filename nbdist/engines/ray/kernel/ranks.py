@@ -27,7 +27,7 @@ from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
 from ....wire.protocol import ToRank
 from ....wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
-from ...contract import Exit, OnOutput
+from ...contract import Exit, OnOutput, drop
 from ..node.agent import Node
 from ..options import RayOptions
 from .driver_process import ANSWER, DriverProcess, acquire
@@ -249,7 +249,7 @@ class RayRanks:
         """Bytes of big data that each node has got from the notebook."""
         return self.driver.ask_all("received")
 
-    def close(self, grace: float = 0.0) -> None:
+    def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
         if not self._open:
             return
         self._open = False

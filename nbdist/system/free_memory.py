@@ -1,0 +1,161 @@
+"""How much memory is free: of the machine, of the container, of this process's address space.
+
+The kernel's killer asks nobody: in a container whose limit is reached it takes the largest process, which may be the
+notebook. So what is about to fill much memory is compared with what is free first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+if sys.platform != "win32":
+    import resource
+
+#: Bytes that are left to everything else. What is smaller is not compared: to read what is free takes a moment.
+_SPARE = 32 << 20
+
+_CGROUPS, _OWN_GROUPS, _MEMORY = "/sys/fs/cgroup", "/proc/self/cgroup", "/proc/meminfo"
+_NO_LIMIT = 1 << 60
+
+
+class Limit(NamedTuple):
+    """A bound of memory: what has it, how many bytes it is, and how many of these are free."""
+
+    what: str
+    size: int
+    free: int
+
+
+def check_fits(size: int, what: str) -> None:
+    """Raise `MemoryError`, which gives both sizes, where `size` further bytes of memory are not free.
+
+    Args:
+        size: Bytes that are about to be written.
+        what: What they are, for the message.
+    """
+    if size >= _SPARE:
+        limits = [limit for limit in memory_limits() if size + _SPARE > limit.free]
+        if limits:
+            raise too_large(size, what, min(limits, key=lambda limit: limit.free))
+
+
+def refused(size: int, what: str, number: int) -> MemoryError:
+    """The error for `size` bytes of `what` that the system has refused, with the number of its error."""
+    limit = None
+    if number == errno.ENOMEM:
+        limit = address_space()
+    elif number == errno.EFBIG:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        limit = Limit("a file (`ulimit -f`)", most, most)
+    return too_large(size, what, limit)
+
+
+def too_large(size: int, what: str, limit: Limit | None) -> MemoryError:
+    """The error for `size` bytes of `what` that do not fit. The limit is None where the system does not tell it."""
+    why = "the system does not give them"
+    if limit is not None:
+        why = f"{_in_mb(max(0, limit.free))} are free of the {_in_mb(limit.size)} of {limit.what}"
+    return MemoryError(
+        f"{what}: {_in_mb(size)} of memory are needed, and {why}. Delete what is not needed, in the notebook or in "
+        f"the ranks, or use less data at a time; an array that is mapped from a file (numpy.memmap) is not copied"
+    )
+
+
+def _in_mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def memory_limits() -> list[Limit]:
+    """The bounds of memory that hold for this process, as far as the system tells."""
+    found = []
+    if (machine := _machine()) is not None:
+        found.append(machine)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found += list(_cgroups())
+    return found
+
+
+def address_space() -> Limit | None:
+    """The bound of this process's address space (`ulimit -v`), None where there is none."""
+    size = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if size == resource.RLIM_INFINITY:
+        return None
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return None
+    return Limit("this process's address space (`ulimit -v`)", size, size - used)
+
+
+def _machine() -> Limit | None:
+    try:
+        found = _numbers(_MEMORY)
+        return Limit("this machine", found["MemTotal:"] << 10, (found["MemAvailable:"] + found["SwapFree:"]) << 10)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _cgroups() -> Iterator[Limit]:
+    """The bounds of the control groups that this process is in: a container's, a job's, a service's."""
+    with open(_OWN_GROUPS) as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if not controllers:
+                yield from _walk(_CGROUPS, path, "memory.max", "memory.current")
+            elif "memory" in controllers.split(","):
+                yield from _walk(f"{_CGROUPS}/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
+    """The bounds of a group and of those above it.
+
+    A container sees its own group at the root, and may be told of a path that only the machine has.
+    """
+    folder = root + path.rstrip("/")
+    while folder.startswith(root):
+        with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
+            limit = _number(f"{folder}/{size}")
+            if limit < _NO_LIMIT:
+                yield Limit("the container", limit, limit - _number(f"{folder}/{used}") + _given_back(folder))
+        folder = os.path.dirname(folder)
+
+
+def _given_back(folder: str) -> int:
+    """Bytes that a group uses and that the system takes back at need: copies of what is in files; and what it may
+    swap out."""
+    with contextlib.suppress(OSError, ValueError):
+        found = _numbers(f"{folder}/memory.stat")
+        names = ("active_file", "inactive_file", "slab_reclaimable")
+        # In the first version of control groups, the names of sums over the groups below begin with "total_".
+        return sum(found.get(f"total_{name}", found.get(name, 0)) for name in names) + _swap(folder)
+    return 0
+
+
+def _swap(folder: str) -> int:
+    """Bytes that a group may still swap out."""
+    try:
+        free = _numbers(_MEMORY)["SwapFree:"] << 10
+    except (OSError, ValueError, KeyError):
+        return 0
+    if free:
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            return min(free, _number(f"{folder}/memory.swap.max") - _number(f"{folder}/memory.swap.current"))
+    return free
+
+
+def _number(file: str) -> int:
+    with open(file) as opened:
+        return int(opened.read())
+
+
+def _numbers(file: str) -> dict[str, int]:
+    """The numbers of a file that has a name and a number in each line."""
+    with open(file) as opened:
+        parts = [line.split() for line in opened]
+    return {part[0]: int(part[1]) for part in parts if len(part) > 1 and part[1].isdigit()}
