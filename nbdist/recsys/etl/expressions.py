@@ -9,10 +9,7 @@ from typing import Any
 
 import polars as pl
 
-_CODE = {"AnonymousFunction", "AnonymousAgg", "FfiPlugin", "RenameAlias", "callback", "SubPlan", "PythonScan"}
-_RANDOM = {"Random", "Sample"}
-_ARROW_MARK = [255] * 4
-_LEAST = 8  # bytes that a pickle which names a function takes at the very least
+from .expression_nodes import NODES, RANDOM, SELECTING
 
 
 def check(expression: Any, where: str) -> None:
@@ -25,9 +22,9 @@ def check(expression: Any, where: str) -> None:
     if not isinstance(expression, pl.Expr):
         raise TypeError(f"{where}: {expression!r} is a {type(expression).__name__}, not a polars expression")
     nodes = [node for node in _nodes(to_json(expression, where)) if isinstance(node, dict)]
-    if any(_RANDOM & node.keys() for node in nodes):
+    if any(RANDOM & node.keys() for node in nodes):
         raise ValueError(f"{where}: {expression} is random: it would be something else each time")
-    if any("Selector" in node for node in nodes) or expression.meta.has_multiple_outputs():
+    if any(SELECTING & node.keys() for node in nodes) or expression.meta.has_multiple_outputs():
         raise ValueError(f"{where}: {expression} names its columns by a pattern: name each of them")
 
 
@@ -65,12 +62,13 @@ def to_json(expression: pl.Expr, where: str) -> Any:
     """Polars' own JSON of an expression, as plain data. Raises `ValueError` for one with Python functions in it."""
     try:
         data = json.loads(expression.meta.serialize(format="json"))
-    except (pl.exceptions.PolarsError, json.JSONDecodeError) as error:
+        unknown = _unknown(data)
+    except (pl.exceptions.PolarsError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: {expression} cannot be written as JSON: {error}") from error
-    if _has_code(data):
+    if unknown:
         raise ValueError(
-            f"{where}: {expression} has a Python function in it, which no open format can hold and no server run: say "
-            "it in polars' own expressions"
+            f"{where}: {expression} has a Python function in it, or something else that nbdist does not save "
+            f"({unknown}): no open format can hold a function and no server can run it. Use other polars expressions"
         )
     return data
 
@@ -78,16 +76,23 @@ def to_json(expression: pl.Expr, where: str) -> Any:
 def from_json(data: Any, where: str, version: str) -> pl.Expr:
     """The expression that `to_json` has made `data` of.
 
-    Polars would unpickle, and so run, what the JSON holds of Python functions: such data is refused.
+    Polars would unpickle, and so run, what the JSON holds of Python functions, and load libraries that it names. So
+    data with any node that is not in `NODES` is refused before polars sees it.
 
     Args:
         version: Of polars, that `data` was made by; for the message.
     """
-    if _has_code(data):
-        raise ValueError(f"{where}: the expression holds code, which nbdist never writes: the file is not trusted")
+    unknown = _unknown(data)
+    if unknown:
+        raise ValueError(
+            f"{where}: the expression was written by polars {version} and has the node {unknown}, which nbdist does "
+            "not load: it may hold code"
+        )
     try:
         return pl.Expr.deserialize(io.StringIO(json.dumps(data)), format="json")
-    except (pl.exceptions.PolarsError, ValueError) as error:
+    except BaseException as error:  # a panic of polars is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"{where}: the expression was written by polars {version} and cannot be read by polars {pl.__version__}: "
             f"{error}"
@@ -112,33 +117,15 @@ def _has_categories(dtype: Any) -> bool:
     return _has_categories(dtype.inner) if isinstance(dtype, (pl.List, pl.Array)) else dtype == pl.Categorical
 
 
-def _has_code(data: Any) -> bool:
-    return any(_CODE & node.keys() if isinstance(node, dict) else _is_opaque(node) for node in _nodes(data))
-
-
-def _is_opaque(items: list[Any]) -> bool:
-    """Whether a list is bytes, and not those of an Arrow array, as which polars writes lists of values."""
-    return (
-        len(items) >= _LEAST
-        and items[: len(_ARROW_MARK)] != _ARROW_MARK
-        and all(type(item) is int and 0 <= item <= 255 for item in items)
-    )
+def _unknown(data: Any) -> str:
+    """The first node in plain data that is not in `NODES`; "" if there is none."""
+    names = (str(name) for node in _nodes(data) if isinstance(node, dict) for name in node)
+    return next((repr(name) for name in names if name not in NODES and not name[:1].islower()), "")
 
 
 def _nodes(data: Any) -> Iterator[Any]:
-    """All dicts and lists in plain data, but for the bytes of a literal, which polars takes for nothing else."""
+    """All dicts and lists in plain data."""
     if isinstance(data, (dict, list)):
         yield data
-        if _is_bytes_literal(data):
-            return
         for item in data.values() if isinstance(data, dict) else data:
             yield from _nodes(item)
-
-
-def _is_bytes_literal(data: Any) -> bool:
-    """Whether plain data is ``{"Literal": {"Scalar": {"Binary": [...]}}}``."""
-    for key in ("Literal", "Scalar", "Binary"):
-        if not isinstance(data, dict) or data.keys() != {key}:
-            return False
-        data = data[key]
-    return isinstance(data, list) and all(type(item) is int for item in data)

@@ -44,6 +44,16 @@ def key(name: str) -> str:
     return f"key {name}"
 
 
+def columns_of(keys: Sequence[str]) -> dict[str, pl.DataType | None]:
+    """The columns of a table, with their types; those of the keys are None."""
+    counts, numbers = (ROWS, COUNT), (SUM, SQUARES, LEAST, MOST)
+    return {
+        **dict.fromkeys(map(key, keys)),
+        **dict.fromkeys(counts, pl.Int64()),
+        **dict.fromkeys(numbers, pl.Float64()),
+    }
+
+
 def known(column: pl.Expr) -> pl.Expr:
     """The values that count, as float64: null for null, NaN, and what is beyond 1e150 on either side."""
     values = column.cast(pl.Float64)

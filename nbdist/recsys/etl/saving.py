@@ -22,7 +22,7 @@ from typing import Any
 
 import polars as pl
 
-from .ops.step import Saved, State, Step
+from .ops.step import Saved, State, Step, read_file
 from .vocabulary import NULL_CODE, UNSEEN_CODE
 
 _FORMAT, _VERSION = "nbdist.recsys.etl", 2
@@ -62,19 +62,55 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
     """
     path = folder / "workflow.json"
     try:
-        description = json.loads(path.read_text("utf8"))
-        if description["format"] != _FORMAT:
-            raise ValueError(f"its format is {description['format']!r}")
-        if description["version"] > _VERSION:
-            raise ValueError(f"its version is {description['version']}, this nbdist reads up to {_VERSION}")
+        description = json.loads(read_file(path).decode("utf8"))
+        _check(description)
         saved = Saved(folder, description["polars"], State())
         steps = []
-        for described in description["steps"]:
+        for number, described in enumerate(description["steps"]):
             if described["kind"] not in Step.kinds:
                 raise ValueError(f"there is no step {described['kind']!r}")
-            steps.append(Step.kinds[described["kind"]].restore(described, saved))
+            step = Step.kinds[described["kind"]].restore(described, saved)
+            _compare(described, step.describe(number, saved.state), f"step {number} ({step.kind})")
+            steps.append(step)
         return description, steps, saved.state
     except FileNotFoundError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, pl.exceptions.PolarsError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError) as error:
         raise ValueError(f"{path}: not a saved workflow: {error!r}") from error
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path}: not a saved workflow: {error!r}") from error
+
+
+def _check(description: Any) -> None:
+    """Raise for a description whose parts are not of the types that `describe` gives them."""
+    if description["format"] != _FORMAT:
+        raise ValueError(f"its format is {description['format']!r}")
+    for name, least in (("version", 1), ("rows", 0)):
+        if type(description[name]) is not int or description[name] < least:
+            raise ValueError(f"`{name}` must be an integer of at least {least}, got {description[name]!r}")
+    if description["version"] > _VERSION:
+        raise ValueError(f"its version is {description['version']}, this nbdist reads up to {_VERSION}")
+    if not isinstance(description["polars"], str):
+        raise TypeError(f"`polars` must be a version, got {description['polars']!r}")
+    codes = {"null": NULL_CODE, "unseen": UNSEEN_CODE}
+    if description.get("codes", codes) != codes:
+        raise ValueError(f"`codes` must be {codes}, got {description['codes']!r}")
+    for name in ("inputs", "outputs"):
+        types = description[name]
+        if not isinstance(types, dict) or not all(isinstance(one, str) for one in types.values()):
+            raise TypeError(f"`{name}` must be names of types by column, got {types!r}")
+    if not isinstance(description["steps"], list):
+        raise TypeError(f"`steps` must be a list, got {description['steps']!r}")
+
+
+def _compare(said: Any, restored: Any, where: str) -> None:
+    """Raise `ValueError` where a file says something else of a step than the step that was made of it does.
+
+    What an older version did not say is not compared, and no expressions: another version of polars writes them
+    otherwise.
+    """
+    if isinstance(said, dict) and isinstance(restored, dict):
+        for name in said.keys() & restored.keys() - {"expression"}:
+            _compare(said[name], restored[name], f"{where}, {name}")
+    elif json.dumps(said) != json.dumps(restored):  # 1, 1.0 and true are different
+        raise ValueError(f"{where}: the file says {said!r}, and its other parts {restored!r}")

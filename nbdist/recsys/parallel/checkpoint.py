@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from .checkpoint_reader import Planner, Reader
 from .optimizer_state import misfit
 
 
@@ -22,23 +23,25 @@ def save(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Read into the tensors of a state what `save` wrote of them. All ranks have to call it.
+    """Read into the tensors of a state what `save` wrote of them, and run no code that the files could hold.
+
+    All ranks have to call it.
 
     Args:
         folder: What `save` was given.
         state: Its part "model" is the weights, all others are the optimizer's; what is not in it is not read.
 
     Raises:
-        ValueError: The checkpoint lacks a tensor, or has it in another shape.
+        ValueError: The checkpoint lacks a tensor, or has it in another shape; or its files hold something else.
     """
     with no_future_warnings():
         _check(state, folder)
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=Reader(folder), planner=Planner())
 
 
 def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """What a checkpoint has: key, its parts joined by dots → what torch knows of it without reading it."""
-    return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
 def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:

@@ -201,7 +201,10 @@ class ItemIndex:
         path = Path(folder).expanduser() / _FILE
         try:
             frame = pl.read_parquet(path, glob=False, hive_partitioning=False)
-            return cls(frame["id"], torch.from_numpy(frame["vector"].to_numpy().copy()).float())
+            vectors = frame["vector"]
+            if not isinstance(vectors.dtype, pl.Array) or vectors.has_nulls():
+                raise TypeError(f"`vector` must be arrays of numbers, got {vectors.dtype}")
+            return cls(frame["id"], torch.from_numpy(vectors.to_numpy().copy()).float())
         except FileNotFoundError:
             raise
         except (pl.exceptions.PolarsError, TypeError, ValueError) as error:

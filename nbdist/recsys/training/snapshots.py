@@ -103,6 +103,8 @@ class Snapshots:
             marked = json.loads((Path(self.folder) / _BEST).read_text())
         except FileNotFoundError:
             return None
+        if not isinstance(marked, dict) or type(marked.get("step")) is not int:
+            raise ValueError(f"{Path(self.folder) / _BEST}: `step` must be an integer, got {marked!r}")
         path = Path(self.folder) / f"step-{marked['step']}"
         return path if path.exists() else None
 
@@ -168,6 +170,9 @@ class Snapshots:
                 "or give another folder"
             )
         common: dict[str, Any] = json.loads((newest / _STATE).read_text())
+        for name in ("step", "world_size"):
+            if type(common[name]) is not int or common[name] < name.startswith("w"):
+                raise ValueError(f"{newest / _STATE}: `{name}` must be a number of them, got {common[name]!r}")
         model.load(newest)
         own: dict[str, Any] = torch.load(newest / _of(dist.get_rank() % common["world_size"]), weights_only=True)
         return common, own

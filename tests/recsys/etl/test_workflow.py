@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow, inputs, output
+from nbdist.recsys.etl.expressions import from_json, to_json
 from nbdist.recsys.io.permutation import Permutation
 from nbdist.recsys.loader import ParquetLoader
 
@@ -459,27 +461,103 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_a_saved_workflow_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _changed(data: Any, name: str, change: Callable[[Any], Any]) -> Any:
+    """Change each entry of that name, in place."""
+    if isinstance(data, dict):
+        return {key: change(one) if key == name else _changed(one, name, change) for key, one in data.items()}
+    return [_changed(one, name, change) for one in data] if isinstance(data, list) else data
+
+
+def _hidden_bombs() -> Iterator[Any]:
+    """Expressions that would run code, each as polars writes it and in other forms that it reads."""
+    rating = pl.col("rating")
+    own = json.loads(rating.map_batches(lambda x: x).meta.serialize(format="json"))["AnonymousFunction"]
+    prefix = own["function"][6:14]
+    bomb = {**own, "function": [*b"PLPYFN", *prefix, *pickle.dumps(Bomb())]}
+    yield {"AnonymousFunction": bomb}
+    yield {"AnonymousFunction": list(bomb.values())}
+    yield {"Alias": [{"AnonymousFunction": bomb}, "x"]}
+    yield {"BinaryExpr": {"left": {"Unheard": bomb["function"]}}}
+    text = list(b"\x00\x00\x00cos\nmkdir\n(S'exploded'\ntR.")
+    for function in (
+        {"FoldHorizontal": [text, False, None]},
+        {"ReduceHorizontal": {"callback": text, "returns_scalar": False, "return_dtype": None}},
+        {"ArrayExpr": {"ToStruct": text}},
+        {"ListExpr": {"ToStruct": {"InferWidth": {"get_index_name": text}}}},
+        {"StructExpr": {"MapFieldNames": text}},
+        {"RollingExpr": {"function": {"Map": text}, "options": {}}},
+        {"FfiPlugin": {"flags": {}, "lib": "evil.so", "symbol": "run", "kwargs": []}},
+        {"FfiPlugin": [{}, "evil.so", "run", []]},
+    ):
+        yield {"Function": {"input": [{"Column": "rating"}], "function": function}}
+        yield {"Function": [[{"Column": "rating"}], function]}
+    yield {"RenameAlias": {"function": {"Map": text}, "expr": {"Column": "rating"}}}
+    yield {"SubPlan": [{"PythonScan": {"options": {}}}, []]}
+    yield {"Cast": {"expr": {"Column": "rating"}, "dtype": {"Literal": {"Object": "x"}}, "options": "Strict"}}
+
+
+@pytest.mark.parametrize("expression", [*_hidden_bombs()])
+def test_a_saved_workflow_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expression: Any) -> None:
     monkeypatch.chdir(tmp_path)
     one, _ = fitted()
     one.save("saved")
     path = tmp_path / "saved" / "workflow.json"
     data = json.loads(path.read_text())
-    shell = json.loads(pl.col("rating").map_batches(lambda x: x).meta.serialize(format="json"))["AnonymousFunction"]
-    # A pickle in polars' wrapping; and one hidden where its name is not known to be dangerous.
-    bomb = {**shell, "function": [*b"PLPYFN", *shell["function"][6:14], *pickle.dumps(Bomb())]}
-    for expression in ({"AnonymousFunction": bomb}, {"BinaryExpr": {"left": {"Unheard": bomb["function"]}}}):
-        data["steps"][2]["columns"]["label"]["expression"] = expression
-        path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match=r"workflow.json: .*holds code"):
-            Workflow.load("saved")
-    assert not Path("exploded").exists()
+    data["steps"][2]["columns"]["label"]["expression"] = expression
+    path.write_text(json.dumps(data))
+    read: list[Any] = []
+    monkeypatch.setattr(pl.Expr, "deserialize", read.append)
+    with pytest.raises(ValueError, match=r"workflow.json: .*which nbdist does not load: it may hold code"):
+        Workflow.load("saved")
+    assert not read and not Path("exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pl.format("{}-{}", "user", pl.col("movie").cast(pl.String)),
+        pl.concat_str("user", pl.lit("x"), separator="_").str.replace("a", "b").str.slice(1, 2),
+        pl.when(pl.col("rating").is_between(1, 3)).then(pl.lit("low")).otherwise(None),
+        pl.col("rating").cast(pl.Decimal(10, 2)).cast(pl.Float32).round(1).clip(0, 5).log1p(),
+        pl.from_epoch("user").dt.convert_time_zone("Europe/Berlin").dt.truncate("1d").dt.to_string("%Y"),
+        pl.col("tags").list.eval(pl.element().str.to_uppercase()).list.join(","),
+        pl.col("tags").list.sort(descending=True).list.head(2).list.contains("a", nulls_equal=False),
+        pl.col("user").replace_strict({1: "a", 2: "b"}, default="c").is_in(["a", "b"]),
+        pl.struct("user", "rating").struct.field("rating").fill_null(0.5).round_sig_figs(2),
+        pl.col("user").cast(pl.String).cast(pl.Enum(["1", "2"]), strict=False).to_physical(),
+        pl.col("user").cast(pl.String).str.decode("hex", strict=False).bin.encode("base64"),
+        pl.sum_horizontal("user", "movie", ignore_nulls=False) % 7 // 2 + pl.coalesce("rating", pl.lit(1.5)),
+        pl.lit({"a": 1}).struct.field("a") + pl.lit(3, dtype=pl.UInt8),
+        pl.col("user").cast(pl.String).str.strptime(pl.Date, "%Y", strict=False).dt.offset_by("1mo"),
+    ],
+)
+def test_expressions_of_all_kinds_are_saved(expression: pl.Expr) -> None:
+    data = json.loads(json.dumps(to_json(expression, "here")))
+    assert from_json(data, "here", pl.__version__).meta.eq(expression)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda data: data | {"version": 3}, "its version is 3"),
+        (lambda data: data | {"version": "2"}, "`version` must be an integer"),
+        (lambda data: data | {"rows": -1}, "`rows` must be an integer of at least 0"),
+        (lambda data: data | {"rows": True}, "`rows` must be an integer"),
+        (lambda data: data | {"polars": 1}, "`polars` must be a version"),
+        (lambda data: data | {"inputs": ["user"]}, "`inputs` must be names"),
+        (lambda data: data | {"outputs": {"user": 1}}, "`outputs` must be names"),
+        (lambda data: data | {"codes": {"null": 1, "unseen": 0}}, "`codes` must be"),
+        (lambda data: data | {"steps": {}}, "`steps` must be a list"),
+        (lambda data: data | {"steps": ["join"]}, "not a saved workflow"),
+        (lambda data: _changed(data, "vocabulary", lambda file: f"../saved/{file}"), "the name of a table must be"),
+        (lambda data: _changed(data, "vocabulary", lambda file: f"/{file}"), "the name of a table must be"),
+        (lambda data: _changed(data, "vocabulary", lambda file: 7), "the name of a table must be"),
+        (lambda data: _changed(data, "table", lambda file: "workflow.json"), "the name of a table must be"),
+        (lambda data: _changed(data, "size", lambda size: size + 1), "its other parts"),
+        (lambda data: _changed(data, "nulls", lambda nulls: -1), "counts must be at least 0"),
+        (lambda data: _changed(data, "nulls", lambda nulls: "1"), "nulls must be an integer"),
+        (lambda data: _changed(data, "min_count", lambda least: 1.5), "min_count must be an integer"),
+        (lambda data: _changed(data, "type", lambda name: "list[float64]"), "its other parts"),
         (lambda data: data | {"format": "x"}, "its format is 'x'"),
         (lambda data: {}, "not a saved workflow"),
         (lambda data: [], "not a saved workflow"),
@@ -807,3 +885,37 @@ def test_two_cannot_write_the_same_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(output.Spill, "read", meanwhile)
     assert len(one.write(FRAME, tmp_path / "out", num_files=2, progress=False)) == 2
+
+
+def test_a_saved_workflow_with_a_pipe_for_a_file_is_refused(tmp_path: Path) -> None:
+    one, _ = fitted()
+    for name in ("workflow.json", next(Path(file).name for file in sorted(_saved(one, tmp_path).glob("vocab*")))):
+        path = _saved(one, tmp_path) / name
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+            Workflow.load(path.parent)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pl.DataFrame({"value": ["a", "a"], "count": [1, 1]}),
+        pl.DataFrame({"value": ["a", None], "count": [1, 1]}),
+        pl.DataFrame({"value": ["a"], "count": [-1]}),
+        pl.DataFrame({"value": ["a"], "count": ["1"]}),
+        pl.DataFrame({"value": [[1.5]], "count": [1]}),
+        pl.DataFrame({"value": ["a"]}),
+    ],
+)
+def test_a_saved_vocabulary_that_is_none_is_refused(tmp_path: Path, table: pl.DataFrame) -> None:
+    one, _ = fitted()
+    folder = _saved(one, tmp_path)
+    table.write_parquet(next(iter(sorted(folder.glob("vocabulary*")))))
+    with pytest.raises(ValueError, match=r"workflow\.json: not a saved workflow"):
+        Workflow.load(folder)
+
+
+def _saved(one: Workflow, folder: Path) -> Path:
+    one.save(folder / "saved", overwrite=True)
+    return folder / "saved"

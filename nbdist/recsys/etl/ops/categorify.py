@@ -12,7 +12,7 @@ from ..counting import Counts, count_values
 from ..kernels import Kernel
 from ..vocabulary import Vocabulary, value_type
 from .join import codes_column, origin
-from .step import Query, Saved, Stage, State, Step, TrainingRows, names_of, require, type_name
+from .step import Query, Saved, Stage, State, Step, TrainingRows, names_of, require, require_integer, type_name
 
 
 class Categorify(Step):
@@ -68,10 +68,10 @@ class Categorify(Step):
         self.num_buckets: dict[str, int] = self._each("num_buckets", num_buckets, 1)
         for name in self.adds:
             for what, value in (("min_count", self.min_count[name]), ("num_buckets", self.num_buckets[name])):
-                if value < 1:
+                if require_integer(value, f"Categorify: {what}") < 1:
                     raise ValueError(f"Categorify: {what}={value} of column {name!r}: at least 1")
             size, least = self.max_size[name], 1 + self.num_buckets[name]
-            if size is not None and size < least:
+            if size is not None and require_integer(size, "Categorify: max_size") < least:
                 raise ValueError(
                     f"Categorify: max_size={size} of column {name!r}: at least {least}, null and "
                     + ("unseen" if least == 2 else f"{least - 1} buckets")
@@ -192,11 +192,18 @@ class Categorify(Step):
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Categorify:
         groups: dict[str, list[str]] = {}
         columns = described["columns"]
+        counts = {"count": pl.Int64()}
         for name, one in columns.items():
-            frame, lists = saved.table(one["vocabulary"]), one["type"].startswith("list[")
+            frame, lists = saved.table(one["vocabulary"], {"value": None, **counts}), one["type"].startswith("list[")
+            value_type(frame.schema["value"], f"{one['vocabulary']}: `value`")
             buckets = pl.Series("count", [one["unseen"]], pl.Int64)
             if "buckets" in one:
-                buckets = saved.table(one["buckets"])["count"]
+                buckets = saved.table(one["buckets"], counts)["count"]
+            if frame["value"].has_nulls() or frame["value"].is_duplicated().any() or len(buckets) < 1:
+                raise ValueError(f"{one['vocabulary']}: each `value` must be there once, and none be null")
+            for seen in (frame["count"], buckets, pl.Series([require_integer(one["nulls"], "nulls")])):
+                if seen.has_nulls() or (seen < 0).any():
+                    raise ValueError(f"{one['vocabulary']}: counts must be at least 0")
             saved.state.vocabularies[name] = Vocabulary(frame["value"], frame["count"], lists, one["nulls"], buckets)
             groups.setdefault(one["vocabulary"], []).append(name)
         limits = {

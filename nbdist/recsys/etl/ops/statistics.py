@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from ..direct_table import DirectTable
-from ..moments import COUNT, SQUARES, SUM, VALUE, Aggregate, Sums, key, known, merged, squared_distances
+from ..moments import COUNT, SQUARES, SUM, VALUE, Aggregate, Sums, columns_of, key, known, merged, squared_distances
 from ..vocabulary import keyed_like, value_type
 from .step import Query, Saved, Stage, State, Step, TrainingRows
 
@@ -102,9 +102,11 @@ class StatisticsStep(Step):
 
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
-        for name, file in described["learnt"].items():
-            saved.state.tables[cls.kind, name] = saved.table(file)
-        return super().restore(described, saved)
+        step = super().restore(described, saved)
+        assert isinstance(step, StatisticsStep)
+        for name, one in step._aggregates().items():
+            saved.state.tables[cls.kind, name] = saved.table(described["learnt"][name], columns_of(one.keys))
+        return step
 
     @staticmethod
     def _join(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> Stage:

@@ -6,6 +6,7 @@ function in `triton/served/preprocess.py`. Workflows, saved files and exports fi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ Stage: TypeAlias = Callable[[pl.LazyFrame], pl.LazyFrame]
 """A part of a lazy query."""
 ROW = "row (nbdist)"
 """The number of a row in the input; no column of the user's."""
+_FILE = re.compile(r"(table|vocabulary|learnt)-[a-z0-9-]+\.parquet")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,37 @@ class Saved:
     state: State
     """Filled by the steps, one after the other."""
 
-    def table(self, name: str) -> pl.DataFrame:
-        """Read one of the Parquet files."""
-        return pl.read_parquet(self.folder / name, glob=False, hive_partitioning=False)
+    def table(self, name: str, columns: Mapping[str, pl.DataType | None] | None = None) -> pl.DataFrame:
+        """Read one of the Parquet files.
+
+        Args:
+            name: Of a file in the folder itself.
+            columns: The columns that it must have, with their types; a type that is None may be any. None: any.
+
+        Raises:
+            ValueError: The name is a path, or the file is not a table with these columns.
+        """
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise ValueError(f"the name of a table must be like table-0.parquet, got {name!r}")
+        try:
+            table = pl.read_parquet(read_file(self.folder / name))
+        except BaseException as error:  # a panic of polars is no Exception
+            if isinstance(error, OSError) or not (
+                isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            ):
+                raise
+            raise ValueError(f"{name}: not a Parquet file that can be read: {error}") from error
+        wanted = {one: table.schema.get(one) if dtype is None else dtype for one, dtype in (columns or {}).items()}
+        if columns is not None and dict(table.schema) != wanted:
+            raise ValueError(f"{name}: its columns must be {wanted}, got {dict(table.schema)}")
+        return table
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file; raises `ValueError` where it is none, such as a pipe, which reading would wait for."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is not a regular file")
+    return path.read_bytes()
 
 
 class Query(NamedTuple):
@@ -254,3 +284,10 @@ def require(name: str, columns: Any, where: str) -> None:
     """Raise `ValueError` where there is no such column."""
     if name not in columns:
         raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
+
+
+def require_integer(value: Any, what: str) -> int:
+    """The value; raises `TypeError` where it is no integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an integer, got {value!r}")
+    return value

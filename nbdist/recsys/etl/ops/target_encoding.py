@@ -13,7 +13,7 @@ from ... import ranks
 from ..fingerprint import Fingerprint
 from ..hashing import combined
 from ..kernels import Kernel, lookup
-from ..moments import COUNT, ROWS, SUM, Aggregate, key, merged, overall
+from ..moments import COUNT, ROWS, SUM, Aggregate, columns_of, key, merged, overall
 from .statistics import StatisticsStep
 from .step import ROW, Query, Saved, Stage, State, Step, TrainingRows, chained, names_of
 
@@ -170,10 +170,14 @@ class TargetEncoding(StatisticsStep):
 
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
-        for name, file in described["learnt_by_fold"].items():
-            saved.state.tables[cls._folds, name] = saved.table(file)
-        saved.state.fingerprints.update(described.get("fingerprints", {}))
-        return super().restore({**described, "columns": described["columns"].values()}, saved)
+        step = super().restore({**described, "columns": described["columns"].values()}, saved)
+        assert isinstance(step, TargetEncoding)
+        for name, group in step.groups.items():
+            columns = {**columns_of(group), key(_FOLD): pl.Int64()}
+            saved.state.tables[cls._folds, name] = saved.table(described["learnt_by_fold"][name], columns)
+        prints = described.get("fingerprints", {})
+        saved.state.fingerprints.update({name: prints[name] for name in step.groups if name in prints})
+        return step
 
     def _fold(self) -> pl.Expr:
         """The fold of each row, by its number `ROW`; int64."""
