@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -170,11 +171,10 @@ def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> 
 
 def _utf8(text: bytes) -> bytes:
     """Text as UTF-8, without a byte order mark. Latin-1 with letters beyond ASCII is no UTF-8, but by rare chance."""
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return text.decode("latin-1").encode()
-    return text.removeprefix(b"\xef\xbb\xbf")
+    for encoding in ("utf-8-sig", "cp1252"):  # the latter is Latin-1 with quotation marks and dashes
+        with contextlib.suppress(UnicodeDecodeError):
+            return text.decode(encoding).encode()
+    return text.decode("latin-1").encode()
 
 
 def _genres(text: pl.Expr) -> pl.Expr:
@@ -199,12 +199,27 @@ def _read_dat(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _read_csv(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    options: dict[str, Any] = {"skip_rows": 1, "quote_char": '"'}
-    movies = _csv(item, ",", {"movie": pl.Int32, "title": pl.String, "genres": pl.String}, **options)
-    return _csv(data, ",", SCHEMA, **options), movies.select("movie", "title", _genres(pl.col("genres")))
+    movies = _named(item, {"movieId": pl.Int32, "title": pl.String, "genres": pl.String}).rename({"movieId": "movie"})
+    ratings = _named(data, {_CSV_NAMES.get(name, name): dtype for name, dtype in SCHEMA.items()})
+    return ratings.rename({there: name for name, there in _CSV_NAMES.items()}), movies.select(
+        "movie", "title", _genres(pl.col("genres"))
+    )
+
+
+def _named(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
+    """Columns of a file whose first line names them, in any order, maybe among others."""
+    source = _utf8(path.read_bytes()) if pl.String in schema.values() else path
+    try:
+        names = pl.read_csv(source, n_rows=0, infer_schema=False).columns
+        if missing := [name for name in schema if name not in names]:
+            raise ValueError(f"{path}: the first line must name {', '.join(schema)}, but it lacks {', '.join(missing)}")
+        return pl.read_csv(source, columns=list(schema), schema_overrides=schema).select(list(schema))
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path}: not lines of {', '.join(schema)}: {str(error).splitlines()[0]}") from error
 
 
 _CSV = "ratings.csv", "movies.csv"
+_CSV_NAMES = {"user": "userId", "movie": "movieId"}
 # Sums: https://files.grouplens.org/datasets/movielens/, the .md5 files. Counts: the README of each set.
 EDITIONS = {
     "100k": Edition(

@@ -215,7 +215,10 @@ def value_type(dtype: pl.DataType, where: str) -> pl.DataType:
     dates = isinstance(inner, (pl.Date, pl.Datetime))
     if isinstance(inner, pl.DataType) and (inner.is_integer() or inner in (pl.Boolean, pl.String) or dates):
         return inner
+    advice = "make it one of these with a Compute before"
+    if isinstance(inner, pl.DataType) and inner.is_float():
+        advice = "cast it, in pandas with astype('Int64') where some values are missing, or take Bucketize"
     raise ValueError(
-        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, dates, and lists of them can. "
-        "Make it one of these with a Compute before"
+        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, dates, and lists of them can; "
+        f"{advice}"
     )

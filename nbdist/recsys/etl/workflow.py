@@ -174,7 +174,8 @@ class Workflow:
 
         Args:
             frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
-                are made of: rows to predict need no label. Integers may be of another type than in `fit`.
+                are made of: rows to predict need no label. Integers may be of another type than in `fit`, or whole
+                numbers among floats.
             columns: Which of the `outputs` are wanted, in this order. None: all.
 
         Returns:
@@ -188,7 +189,7 @@ class Workflow:
         """
         wanted = self._wanted(columns)
         rows = require_frame(frame, "the frame").lazy()
-        rows = rows.cast(casts(rows.collect_schema(), self.needs(wanted), "the frame"))
+        rows = rows.with_columns(casts(rows.collect_schema(), self.needs(wanted), "the frame"))
         return declared(pipeline(self.steps, self.state, wanted)(rows), self.outputs, wanted)
 
     def write(
@@ -252,7 +253,7 @@ class Workflow:
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
             types = casts(given.schema, self._inputs(self.steps, wanted, bool(training)), given.where)
-            given = given.derived(lambda frame: frame.cast(types)) if types else given
+            given = given.derived(lambda frame: frame.with_columns(types)) if types else given
             ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory_bytes, chosen, progress)

@@ -94,7 +94,8 @@ def fit(
 
     Args:
         model: What `shard` or `replicate` gave.
-        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for a third.
+        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
+            weights, which metrics take, and the loss does not.
         train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
             world_size=1`), of which there may be more on some than on others, in equally many steps.
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchmetrics import MeanSquaredError
 
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, Ragged
@@ -190,6 +191,17 @@ def test_in_a_training_run(session: Session) -> None:
         padded = evaluate(model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
         with pytest.raises(TypeError, match="mrr: MRR ranks the rows of each user: predict has to return who they are"):
             evaluate(model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
+        weighted = torch.where(users == 0, 4.0, 1.0)
+
+        def with_weights(model: Any, batch: Any) -> Any:
+            return *predict(model, batch), weighted.gather(0, batch["user"] * 3)
+
+        found = evaluate(model, with_weights, MemoryLoader(rows, 5, remainder="pad"), metrics)
+        assert found["recall"] == pytest.approx(5 / 7) and found["auc"] != padded["auc"]
+        without_users = lambda *args: (*with_weights(*args)[:2], None, with_weights(*args)[3])  # noqa: E731
+        assert evaluate(model, without_users, loader, {"auc": AUC()})["auc"] == pytest.approx(found["auc"])
+        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, and predict returns some"):
+            evaluate(model, without_users, loader, {"mse": MeanSquaredError()})
         return history[-1].metrics, padded
 
     (metrics, padded), others = session.run_all(run)

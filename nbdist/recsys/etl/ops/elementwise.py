@@ -145,6 +145,11 @@ class Clip(ColumnStep):
         for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
                 raise ValueError(f"Clip: {bound} is not one of {dtype}")
+        if dtype.is_integer():  # a bound that is below, or above, all values of the type does nothing
+            kind: Any = dtype
+            least, most = pl.select(least=kind.min(), most=kind.max()).row(0)
+            low, high = bounds
+            bounds = (None if low is None or low <= least else low), (None if high is None or high >= most else high)
         return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
 
 

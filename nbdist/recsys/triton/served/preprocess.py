@@ -168,9 +168,13 @@ def normalize(values: Array, shift: float, scale: float) -> Array:
 @kernel
 def clip(values: Array, min_value: float | None, max_value: float | None) -> Array:
     """Values between bounds; what is missing stays so."""
-    kind = values.dtype.type
-    bounds = (None if bound is None else kind(bound) for bound in (min_value, max_value))
-    return np.where(_missing(values), values, np.clip(values, *bounds))
+    kind, found = values.dtype, values
+    limits = (np.iinfo if kind.kind in "iu" else np.finfo)(kind)
+    if min_value is not None and min_value > limits.min:
+        found = np.maximum(found, kind.type(min_value))
+    if max_value is not None and max_value < limits.max:
+        found = np.minimum(found, kind.type(max_value))
+    return np.where(_missing(values), values, found)
 
 
 @kernel
