@@ -22,22 +22,22 @@ _URL = "https://files.grouplens.org/datasets/movielens/{}.zip"
 
 @dataclass(frozen=True)
 class Edition:
-    """One of the sets that GroupLens publishes."""
+    """A set that GroupLens publishes."""
 
     folder: str
-    """In the archive."""
+    """The folder in the archive."""
     md5: str | None
-    """Of the archive, as GroupLens publishes it beside that (`_URL` + ".md5"). None: it is replaced at times."""
+    """The archive's checksum, as GroupLens publishes it (`_URL` + ".md5"). None: the archive is replaced at times."""
     users: int
     movies: int
-    """That have ratings."""
+    """Number of movies that have ratings."""
     ratings: int
     files: tuple[str, str]
-    """Those with the ratings and with the movies."""
+    """The files with the ratings and with the movies."""
     read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
     """Makes frames of those."""
     archive: str = ""
-    """What the archive is called, where not after the folder."""
+    """The archive's name, where it differs from the folder's."""
 
 
 def movielens(
@@ -63,7 +63,7 @@ def movielens(
         download: False never uses the network.
         synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
             warning that says so.
-        url: Where to download it from. None: from GroupLens. The checksum has to be that of GroupLens's own.
+        url: Where to download it from. None: from GroupLens. It must have GroupLens's checksum.
 
     Raises:
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
@@ -122,7 +122,7 @@ def movielens(
 
 
 def _fastai_data() -> Path:
-    """Where fastai keeps data sets. Reads its settings as fastai does; importing it would take seconds."""
+    """Return the folder of fastai's data sets, from its settings; importing fastai would take seconds."""
     home = Path(os.environ.get("FASTAI_HOME", "~/.fastai")).expanduser().absolute()
     config = configparser.ConfigParser()
     config.read(home / "config.ini", encoding="utf8")

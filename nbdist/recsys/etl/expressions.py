@@ -95,7 +95,7 @@ def from_json(data: Any, where: str, version: str) -> pl.Expr:
 
 
 def _gives_physical(node: Any, schema: pl.Schema) -> bool:
-    """Whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
+    """Return whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
     if not isinstance(node, dict) or node.get("function") != "ToPhysical":
         return False
     try:
@@ -117,7 +117,7 @@ def _has_code(data: Any) -> bool:
 
 
 def _is_opaque(items: list[Any]) -> bool:
-    """Whether a list is bytes, and not those of an Arrow array, as which polars writes lists of values."""
+    """Return whether a list is bytes, but not the bytes of an Arrow array, in which polars writes lists of values."""
     return (
         len(items) >= _LEAST
         and items[: len(_ARROW_MARK)] != _ARROW_MARK
@@ -136,7 +136,7 @@ def _nodes(data: Any) -> Iterator[Any]:
 
 
 def _is_bytes_literal(data: Any) -> bool:
-    """Whether plain data is ``{"Literal": {"Scalar": {"Binary": [...]}}}``."""
+    """Return whether plain data is ``{"Literal": {"Scalar": {"Binary": [...]}}}``."""
     for key in ("Literal", "Scalar", "Binary"):
         if not isinstance(data, dict) or data.keys() != {key}:
             return False

@@ -23,7 +23,7 @@ class Inspected(Generic[Opened]):
     types: Mapping[str, Any]
     """The columns, as in the first file; others may have them in another order."""
     opened: list[Opened]
-    """What `look` has given of each file."""
+    """The result of `look` for each file."""
     groups: list[RowGroup]
     """The row groups that have rows."""
     partitions: Mapping[str, list[int | str | None]]

@@ -27,6 +27,8 @@ def to_table(data: Any) -> Columns:
         columns = to_columns(data.to_arrow(), "the frame")
     elif hasattr(data, "to_numpy") and hasattr(data, "columns"):  # pandas
         columns = {}
+        if not data.columns.is_unique:
+            raise ValueError(f"columns {list(data.columns[data.columns.duplicated()])} are there twice")
         for name in data.columns:
             # Not all through Arrow: it takes NaN for null.
             numeric = getattr(data[name].dtype, "kind", "O") in "biuf" and isinstance(data[name].dtype, np.dtype)

@@ -31,6 +31,7 @@ def ranking_metrics(
         relevant items that are -1.
 
     Raises:
+        TypeError: `ranked` is no tensor, or `relevant` no `Ragged`.
         ValueError: `ranked`, `relevant` and `weights` are of different numbers of users, items are not integers, k is
             more than there are, a weight is below 0 or not finite, or no user with a weight above 0 took anything.
 
@@ -44,7 +45,12 @@ def ranking_metrics(
         >>> found["recall@2"], found["hit_rate@2"], found["mrr@2"], found["users"]
         (0.75, 1.0, 0.5, 2)
     """
-    if ranked.ndim != 2 or ranked.is_floating_point() or relevant.values.is_floating_point():
+    if not isinstance(ranked, Tensor) or not isinstance(relevant, Ragged):
+        raise TypeError(
+            f"ranked items must be a tensor and relevant ones a Ragged, as `ItemIndex.places` gives them, got "
+            f"{type(ranked).__name__} and {type(relevant).__name__}"
+        )
+    if ranked.ndim != 2 or any(one.is_floating_point() or one.dtype == torch.bool for one in (ranked, relevant.values)):
         raise ValueError(
             f"ranked and relevant items must be integers, the ranked ones of shape (users, places), got {ranked.dtype} "
             f"of shape {tuple(ranked.shape)} and {relevant.values.dtype}"

@@ -43,14 +43,14 @@ class Grouped(Metric):
     full_state_update = False
 
     users = 0
-    """Over how many users `compute` has taken the mean."""
+    """Number of users in the mean of `compute`."""
     users_without_positives = 0
-    """How many users it has left out."""
+    """Number of users that `compute` has left out of the mean."""
 
     def __init__(self, k: int | None) -> None:
         super().__init__()
-        if k is not None and k < 1:
-            raise ValueError(f"`k` must be at least 1, got {k}")
+        if k is not None and (not hasattr(k, "__index__") or k < 1):
+            raise ValueError(f"`k` must be an integer, at least 1, got {k!r}")
         self.k = k
         for name in _STATES:
             self.add_state(name, [], dist_reduce_fx="cat")
@@ -137,7 +137,7 @@ class Grouped(Metric):
 
 
 class Recall(Grouped):
-    """Of the items that a user took, the part that is among the first k of the rows of that user; mean over users.
+    """The part of a user's positive rows that is among the first k rows of that user; mean over users.
 
     Args:
         k: How many.
@@ -204,7 +204,7 @@ class HitRate(Grouped):
 
 
 class MRR(Grouped):
-    """One by the place of the first row that the user took, 0 where it is not among the first k; mean over users.
+    """The reciprocal of the place of a user's first positive row, 0 where it is behind the first k; mean over users.
 
     Args:
         k: How many. None: all.

@@ -1,7 +1,7 @@
 """Metrics of single rows, over all ranks: AUC, log loss, RMSE; and how many rows a second are trained.
 
 All are torchmetrics metrics: `update` with each batch on each rank, `compute` on all ranks, which gives every rank the
-same number, that of all rows. Without a process group they are of the rows of this process. Make them on the device
+same number, over all rows. Without a process group they are of the rows of this process. Make them on the device
 that predictions are on: ``AUC().to(device)``. ::
 
     auc, speed = AUC(), Throughput()
@@ -29,8 +29,9 @@ from .checks import check_some_rows, checked_labels, checked_rows, checked_weigh
 class AUC(Metric):
     """Area under the ROC curve: how likely a liked row is ranked above one that is not; ties count half.
 
-    Exact, in double precision: keeps the predictions of all rows, and `compute` brings those of all ranks to each.
-    (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to it.)
+    Exact, in double precision: keeps the predictions of all rows, and `compute` gathers the predictions of all ranks on
+    each. (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to
+    it.)
 
     Examples:
         >>> import torch
@@ -225,7 +226,7 @@ class Throughput(Metric):
         self._began = time.perf_counter()
 
     def reset(self) -> None:
-        """Begin anew, with the clock at 0."""
+        """Start again, with the clock at 0."""
         super().reset()
         self._began = time.perf_counter()
 

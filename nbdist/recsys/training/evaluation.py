@@ -106,7 +106,7 @@ def evaluate(
 def measure(
     model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], precision: Precision | None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What `evaluate` gives, with NaN for what cannot be computed, and why not."""
+    """Evaluate as `evaluate` does, with NaN for metrics that cannot be computed, and the reasons."""
     was_training = model.training
     model.eval()
     for metric in metrics.values():

@@ -125,11 +125,20 @@ def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str
         (torch.zeros(1, 3, dtype=torch.int64), [[1]], 4, "k=4: 1 to 3"),
         (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "no user took anything"),
         (torch.full((1, 3), math.nan), [[1]], None, "items must be integers"),
+        (torch.zeros(1, 3, dtype=torch.bool), [[1]], None, "items must be integers.* got torch.bool"),
     ],
 )
 def test_what_makes_no_sense(ranked: torch.Tensor, relevant: Any, k: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ranking_metrics(ranked, ragged(relevant), k)
+
+
+def test_lists_and_numbers_of_places_that_are_none() -> None:
+    with pytest.raises(TypeError, match=r"must be a tensor and relevant ones a Ragged, .*, got list and list"):
+        ranking_metrics([[1]], [[1]])  # type: ignore[arg-type]
+    for make in (Recall, NDCG, HitRate, MRR):
+        with pytest.raises(ValueError, match=r"`k` must be an integer, at least 1, got 2\.5"):
+            make(2.5)
 
 
 @pytest.mark.parametrize("shift", [0.0, -5.0, -1e6])

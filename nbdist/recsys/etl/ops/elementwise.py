@@ -23,7 +23,7 @@ class ColumnStep(Step):
         self.columns = self.adds = names_of(columns)
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-        """What becomes of a column of that type."""
+        """Return the expression that replaces a column of that type."""
         raise NotImplementedError
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
@@ -90,7 +90,7 @@ class FillMissing(ColumnStep):
 
 
 class Log(ColumnStep):
-    """Replace numbers x by log(1 + x): for counts and prices, a few of which are very large. float64, or float32 of it.
+    """Replace numbers x by log(1 + x): for counts and prices with few very large values. float64, or float32 of it.
 
     Args:
         *columns: Of numbers, at least 0; below -1 the result is NaN.
