@@ -1,4 +1,4 @@
-"""What ranks tell each other; a process without a process group is the only rank."""
+"""Small values that ranks exchange; a process without a process group is the only rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_gather(value: T, group: Any = None) -> list[T]:
 
 
 def on_rank_0(fn: Callable[[], T]) -> T:
-    """What `fn` returns on rank 0, where alone it is called; what it raises there is raised on all ranks."""
+    """Call `fn` on rank 0 alone, and return its value on all ranks; its exception is raised on all ranks."""
     if not _in_group():
         return fn()
     box: list[Any] = [None, None]

@@ -146,7 +146,7 @@ def matching(torch_version: str) -> dict[str, str]:
 
 
 def releases() -> dict[tuple[int, ...], dict[str, str]]:
-    """The releases that belong together, by that of torch.
+    """The releases that belong together, by the release of torch.
 
     Source: "FBGEMM Releases Compatibility" in its documentation, https://docs.pytorch.org/FBGEMM; and what PyPI has.
     """

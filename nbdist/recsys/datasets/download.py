@@ -34,14 +34,14 @@ class _BrokenOff(Exception):
 
 
 def holds(folder: Path, files: Sequence[str]) -> bool:
-    """Whether a folder has all these files."""
+    """Return whether a folder has all these files."""
     return all((folder / name).is_file() for name in files)
 
 
 def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) -> None:
     """Make `target` the folder of its name in the zip file at `url`.
 
-    Of a download that breaks off, what has come is kept beside `target`, as ``<name>.zip.part``: this call goes on
+    The part of a download that was interrupted is kept next to `target`, as ``<name>.zip.part``: this call goes on
     from there several times, and so does the next one. Of processes that want the same, one downloads and the others
     wait. `target` only ever appears with all that the archive has.
 
@@ -149,7 +149,7 @@ def _verify(file: BinaryIO, md5: str, url: str) -> None:
 
 
 def _unpack(archive: BinaryIO, target: Path, files: Sequence[str], url: str) -> None:
-    # Beside the target, so that the move is a rename within one file system.
+    # In the target's parent folder, so that the move is a rename within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
         root = Path(scratch).resolve()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -21,22 +22,22 @@ _URL = "https://files.grouplens.org/datasets/movielens/{}.zip"
 
 @dataclass(frozen=True)
 class Edition:
-    """One of the sets that GroupLens publishes."""
+    """A set that GroupLens publishes."""
 
     folder: str
-    """In the archive."""
+    """The folder in the archive."""
     md5: str | None
-    """Of the archive, as GroupLens publishes it beside that (`_URL` + ".md5"). None: it is replaced at times."""
+    """The archive's checksum, as GroupLens publishes it (`_URL` + ".md5"). None: the archive is replaced at times."""
     users: int
     movies: int
-    """That have ratings."""
+    """Number of movies that have ratings."""
     ratings: int
     files: tuple[str, str]
-    """Those with the ratings and with the movies."""
+    """The files with the ratings and with the movies."""
     read: Callable[[Path, Path], tuple[pl.DataFrame, pl.DataFrame]]
     """Makes frames of those."""
     archive: str = ""
-    """What the archive is called, where not after the folder."""
+    """The archive's name, where it differs from the folder's."""
 
 
 def movielens(
@@ -62,7 +63,7 @@ def movielens(
         download: False never uses the network.
         synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
             warning that says so.
-        url: Where to download it from. None: from GroupLens. The checksum has to be that of GroupLens's own.
+        url: Where to download it from. None: from GroupLens. It must have GroupLens's checksum.
 
     Raises:
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
@@ -121,7 +122,7 @@ def movielens(
 
 
 def _fastai_data() -> Path:
-    """Where fastai keeps data sets. Reads its settings as fastai does; importing it would take seconds."""
+    """Return the folder of fastai's data sets, from its settings; importing fastai would take seconds."""
     home = Path(os.environ.get("FASTAI_HOME", "~/.fastai")).expanduser().absolute()
     config = configparser.ConfigParser()
     config.read(home / "config.ini", encoding="utf8")
@@ -170,11 +171,10 @@ def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> 
 
 def _utf8(text: bytes) -> bytes:
     """Text as UTF-8, without a byte order mark. Latin-1 with letters beyond ASCII is no UTF-8, but by rare chance."""
-    try:
-        text.decode("utf-8")
-    except UnicodeDecodeError:
-        return text.decode("latin-1").encode()
-    return text.removeprefix(b"\xef\xbb\xbf")
+    for encoding in ("utf-8-sig", "cp1252"):  # the latter is Latin-1 with quotation marks and dashes
+        with contextlib.suppress(UnicodeDecodeError):
+            return text.decode(encoding).encode()
+    return text.decode("latin-1").encode()
 
 
 def _genres(text: pl.Expr) -> pl.Expr:
@@ -199,12 +199,27 @@ def _read_dat(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _read_csv(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    options: dict[str, Any] = {"skip_rows": 1, "quote_char": '"'}
-    movies = _csv(item, ",", {"movie": pl.Int32, "title": pl.String, "genres": pl.String}, **options)
-    return _csv(data, ",", SCHEMA, **options), movies.select("movie", "title", _genres(pl.col("genres")))
+    movies = _named(item, {"movieId": pl.Int32, "title": pl.String, "genres": pl.String}).rename({"movieId": "movie"})
+    ratings = _named(data, {_CSV_NAMES.get(name, name): dtype for name, dtype in SCHEMA.items()})
+    return ratings.rename({there: name for name, there in _CSV_NAMES.items()}), movies.select(
+        "movie", "title", _genres(pl.col("genres"))
+    )
+
+
+def _named(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
+    """Columns of a file whose first line names them, in any order, maybe among others."""
+    source = _utf8(path.read_bytes()) if pl.String in schema.values() else path
+    try:
+        names = pl.read_csv(source, n_rows=0, infer_schema=False).columns
+        if missing := [name for name in schema if name not in names]:
+            raise ValueError(f"{path}: the first line must name {', '.join(schema)}, but it lacks {', '.join(missing)}")
+        return pl.read_csv(source, columns=list(schema), schema_overrides=schema).select(list(schema))
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path}: not lines of {', '.join(schema)}: {str(error).splitlines()[0]}") from error
 
 
 _CSV = "ratings.csv", "movies.csv"
+_CSV_NAMES = {"user": "userId", "movie": "movieId"}
 # Sums: https://files.grouplens.org/datasets/movielens/, the .md5 files. Counts: the README of each set.
 EDITIONS = {
     "100k": Edition(

@@ -46,12 +46,12 @@ class Ratings(NamedTuple):
     """
 
     frame: pl.DataFrame
-    """One row per rating: `user` and `movie` (Int32, from 1), `rating` (Float32, 0.5 to 5), `timestamp` (Int64,
+    """A row per rating: `user` and `movie` (Int32, from 1), `rating` (Float32, 0.5 to 5), `timestamp` (Int64,
     seconds since 1970-01-01 UTC)."""
     movies: pl.DataFrame
-    """One row per movie: `movie` (Int32), `title` (String, "Name (year)"), `genres` (List(String), may be empty)."""
+    """A row per movie: `movie` (Int32), `title` (String, "Name (year)"), `genres` (List(String), may be empty)."""
     source: str
-    """What was used, in a sentence to print beside the results."""
+    """The source of the rows, in a sentence to print with the results."""
 
     def with_titles(self) -> pl.DataFrame:
         """The ratings, in their order, with the movies' titles as a further column. `.to_pandas()` for fastai."""

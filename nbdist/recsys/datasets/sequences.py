@@ -1,4 +1,4 @@
-"""Invented histories whose next item can be told for certain, by who knows the rule, from their last two."""
+"""Synthetic histories whose next item follows, by a rule, from their last two items."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def synthetic_sequences(
 ) -> pl.DataFrame:
     """Histories of users who each have one of some habits: always to go from an item to the same next one.
 
-    A habit is a round tour over all items, in an order of its own, and a user walks along that of their habit from
-    anywhere. The last two items of a history tell the habit, and so the next item, for certain (but where two tours
+    A habit is a cycle over all items, in an order of its own, and a user walks along the cycle of their habit from
+    any item on. The last two items of a history determine the habit, and so the next item (but where two cycles
     share a step, which about one item in `n_items` does). The last item alone leaves as many as there are habits: who
     goes by that is right once in `habits` times, and who goes by what is popular once in `n_items` times.
 

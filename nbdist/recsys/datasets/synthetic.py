@@ -22,7 +22,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
 
     A rating is ``3.5 + user bias + movie bias + <user taste, movie character> + noise``, rounded and clipped
     to 1..5; tastes and characters have 4 dimensions. About half of the variance is structure. Half of a movie's
-    character is that of its one to three genres, half is its own. A pair of user and movie occurs once at most, every
+    character comes from its one to three genres, half is its own. A pair of user and movie occurs once at most, every
     user and every movie at least once, and the rows are in random order. Who rates what has a long tail: few busy
     users, few popular movies; popular movies are liked more.
 
@@ -81,7 +81,7 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
 
 
 def _popularity(n_users: int, n_items: int, n_ratings: int) -> _Floats:
-    """How likely each movie is to be drawn, in proportion, the most popular first; shape (n_items,).
+    """The probability of each movie to be drawn, not normalized, the most popular first; shape (n_items,).
 
     In MovieLens 100k, 1m and 25m alike, about half of the users have rated the most popular movie, one user the least
     popular, and the counts between are roughly ``users / 2 * exp(-steep * x ** bend)`` for x from 0 to 1, with the
@@ -99,7 +99,7 @@ def _popularity(n_users: int, n_items: int, n_ratings: int) -> _Floats:
 
 
 def _pairs(rate: _Floats, n_users: int, n_ratings: int, rng: np.random.Generator) -> _Integers:
-    """Who rates what, each pair once, in random order: ``user * n_items + item``, both from 0; shape (n_ratings,)."""
+    """Draw pairs of user and item, each once, in random order: ``user * n_items + item``; shape (n_ratings,)."""
     n_items = len(rate)
     # Each movie gets one user to begin with, so that none is left out.
     first = np.sort(rng.permutation(n_users)[np.arange(n_items) % n_users] * n_items + np.arange(n_items))
@@ -130,7 +130,7 @@ def _shares(weight: _Floats, least: _Integers, most: int, total: int) -> _Intege
 
 
 def _draw(counts: _Integers, pairs: _Integers, rate: _Floats, rng: np.random.Generator) -> _Integers:
-    """For some users, `counts` different movies each, drawn by `rate` one after the other.
+    """Draw `counts` different movies for each of some users, by `rate`, one after the other.
 
     Args:
         counts: How many for each user, shape (users,).
@@ -219,7 +219,7 @@ class MultiSlot(NamedTuple):
 def synthetic_multislot(
     samples: int = 245_760, slots: int = 100, keys_per_slot: int = 10, vocabulary: int = 8192, *, seed: int = 42
 ) -> MultiSlot:
-    """Samples as of the DenseDemo of NVIDIA's SparseOperationKit, with labels that can be learnt.
+    """Samples as of the DenseDemo of NVIDIA's SparseOperationKit, with labels that a model can learn.
 
     As there (``generate_random_samples`` in its ``utils.py``), each slot has an equal part of the vocabulary to itself:
     with v keys a slot, slot s has the keys ``s * v .. (s + 1) * v - 1``, uniformly drawn, and sorted in each sample,
@@ -236,7 +236,7 @@ def synthetic_multislot(
         seed: equal seeds give equal samples.
 
     Raises:
-        ValueError: a size is not positive, there are fewer keys than slots, or more than int32 can tell apart.
+        ValueError: a size is not positive, there are fewer keys than slots, or more keys than int32 has values.
 
     Examples:
         >>> from nbdist.recsys.datasets import synthetic_multislot

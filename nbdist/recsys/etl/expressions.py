@@ -100,7 +100,7 @@ def from_json(data: Any, where: str, version: str) -> pl.Expr:
 
 
 def _gives_physical(node: Any, schema: pl.Schema) -> bool:
-    """Whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
+    """Return whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
     if not isinstance(node, dict) or node.get("function") != "ToPhysical":
         return False
     try:
@@ -118,7 +118,7 @@ def _has_categories(dtype: Any) -> bool:
 
 
 def _unknown(data: Any) -> str:
-    """The first node in plain data that is not in `NODES`; "" if there is none."""
+    """Return the first node in plain data that is not in `NODES`; "" if there is none."""
     names = (str(name) for node in _nodes(data) if isinstance(node, dict) for name in node)
     return next((repr(name) for name in names if name not in NODES and not name[:1].islower()), "")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
 
 import polars as pl
 
@@ -17,10 +16,11 @@ _TYPES: dict[str, pl.DataType] = {
 _DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=None\)")
 
 
-def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, pl.DataType]:
-    """The types that columns have to be cast to, so that steps take them as they took the rows of `fit`.
+def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Expr]:
+    """The columns that have to be cast, so that steps take them as they took the rows of `fit`.
 
     Integers that may not fit into the type of `fit` stay as they are: an id that is too large is one that is not known.
+    Floats stand for integers, as pandas has a column of integers where one is missing; NaN is null then.
 
     Args:
         schema: Of the rows.
@@ -28,9 +28,10 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, 
         where: What messages begin with.
 
     Raises:
-        ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`.
+        ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`. When the
+            rows are read: a float is not a whole number.
     """
-    found: dict[Any, pl.DataType] = {}
+    found = []
     for name, kind in needs.items():
         if name not in schema:
             raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, schema))}")
@@ -40,9 +41,25 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> dict[Any, 
         cast = _cast(dtype, kind)
         if cast is None:
             raise ValueError(f"{where}: column {name!r} is {type_name(dtype)}, but it was {kind} in fit")
-        if cast != dtype:
-            found[name] = cast
+        if dtype.is_float() and cast.is_integer():
+            found.append(pl.col(name).map_batches(_whole(where, cast), return_dtype=cast, is_elementwise=True))
+        elif cast != dtype:
+            found.append(pl.col(name).cast(cast))
     return found
+
+
+def _whole(where: str, kind: pl.DataType) -> Callable[[pl.Series], pl.Series]:
+    def cast(values: pl.Series) -> pl.Series:
+        values = values.fill_nan(None)
+        found = values.cast(kind, strict=False)
+        wrong = (found.cast(values.dtype) != values).fill_null(found.is_null() & values.is_not_null())
+        if wrong.any():
+            raise ValueError(
+                f"{where}: column {values.name!r} has {values.filter(wrong)[0]}, but it was {type_name(kind)} in fit"
+            )
+        return found
+
+    return cast
 
 
 def declared(frame: pl.LazyFrame, outputs: Mapping[str, str], columns: Collection[str]) -> pl.LazyFrame:
@@ -70,7 +87,7 @@ def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
         return fitted
     if fitted is not None and dtype.is_integer() and fitted.is_integer():
         return fitted if _fits(dtype, fitted) else dtype
-    if fitted is not None and dtype.is_numeric() and fitted.is_float():
+    if fitted is not None and dtype.is_numeric() and (fitted.is_float() or (dtype.is_float() and fitted.is_integer())):
         return fitted
     if isinstance(dtype, (pl.Categorical, pl.Enum)) and kind == "string":
         return fitted

@@ -17,7 +17,7 @@ from ..io.folders import atomic_folder
 from .inputs import Input, Part, Source, opened, row_bytes, rows_in
 from .ops.step import ROW, names_of
 from .output import OutputFiles, Placed, Places, Spill, divide, plain, write_buckets
-from .splitting import Frame, as_frame, check_columns
+from .splitting import Frame, as_frame, check_columns, known_time
 
 _NUMBER = 8  # bytes of a row's number
 
@@ -27,8 +27,8 @@ def sequences(
 ) -> Frame:
     """A row for each user, with lists of what their rows have, in the order of time.
 
-    Rows of the same time keep their order; a time that is null is before all others. Users come in the order in which
-    they first appear.
+    Rows of the same time keep their order; a time that is null or NaN is before all others. Users come in the order in
+    which they first appear.
 
     Args:
         rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
@@ -49,7 +49,8 @@ def sequences(
     """
     rows = as_frame(rows)
     keys = _check(rows, columns, by, time, length)
-    lists = [pl.col(name).sort_by(time, nulls_last=False, maintain_order=True) for name in columns]
+    order = known_time(rows, time)
+    lists = [pl.col(name).sort_by(order, nulls_last=False, maintain_order=True) for name in columns]
     if length is not None:
         lists = [one.tail(length) for one in lists]
     return rows.group_by(keys, maintain_order=True).agg(lists)
@@ -121,7 +122,7 @@ def write_history(
     memory_bytes: int = 1 << 30,
     progress: bool = True,
 ) -> list[Path]:
-    """What `with_history` makes of rows that may be larger than memory, written to ``folder/part-00000.parquet`` ...
+    """Add histories to rows that may be larger than memory, and write them to ``folder/part-00000.parquet`` ...
 
     Ranks divide users and files among them; what is written does not depend on their number, nor on `memory_bytes`. The
     rows stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
@@ -135,7 +136,7 @@ def write_history(
         compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
         overwrite: Whether to replace a folder of such files.
         memory_bytes: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
-        progress: Whether to show a bar; in ranks, that of rank 0.
+        progress: Whether to show a progress bar; in ranks, rank 0 shows one.
 
     Returns:
         The files, in order.
@@ -232,11 +233,12 @@ def _write(
 
 
 class _Histories:
-    """What came before each row, of its user; made when it is asked for, because it is larger than the rows."""
+    """The history of each row; made on request, because histories are larger than the rows."""
 
     def __init__(self, rows: pl.DataFrame, column: str, by: list[str], time: str, length: int) -> None:
         number = pl.int_range(pl.len())
-        order = rows.select(number.sort_by(*by, time, nulls_last=False, maintain_order=True)).to_series()
+        times = known_time(rows, time)
+        order = rows.select(number.sort_by(*by, times, nulls_last=False, maintain_order=True)).to_series()
         self._values = rows[column][order]
         place = rows.select(by)[order].select(number.over(by)).to_series().to_numpy()  # among those of the user
         self._ends = np.empty(len(rows), np.int64)  # where each row is in that order

@@ -1,4 +1,4 @@
-"""What a workflow is given: Parquet files, or frames; its schema, and shares of its rows."""
+"""The rows that a workflow reads, from Parquet files or frames: their schema, and the share of each rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Part:
     """Consecutive rows of an input."""
 
     slice: _Slice
-    """Of the file, or the frame, that they are in."""
+    """Rows of the file, or the frame, that the part is in, by first row and number."""
     where: str
     start: int
     """The first of them, counted in that."""
@@ -122,7 +122,7 @@ class Input:
         return cls(pl.Schema(types), slices, [str(path) for path in found.paths], found.groups)
 
     def derived(self, change: Callable[[pl.LazyFrame], pl.LazyFrame]) -> Input:
-        """What `change` makes of the rows, one by one and in order."""
+        """Apply `change` to the rows, each by itself and in order."""
 
         def changed(slice: _Slice) -> _Slice:
             return lambda start, rows: change(slice(start, rows))
@@ -144,7 +144,7 @@ class Input:
         return Input(pl.Schema({**self.schema, name: pl.Int64()}), slices, self._names, self._groups)
 
     def filtered(self, condition: pl.Expr, reading: Reading) -> Input:
-        """The rows for which a condition is true. All ranks have to call it: each counts those of its share.
+        """Keep the rows for which a condition is true. All ranks have to call it: each counts the rows of its share.
 
         Raises:
             ValueError: There are none.
@@ -186,7 +186,7 @@ class Input:
         return Input(schema, slices, self._names, self._groups)
 
     def _offsets(self) -> list[int]:
-        """Of each file's first row in the input."""
+        """The position of each file's first row in the input."""
         rows = [0] * len(self._slices)
         for group in self._groups:
             rows[group.file] += group.rows

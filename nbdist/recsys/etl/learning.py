@@ -17,7 +17,7 @@ from .pipeline import needed, pipeline, uses_row_numbers
 def learn(
     steps: Sequence[Step], schemas: Sequence[pl.Schema], given: Input, reading: Reading, previous: State
 ) -> tuple[State, int]:
-    """What the steps learn, the same on all ranks; and the number of rows that no `Filter` has left out.
+    """Run the steps' learning, with the same result on all ranks; and count the rows that no `Filter` has left out.
 
     Args:
         schemas: The columns before each of the steps.
@@ -41,7 +41,7 @@ class _Rows(TrainingRows):
 
     given: Input
     state: State
-    """Of the steps."""
+    """The steps' state."""
     reading: Reading
 
     def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:

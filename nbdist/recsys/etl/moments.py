@@ -29,7 +29,7 @@ _LARGEST = 1e150  # whose square is a number
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What is to be added up."""
+    """An aggregate to compute: of a column, for each combination of keys."""
 
     keys: tuple[str, ...]
     """Empty: all rows together."""
@@ -40,7 +40,7 @@ class Aggregate:
 
 
 def key(name: str) -> str:
-    """What a table calls the key `name`."""
+    """Return a table's column for the key `name`."""
     return f"key {name}"
 
 

@@ -32,15 +32,15 @@ COMPRESSIONS = ("zstd", "snappy", "lz4", "gzip", "brotli", "none")
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """What is written, and how."""
+    """The files to write: number, order, row groups and compression."""
 
     num_files: int
     row_group_size: int
     """Rows per row group."""
     compression: str
-    """One of `COMPRESSIONS`."""
+    """A name of `COMPRESSIONS`."""
     seed: int | None
-    """What the order of the rows follows from. None: it is that of the input."""
+    """The seed of the rows' order. None: rows stay in the order of the input."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for what makes no sense."""
@@ -52,7 +52,7 @@ class OutputFiles:
 
     @property
     def names(self) -> list[str]:
-        """Of the files, in order."""
+        """The names of the files, in order."""
         return [f"part-{number:05d}.parquet" for number in range(self.num_files)]
 
 
@@ -84,7 +84,7 @@ def write(
         apply: What makes output rows of some input rows, in order.
         scratch: A folder, with ``whole`` in it, that all ranks see.
         size: Rows to have in memory at a time.
-        whole: Whether all rows may be there as they are in the input, beside these.
+        whole: Whether all rows may be there as they are in the input, in addition to these.
         engine: Polars' engine for what is on disk.
         progress: Whether rank 0 shows bars.
     """
@@ -150,7 +150,7 @@ def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket
 
 
 class Places:
-    """Where rows belong in an output: the bucket of each, and its place in there, in a further column.
+    """The places of rows in an output: the bucket of each, and its place in the bucket, in a further column.
 
     Args:
         buckets: All of them.
@@ -160,7 +160,7 @@ class Places:
         self._starts = np.array([bucket.start for bucket in buckets], dtype=np.uint64)
 
     def schema(self, columns: pl.Schema) -> pl.Schema:
-        """That of rows with that column."""
+        """The schema of rows with that column."""
         return pl.Schema({**columns, _POSITION: pl.UInt32()})
 
     def of(self, rows: pl.DataFrame, position: npt.NDArray[np.uint64]) -> Placed:
@@ -184,7 +184,7 @@ class Placed(NamedTuple):
 
 
 class Spill:
-    """Rows of all ranks on disk, of which any bucket can be read.
+    """Rows of all ranks on disk, to be read bucket by bucket.
 
     Each rank writes Arrow IPC files, with a record batch for each bucket out of each frame that it has.
 
@@ -252,7 +252,7 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: OutputFiles, progr
         for frame in frames:
             table = _arrow(frame)
             if writer is None:
-                # Dictionaries make plain numbers, of which there are many different ones, larger and slower to write;
+                # Dictionaries make plain numbers, many of them different, larger and slower to write;
                 # differences make integers smaller and faster.
                 leaves = dict(_leaf(field.name, field.type) for field in table.schema)
                 integers = [name for name, dtype in leaves.items() if pa.types.is_integer(dtype)]
@@ -271,7 +271,7 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: OutputFiles, progr
 
 
 def _in_threads(do: Callable[[int, _Progress], None], numbers: Iterable[int], progress: _Progress) -> None:
-    """Call `do` with each number and what tells of its progress, which ends it when another one has failed."""
+    """Call `do` with each number and a callback for its progress, which raises once another call has failed."""
     stop, one_at_a_time = threading.Event(), threading.Lock()
 
     def done(rows: int) -> None:
@@ -292,7 +292,7 @@ def _arrow(frame: pl.DataFrame) -> pa.Table:
 
 
 def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
-    """What Parquet calls a column, or the values in its lists; and their type."""
+    """Return the name in Parquet of a column, or of the values in its lists; and their type."""
     return _leaf(f"{name}.list.element", dtype.value_type) if pa.types.is_large_list(dtype) else (name, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What the steps of a workflow do to lazy frames, with the least work."""
+"""The steps of a workflow as one lazy query that does the least work."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _coded_later(steps: Sequence[Step], index: int, columns: Sequence[set[str]])
 
 
 def uses_row_numbers(steps: Sequence[Step], wanted: Iterable[str]) -> bool:
-    """Whether something wanted is made, for the rows that the steps are fitted to, by the number of a row."""
+    """Return whether a wanted column depends on the numbers of the rows that the steps were fitted to."""
     after = needed(steps, wanted)[1:]
     pairs = zip(steps, after, strict=True)
     return any(step.numbers_rows and not columns.isdisjoint(step.adds) for step, columns in pairs)

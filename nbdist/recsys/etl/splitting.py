@@ -62,7 +62,7 @@ def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = 
     """
     rows, by = as_frame(rows), names_of(by)
     check_columns(rows, *by, time)
-    known = _known(rows, time)
+    known = known_time(rows, time)
     none = known.is_null()
     ranked = known.rank("ordinal").over(by) + none.sum().over(by)
     order = pl.when(none).then(none.cum_sum().over(by)).otherwise(ranked)
@@ -108,7 +108,7 @@ def time_split(
     parts = [_is_part(valid), _is_part(test)]
     if any(parts) and not all(part or one == 0 for part, one in zip(parts, (valid, test), strict=True)):
         raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
-    known = _known(rows, time)
+    known = known_time(rows, time)
     first: Any
     last: Any
     if any(parts):
@@ -122,6 +122,13 @@ def time_split(
     else:
         if not valid <= test:
             raise ValueError(f"valid={valid!r} is after test={test!r}")
+        try:
+            rows.lazy().select(valid=known >= valid, test=known >= test).collect_schema()
+        except pl.exceptions.PolarsError as error:
+            raise ValueError(
+                f"valid={valid!r} and test={test!r} must be times as in column {time!r}, which is "
+                f"{rows.collect_schema()[time]}: {error}"
+            ) from error
         first, last = known >= valid, known >= test
     return _divide(rows, pl.when(last).then(_TEST).when(first).then(_VALID).otherwise(_TRAIN))
 
@@ -131,7 +138,7 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
 
 
-def _known(rows: pl.DataFrame | pl.LazyFrame, time: str) -> pl.Expr:
+def known_time(rows: pl.DataFrame | pl.LazyFrame, time: str) -> pl.Expr:
     """The column of times, NaN being null."""
     column = pl.col(time)
     return column.fill_nan(None) if rows.collect_schema()[time].is_float() else column

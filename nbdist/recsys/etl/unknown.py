@@ -21,7 +21,8 @@ def fill_unknown(
 
     Without it, a user who is not known has the vector that the table happened to begin with, and so any prediction.
     The mean is over the values in the vocabulary, each counted as often as `Workflow.fit` saw it. Only the rows of
-    codes 0 (null) and 1 (unseen, or all buckets) are filled, and those of them that occurred in `fit` stay as trained.
+    codes 0 (null) and 1 (unseen, or all buckets) are filled, but for codes that occurred in `fit`, which stay as
+    trained.
 
     Args:
         model: A plain module, as `gather` gives it. It is changed.
@@ -115,7 +116,7 @@ class _Table(NamedTuple):
 
     weight: Tensor
     columns: list[str]
-    """Those that are looked up in it."""
+    """The columns that are looked up in the table."""
     padding: int | None
     """The code whose row stands for nothing."""
 
@@ -146,13 +147,13 @@ def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module
 
 
 def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
-    """Those of the codes that stand for no one value which none of the columns of a table had."""
+    """The codes of null and unseen values that occurred in no column of a table."""
     nulls = sum(vocabulary.nulls for vocabulary in vocabularies)
     buckets = zip(*(vocabulary.bucket_counts for vocabulary in vocabularies), strict=True)
     return [NULL_CODE] * (not nulls) + [code for code, counts in enumerate(buckets, UNSEEN_CODE) if not any(counts)]
 
 
 def _sum(weight: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Of the known rows, each as often as its value was seen; shape (columns,)."""
+    """The sum of the known rows, each weighted by how often its value was seen; shape (columns,)."""
     counts = torch.from_numpy(vocabulary.counts.to_numpy(writable=True)).to(weight)
     return counts @ weight[vocabulary.first_code : vocabulary.size]

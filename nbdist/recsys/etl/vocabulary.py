@@ -41,13 +41,13 @@ class Vocabulary:
     """The known values, the most frequent first, equally frequent ones ascending; those that a later `fit` has found
     follow in the same order. Value i has code i + `first_code`."""
     counts: pl.Series
-    """How often each was seen; int64."""
+    """Number of times that each was seen; int64."""
     lists: bool
     """Whether the column is one of lists."""
     nulls: int
-    """How often code 0 was seen."""
+    """Number of times that code 0 was seen."""
     bucket_counts: pl.Series
-    """How often each of the codes 1 to `num_buckets` was seen: values that were left out, because they are rare."""
+    """Number of times that each of the codes 1 to `num_buckets` was seen: values that are too rare to be known."""
 
     @classmethod
     def of(
@@ -65,7 +65,7 @@ class Vocabulary:
             counted: `value`, each once, also null, and `count`.
             lists: Whether they are values in lists.
             min_count: What was seen less often is unseen.
-            max_size: How many codes there may be, those of null and unseen included. None: any number.
+            max_size: How many codes there may be, including null and unseen. None: any number.
             num_buckets: How many codes values that are not known have.
             previous: What was known before: its values keep their codes, its counts are added.
         """
@@ -93,7 +93,7 @@ class Vocabulary:
 
     @property
     def num_buckets(self) -> int:
-        """How many codes values that are not known have."""
+        """Number of codes for values that are not known."""
         return len(self.bucket_counts)
 
     @property
@@ -103,12 +103,12 @@ class Vocabulary:
 
     @property
     def unseen(self) -> int:
-        """How often values were seen that are not known, because they are rare."""
+        """Number of times that `fit` saw values that are too rare to be known."""
         return int(self.bucket_counts.sum())
 
     @property
     def size(self) -> int:
-        """How many codes there are, those of null and unseen included: the rows that an embedding table needs."""
+        """Number of codes, including null and unseen: the rows that an embedding table needs."""
         return len(self.values) + self.first_code
 
     def mapping(self) -> dict[Any, int]:
@@ -116,7 +116,7 @@ class Vocabulary:
         return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
 
     def shares(self) -> torch.Tensor:
-        """How often each code was seen, as a part of all rows that `fit` saw, or of all elements of lists.
+        """The frequency of each code, as a part of all rows that `fit` saw, or of all elements of lists.
 
         Shape (size,). It is how likely a code is in a random training row; see `recsys.models.softmax_logits`.
         """
@@ -125,9 +125,9 @@ class Vocabulary:
         return (counts / counts.sum()).float()
 
     def unknown_weights(self) -> torch.Tensor:
-        """What part each row of a table has in the vector of a value that is not known; shape (size,), their sum is 1.
+        """The weight of each row of a table in the vector of a value that is not known; shape (size,), their sum is 1.
 
-        Where `fit` saw such values, it is the mean of the rows that they have trained, and otherwise of those of the
+        Where `fit` saw such values, it is the mean of the rows that they have trained, and otherwise of the rows of the
         known values, each as often as it was seen. For tables that grow, see `Sharded.load`.
         """
         weights = torch.zeros(self.size, dtype=torch.float64)
@@ -138,7 +138,7 @@ class Vocabulary:
         return (weights / weights.sum()).float()
 
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
-        """The frame with a further column `codes`, those of `column`: int64, or lists of int64, without nulls.
+        """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
 
         The order of the rows is kept; what other columns are added is to be left out.
         """
@@ -183,7 +183,7 @@ class Vocabulary:
         }  # made again where it arrives
 
     def filled(self, codes: pl.Expr) -> pl.Expr:
-        """Codes with that of null where there is none."""
+        """Replace nulls by the code of null."""
         return codes.fill_null(pl.lit([NULL_CODE], pl.List(pl.Int64)) if self.lists else pl.lit(NULL_CODE, pl.Int64))
 
 
@@ -215,7 +215,10 @@ def value_type(dtype: pl.DataType, where: str) -> pl.DataType:
     dates = isinstance(inner, (pl.Date, pl.Datetime))
     if isinstance(inner, pl.DataType) and (inner.is_integer() or inner in (pl.Boolean, pl.String) or dates):
         return inner
+    advice = "make it one of these with a Compute before"
+    if isinstance(inner, pl.DataType) and inner.is_float():
+        advice = "cast it, in pandas with astype('Int64') where some values are missing, or take Bucketize"
     raise ValueError(
-        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, dates, and lists of them can. "
-        "Make it one of these with a Compute before"
+        f"{where} is {dtype}, which cannot be categorified: integers, strings, booleans, dates, and lists of them can; "
+        f"{advice}"
     )

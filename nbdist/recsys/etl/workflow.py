@@ -56,11 +56,11 @@ class Workflow:
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
-        outputs: Those of the columns that the steps make of them.
+        outputs: Names and types of the columns that the steps make.
         state: What its steps have learned.
-        rows: How many rows `fit` saw that no `Filter` left out, those of the workflow that it went on from included.
+        rows: How many rows `fit` saw that no `Filter` left out, including the rows of the `previous` workflow.
 
-    `fitted` tells whether it is one.
+    `fitted` is whether `fit` has been called.
 
     Raises:
         TypeError: Something else is among the steps.
@@ -123,11 +123,11 @@ class Workflow:
                 columns. A lazy frame is first streamed to a temporary file.
             previous: A fitted workflow, or the folder that one was saved to, whose vocabularies are to grow: all its
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
-                Columns that it did not have begin anew. `min_count` is of the rows of `source` alone. Means, sums and
-                extremes are those of the rows of both.
+                Other columns get new vocabularies. `min_count` is of the rows of `source` alone. Means, sums and
+                extremes are over the rows of both.
             memory_bytes: Bytes that a rank may use for rows; the values to be counted come on top.
             polars_engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
-            progress: Whether to show a bar; in ranks, that of rank 0.
+            progress: Whether to show a progress bar; in ranks, rank 0 shows one.
 
         Returns:
             The workflow itself.
@@ -174,7 +174,8 @@ class Workflow:
 
         Args:
             frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
-                are made of: rows to predict need no label. Integers may be of another type than in `fit`.
+                are made of: rows to predict need no label. Integers may be of another type than in `fit`, or whole
+                numbers among floats.
             columns: Which of the `outputs` are wanted, in this order. None: all.
 
         Returns:
@@ -188,7 +189,7 @@ class Workflow:
         """
         wanted = self._wanted(columns)
         rows = require_frame(frame, "the frame").lazy()
-        rows = rows.cast(casts(rows.collect_schema(), self.needs(wanted), "the frame"))
+        rows = rows.with_columns(casts(rows.collect_schema(), self.needs(wanted), "the frame"))
         return declared(pipeline(self.steps, self.state, wanted)(rows), self.outputs, wanted)
 
     def write(
@@ -224,7 +225,7 @@ class Workflow:
                 there, and is not read.
             training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
             num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
-            shuffle: Whether the rows come in a random order, over all files; otherwise in that of `source`.
+            shuffle: Whether the rows come in a random order, over all files; otherwise in the order of `source`.
             seed: What the random order follows from.
             row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
             compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
@@ -252,7 +253,7 @@ class Workflow:
         alike = {"columns": wanted, "folder": os.fspath(folder), "memory_bytes": memory_bytes, "training": training}
         with opened(source) as given:
             types = casts(given.schema, self._inputs(self.steps, wanted, bool(training)), given.where)
-            given = given.derived(lambda frame: frame.cast(types)) if types else given
+            given = given.derived(lambda frame: frame.with_columns(types)) if types else given
             ranks.agree("write", workflow=self._digest(), rows=given.rows, **asdict(described), **alike)
             with atomic_folder(folder, ("part-*.parquet",), overwrite) as scratch:
                 given, rest = self._rows(given, wanted, bool(training), memory_bytes, chosen, progress)
@@ -303,7 +304,7 @@ class Workflow:
         return {name: (size, min(600, round(1.6 * size**0.56))) for name, size in sizes.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What the fitted steps do, as plain data: what ``workflow.json`` holds."""
+        """Describe the fitted steps as plain data, the content of ``workflow.json``."""
         self._wanted(None)
         return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows)
 
@@ -365,7 +366,7 @@ class Workflow:
 
 
 def _engine(name: str) -> Any:
-    """What polars knows an engine by. What the GPU's cannot do is an error, and not done on the CPU."""
+    """Return polars' engine. An operation that the GPU engine lacks is an error; it is not done on the CPU."""
     if name == "cpu":
         return "streaming"
     if name != "gpu":

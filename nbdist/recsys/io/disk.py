@@ -1,4 +1,4 @@
-"""What is written stays written, and what is replaced is there at any moment: as it was, or as it is to be."""
+"""Writes that survive a crash, and replacements that leave the old or the new version at any moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step. False where the file system, NFS for one, or the system cannot."""
+    """Exchange two folders in one step. False where the file system, NFS for one, or the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     if sys.platform == "linux" and hasattr(libc, "renameat2"):

@@ -19,8 +19,8 @@ from .disk import exchange, sync
 def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], overwrite: bool) -> Iterator[Path]:
     """A scratch folder; what is in its subfolder ``whole`` at the end becomes `folder`, in one step.
 
-    The scratch folder is hidden, beside `folder`, and goes away when the block ends, however it ends. If the process is
-    killed it stays, which nobody takes for `folder`, until the next one for the same `folder` removes it.
+    The scratch folder is hidden, next to `folder`, and goes away when the block ends, however it ends. If the process
+    is killed it stays, under another name than `folder`, until the next call for the same `folder` removes it.
 
     What is replaced is there until the moment that its successor is. Where the file system cannot exchange two folders
     (NFS), a process that is killed between two renames can leave neither: the next one for the same `folder` then

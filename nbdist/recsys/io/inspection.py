@@ -23,7 +23,7 @@ class Inspected(Generic[Opened]):
     types: Mapping[str, Any]
     """The columns, as in the first file; others may have them in another order."""
     opened: list[Opened]
-    """What `look` has given of each file."""
+    """The result of `look` for each file."""
     groups: list[RowGroup]
     """The row groups that have rows."""
     partitions: Mapping[str, list[int | str | None]]
@@ -78,6 +78,9 @@ def _compare(
         if name not in found:
             raise ValueError(f"{where}: no column {name!r}, which is {what}")
         if found[name] != kind:
-            raise ValueError(f"{where}: column {name!r} is {found[name]}, but {kind} {what}")
+            raise ValueError(
+                f"{where}: column {name!r} is {found[name]}, but {kind} {what}: cast it in one of the files, and write "
+                "that file again"
+            )
     if more := [name for name in found if name not in expected]:
         raise ValueError(f"{where}: column {more[0]!r} is not {what}{hint}")

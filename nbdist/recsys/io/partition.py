@@ -1,4 +1,4 @@
-"""Which rows go to which rank at which step: plain arithmetic, the same on every rank, no communication."""
+"""The assignment of rows to ranks and steps: plain arithmetic, the same on every rank, no communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ REMAINDERS = ("keep", "pad", "drop")
 
 @dataclass(frozen=True)
 class Partition:
-    """How an epoch of `rows` rows is divided among ranks in steps of up to `batch_size` rows each.
+    """The division of an epoch of `rows` rows among ranks in steps of up to `batch_size` rows each.
 
     A *position* is a place in the epoch's order, which every rank knows: position p stands for row
     ``order[p % rows]``. A rank has a contiguous span of positions and takes it in `steps` batches. No batch is empty,
@@ -29,6 +29,8 @@ class Partition:
     batches only; the up to ``world_size * batch_size - 1`` rows that are last in the epoch's order are left out."""
 
     def __post_init__(self) -> None:
+        if not hasattr(self.batch_size, "__index__"):
+            raise ValueError(f"`batch_size` must be an integer, got {self.batch_size!r}")
         for name in ("rows", "world_size", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1")
@@ -54,7 +56,7 @@ class Partition:
         return -(-largest_share // self.batch_size)
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The positions ``start .. stop - 1`` that are those of `rank`."""
+        """The positions ``start .. stop - 1`` of `rank`."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"there is no rank {rank} of {self.world_size}")
         divided = self.steps * self.world_size * self.batch_size if self.remainder == "drop" else self.rows
@@ -67,20 +69,20 @@ class Partition:
         return self.batch_starts(rank, range(step, step + 1))[0]
 
     def batch_starts(self, rank: int, steps: range) -> list[int]:
-        """That of each of some steps."""
+        """The first positions of some steps."""
         start, stop = self.span(rank)
         end = self.steps
         # Shares differ by one row: a rank whose rows would end a step early leaves one for the last step.
         return [stop if step == end else min(start + step * self.batch_size, stop - 1) for step in steps]
 
     def size(self, rank: int, step: int) -> int:
-        """How many rows batch `step` of `rank` has."""
+        """Number of rows in batch `step` of `rank`."""
         return self.batch_start(rank, step + 1) - self.batch_start(rank, step)
 
     def repeats(self, rank: int) -> int:
-        """How many rows, at the end of its span, `rank` has only to be even with the others: 0 or 1."""
+        """Number of rows at the end of `rank`'s span that repeat others, to make ranks even: 0 or 1."""
         return int(self.remainder == "pad" and 0 < self.rows % self.world_size <= rank)
 
     def size_without_repeats(self, rank: int, step: int) -> int:
-        """How many rows of batch `step`, from the first, are no repeats."""
+        """Number of rows of batch `step`, from the first, that are no repeats."""
         return self.size(rank, step) - (self.repeats(rank) if step == self.steps - 1 else 0)

@@ -1,4 +1,4 @@
-"""A random order of any number of rows, of which each place can be computed by itself."""
+"""A random order of any number of rows; each place can be computed by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of an epoch that goes on with other ranks or batches: plain arithmetic, as of `partition.py`."""
+"""The rest of an epoch that goes on with other ranks or batches: plain arithmetic, as in `partition.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .partition import Partition
 
 
 class Span(NamedTuple):
-    """Positions ``start .. stop - 1`` of an epoch, which were those of a rank as the epoch was divided first."""
+    """Positions ``start .. stop - 1`` of an epoch, which one rank had in the first division of the epoch."""
 
     rank: int
     start: int
@@ -25,12 +25,12 @@ class Rest:
     """
 
     begun: Partition
-    """How the epoch was divided first, on which the order of its rows depends."""
+    """The first division of the epoch, which determines the order of its rows."""
     left: tuple[Span, ...]
 
     @classmethod
     def after(cls, begun: Partition, step: int) -> Rest:
-        """What is left after so many steps. Rows that are repeated (`pad`) are left once, or not at all."""
+        """The rest after `step` steps. Rows that are repeated (`pad`) are left once, or not at all."""
         spans = []
         for rank in range(begun.world_size):
             stop = begun.span(rank)[1] - begun.repeats(rank)
@@ -39,7 +39,7 @@ class Rest:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows that are left."""
         return sum(span.stop - span.start for span in self.left)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, Span]]:
@@ -60,7 +60,7 @@ class Rest:
                 before += count
 
     def after_steps(self, divided: Partition, step: int) -> Rest:
-        """What is left of the rest after so many steps of ranks that it was divided among."""
+        """The rest of this rest after `step` steps of the ranks that it was divided among."""
         again = Rest.after(divided, step)
         return Rest(self.begun, tuple(span for own in again.left for _, span in self.spans(own.start, own.stop)))
 

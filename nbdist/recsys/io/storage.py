@@ -29,7 +29,7 @@ Paths: TypeAlias = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 def is_uri(name: str | os.PathLike[str]) -> bool:
-    """Whether a name is a URI; a `pathlib.Path` never is."""
+    """Return whether a name is a URI; a `pathlib.Path` never is."""
     return isinstance(name, str) and "://" in name
 
 

@@ -1,4 +1,4 @@
-"""What fastai and accelerate expect of a data loader, for one that divides its rows among the ranks by itself."""
+"""The attributes that fastai and accelerate read of a data loader, for loaders that divide rows among ranks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Adapter:
 
     @property
     def world_size(self) -> int:
-        """Among how many ranks the rows are divided."""
+        """Number of ranks that the rows are divided among."""
         raise NotImplementedError
 
     @property
     def partition(self) -> Partition:
-        """Which rows go to which rank at which step."""
+        """The assignment of rows to ranks and steps."""
         return Partition(self.rows, self.world_size, self.batch_size, self.remainder)
 
     @property
@@ -60,7 +60,7 @@ class Adapter:
 
     @property
     def drop_last(self) -> bool:
-        """Whether rows that do not fill a batch on every rank are left out."""
+        """True where rows that do not fill a batch on every rank are left out."""
         return self.remainder == "drop"
 
     @property
@@ -70,7 +70,7 @@ class Adapter:
 
     @property
     def device(self) -> torch.device:
-        """Where batches are to be."""
+        """The device of batches."""
         if self._device is not None:
             return self._device
         return collective_device() if dist.is_available() and dist.is_initialized() else torch.device("cpu")
@@ -145,18 +145,18 @@ def _padded(x: Tensor, partition: Partition, step: int) -> Tensor:
 
 
 def _rows(everyone: Tensor, partition: Partition, step: int) -> Tensor:
-    """All ranks' padded results, shape (ranks, rows, ...), one after the other, without those of repeated rows."""
+    """All ranks' padded results, shape (ranks, rows, ...), one after the other, without results of repeated rows."""
     return torch.cat([one[: partition.size_without_repeats(rank, step)] for rank, one in enumerate(everyone)])
 
 
 def _mean(everyone: Tensor, partition: Partition, step: int) -> Tensor:
-    """The mean over all rows of a step, of a mean over those of each rank."""
+    """The mean over all rows of a step, from each rank's mean over its rows."""
     sizes = everyone.new_tensor([partition.size(rank, step) for rank in range(partition.world_size)])
     return (everyone * sizes).sum() / sizes.sum()
 
 
 class _Progress:
-    """What accelerate's `GradientState` looks at: `accumulate` takes a step at the end of the loader."""
+    """The attributes that accelerate's `GradientState` reads: `accumulate` takes a step at the end of the loader."""
 
     end_of_dataloader = False
     remainder = 0  # rows that gather_for_metrics is to keep of the last step; 0: all

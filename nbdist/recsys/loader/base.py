@@ -1,4 +1,4 @@
-"""What loaders have in common: iterating, epochs and seeds, where they are, which rank they are on."""
+"""The base of loaders: iteration, epochs and seeds, position, and rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .resident import Resident
 
 
 class Loader(Adapter):
-    """What `MemoryLoader` and `ParquetLoader` have in common.
+    """The base of `MemoryLoader` and `ParquetLoader`.
 
     A batch is a dict from column name to tensor, shape (batch_size, ...), or `Ragged` for a column of lists; or what
     `transform` makes of that. Batches may be views of common memory: do not resize them.
@@ -31,7 +31,7 @@ class Loader(Adapter):
     With a process group up, make and use the loader on all ranks: the constructor compares their arguments, so that
     they cannot end up with different numbers of steps and wait for one another for ever.
 
-    Each complete iteration is an epoch, and the next has a new order. One that is broken off begins anew, in the same
+    Each complete iteration is an epoch, and the next has a new order. An interrupted one starts again, in the same
     order, unless `load_state_dict` or `set_epoch` says otherwise.
 
     The signatures of `MemoryLoader` and `ParquetLoader` list the arguments with their defaults.
@@ -39,7 +39,7 @@ class Loader(Adapter):
     Args:
         batch_size: Rows per step on each rank.
         shuffle: A new random order each epoch; otherwise the order of the input.
-        seed: What the order follows from, beside the epoch. None: drawn by rank 0 from torch's generator.
+        seed: Together with the epoch it determines the order. None: drawn by rank 0 from torch's generator.
         remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
         keyed: The columns that `keyed_jagged` will be asked for, by the model or by `predict`, in that order: ids, or
             lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
@@ -54,7 +54,7 @@ class Loader(Adapter):
         pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
         rank: Whose share of the rows. None: this process's in the process group, at the time of use; without one, all
             rows.
-        world_size: Among how many ranks the rows are divided. None: those of the process group.
+        world_size: Among how many ranks the rows are divided. None: the ranks of the process group.
 
     Raises:
         ValueError: for arguments that make no sense, and where ranks do not agree.
@@ -64,7 +64,7 @@ class Loader(Adapter):
     _group: Any = None  # through which ranks agree, if not the default process group
     table: Columns | None = None  # all rows, where they are in memory from epoch to epoch
     whole = True
-    """Whether all rows are held in memory."""
+    """True where all rows are held in memory."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Loader(Adapter):
         self.partition.span(self.rank)
 
     def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
-        """The rows of `rank` in `epoch`, in windows that follow one another, beginning with that of `position`."""
+        """The rows of `rank` in `epoch`, in consecutive windows, from the window of `position` on."""
         raise NotImplementedError
 
     def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
@@ -169,23 +169,23 @@ class Loader(Adapter):
 
     @property
     def world_size(self) -> int:
-        """Among how many ranks the rows are divided."""
+        """Number of ranks that the rows are divided among."""
         return self._shard[1] if self._shard else ranks.world_size()
 
     @property
     def partition(self) -> Partition:
-        """Which rows go to which rank at which step; of what is left, in an epoch that other ranks have begun."""
+        """The assignment of rows to ranks and steps; in an epoch that other ranks began, of the rows that are left."""
         whole = super().partition
         return whole if self._rest is None else dataclasses.replace(whole, rows=self._rest.rows)
 
     @property
     def begun_elsewhere(self) -> bool:
-        """Whether the epoch was begun on other ranks, or with other batches, so that it has fewer steps than others."""
+        """True where the epoch was begun on other ranks, or with other batches: it has fewer steps then."""
         return self._rest is not None
 
     @property
     def repeats(self) -> int:
-        """How many rows at the end of the batch given last are those of another rank, which ``"pad"`` has repeated."""
+        """Number of rows at the end of the last batch that ``"pad"`` has repeated from another rank."""
         partition, step = self.partition, max(self._step - 1, 0)
         return partition.size(self.rank, step) - partition.size_without_repeats(self.rank, step)
 
@@ -239,17 +239,17 @@ class Loader(Adapter):
         self._epoch, self._step, self._start, self._rest = epoch, 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: after the last batch it gave. Plain values, for `torch.save` or JSON; per rank alike."""
+        """Return the position after the last batch: plain values, for `torch.save` or JSON, the same on all ranks."""
         if self._step == len(self):
             return {"epoch": self._epoch + 1, "step": 0, **self._identity()}
         rest = {} if self._rest is None else {"rest": self._rest.to_json()}
         return {"epoch": self._epoch, "step": self._step, **rest, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where `state` was taken: with the rest of that epoch, in the same order.
+        """Resume the next iteration where `state` was taken: with the rest of that epoch, in the same order.
 
-        On another number of ranks, or with another batch size, the rows that are left of the epoch are divided anew, so
-        that each still comes once. Where they are too few for a step of all ranks, they are left out.
+        On another number of ranks, or with another batch size, the rows that are left of the epoch are divided again,
+        so that each still comes once. Where they are too few for a step of all ranks, they are left out.
 
         Raises:
             ValueError: where the state is of other data, or of another way to divide rows.
@@ -273,7 +273,7 @@ class Loader(Adapter):
                 self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
-        """All that the order of the rows depends on, beside the epoch."""
+        """All that the order of the rows depends on, apart from the epoch."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,

@@ -25,7 +25,7 @@ class Block(NamedTuple):
     boundaries: list[int]
     """Rows at which the batches begin, and the end of the last one."""
     value_boundaries: dict[str, list[int]]
-    """For each list column, the values at which the batches begin; known before the block goes to a GPU."""
+    """The positions in each list column's values at which batches begin; known before the block goes to a GPU."""
     keyed: Keyed | None = None
     """The batches' keyed jagged tensors."""
 
@@ -47,7 +47,7 @@ class Block(NamedTuple):
         return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys, pinned))
 
     def batches(self) -> Iterator[Columns]:
-        """One after the other, as views where nothing has to be computed."""
+        """Iterate over the batches, as views where nothing has to be computed."""
         each = [self._parts(name, column) for name, column in self.columns.items()]
         for i, parts in enumerate(zip(*each, strict=True)):
             batch = dict(zip(self.columns, parts, strict=True))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Ragged(NamedTuple):
-    """One list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
+    """A column with a list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
 
     As `torch.nn.functional.embedding_bag` takes it with ``include_last_offset=True``.
 
@@ -52,7 +52,7 @@ class KeyedIds(NamedTuple):
     lengths: Tensor
     """Int32, shape (keys * rows,), in the same order."""
     counts: list[int]
-    """For each key, how many ids."""
+    """Number of ids of each key."""
     rows: int
     limits: dict[str, tuple[int, int]]
     """The smallest and the largest id of each key that has any."""
@@ -80,7 +80,7 @@ class Batch(dict[str, Column]):
         return LoadedJagged(limits, keys=keys, values=values, lengths=lengths, length_per_key=counts, stride=rows)
 
     def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
-        """That of these columns, in this order, if it is there."""
+        """The keyed jagged tensor of these columns, in this order, if it was made."""
         return self.prepared if self._ids and list(keys) == self._ids.keys else None
 
     @property
@@ -91,13 +91,13 @@ class Batch(dict[str, Column]):
 
 
 def _state(column: Column) -> list[tuple[int, int]]:
-    """What differs once a column is replaced or written to."""
+    """The identity and version of a column, which change once it is replaced or written to."""
     parts = column if isinstance(column, Ragged) else (column,)
     return [(id(part), version_of(part)) for part in parts]
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to, as autograd counts that; -1 where it does not."""
+    """Number of writes to a tensor, as autograd counts them; -1 where autograd does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -106,12 +106,12 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def rows_of(column: Column) -> int:
-    """How many rows a column has."""
+    """Number of rows of a column."""
     return len(column.offsets) - 1 if isinstance(column, Ragged) else len(column)
 
 
 def bytes_of(column: Column) -> int:
-    """How many bytes of memory a column takes."""
+    """Bytes of memory that a column takes."""
     parts = column if isinstance(column, Ragged) else (column,)
     return sum(part.numel() * part.element_size() for part in parts)
 

@@ -23,13 +23,13 @@ class Keyed(NamedTuple):
     lengths: Tensor
     """Int32, shape (rows * keys,), in the same order."""
     counts: list[list[int]]
-    """Of each batch: for each key, how many ids; known before the block goes to a GPU."""
+    """Number of ids of each key, for each batch; known before the block goes to a GPU."""
     starts: list[int]
-    """Of the batches among the values, and the end of the last one."""
+    """The first position of each batch among the values, and the end of the last one."""
     rows: list[int]
     """Likewise, of their rows."""
     limits: list[dict[str, tuple[int, int]]]
-    """Of each batch: the smallest and the largest id of each key that has any."""
+    """The smallest and the largest id of each key that has any, for each batch."""
 
     @classmethod
     def make(cls, columns: Columns, boundaries: Sequence[int], keys: Sequence[str], pinned: bool = False) -> Keyed:
@@ -81,7 +81,7 @@ def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
 
 
 def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-    """A column's ids, how many each row has, and where those of batches begin."""
+    """A column's ids, how many each row has, and where the ids of each batch begin."""
     column = columns[key]
     ids = column.values if isinstance(column, Ragged) else column
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:

@@ -162,9 +162,9 @@ class ParquetLoader(Loader):
         self.table: Columns | None = None
         size, rows = self._files.size, self.rows
         self.whole = size + 8 * rows <= memory_bytes // 2
-        """Whether all rows are held in memory."""
+        """True where all rows are held in memory."""
         largest = max(self._files.groups, key=lambda group: group.size)
-        # Beside the window of rows: a row group as Arrow has it, decoded and not yet, and the blocks made ahead.
+        # Apart from the window of rows: a row group of Arrow's, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if prefetch is None else prefetch
         beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
@@ -205,7 +205,7 @@ class ParquetLoader(Loader):
         yield self._everything(self.table, partition, rank, epoch)
 
     def _stream(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
-        """What `rank` reads for an epoch, one window after the other; those before `position` are not read."""
+        """Iterate over the windows that `rank` reads for an epoch; windows before `position` are not read."""
         groups, shift = self._files.groups, 0
         if self.shuffle:
             generator = self._generator(epoch)

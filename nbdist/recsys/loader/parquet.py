@@ -73,7 +73,7 @@ class ParquetFiles:
         Args:
             pieces: Which rows.
             spare: Memory for dense columns, kept here from one call to the next: the result of the call before is then
-                overwritten. (Freed and taken anew, twice as much of it would stay with the process.)
+                overwritten. (Freed and allocated again, it would stay with the process twice.)
             room: How many rows `spare` is to hold at least.
 
         Raises:

@@ -17,7 +17,7 @@ _PART = 4  # of the GPU's free memory that a table may take, at most: one in so 
 class _Copy(NamedTuple):
     source: Columns
     versions: list[int]
-    """How often each column had been written to by torch."""
+    """Number of writes by torch to each column."""
     table: dict[str, Tensor]
     done: torch.cuda.Event
 

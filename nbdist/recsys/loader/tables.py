@@ -27,6 +27,8 @@ def to_table(data: Any) -> Columns:
         columns = to_columns(data.to_arrow(), "the frame")
     elif hasattr(data, "to_numpy") and hasattr(data, "columns"):  # pandas
         columns = {}
+        if not data.columns.is_unique:
+            raise ValueError(f"columns {list(data.columns[data.columns.duplicated()])} are there twice")
         for name in data.columns:
             # Not all through Arrow: it takes NaN for null.
             numeric = getattr(data[name].dtype, "kind", "O") in "biuf" and isinstance(data[name].dtype, np.dtype)
@@ -105,7 +107,9 @@ def is_list(kind: pa.DataType) -> bool:
 def check_type(kind: pa.DataType, where: str) -> None:
     inner = kind.value_type if is_list(kind) or pa.types.is_fixed_size_list(kind) else kind
     if not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+        advice = "turn it into numbers first (categorify, cast)"
+        if is_list(inner) or pa.types.is_fixed_size_list(inner):
+            advice = "flatten lists of lists first, as with pl.col(...).list.eval(pl.element().explode())"
         raise ValueError(
-            f"{where} is {kind}, which has no tensor: turn it into numbers first (categorify, cast), or name the "
-            "columns that are wanted with columns="
+            f"{where} is {kind}, which has no tensor: {advice}, or name the columns that are wanted with columns="
         )

@@ -1,4 +1,4 @@
-"""How good a recommender is, over all ranks: AUC, log loss, RMSE; recall, NDCG, hit rate, MRR of ranked items."""
+"""The quality of a recommender, over all ranks: AUC, log loss, RMSE; recall, NDCG, hit rate, MRR of ranked items."""
 
 from .ranked_items import ranking_metrics
 from .ranking import MRR, NDCG, HitRate, Recall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -18,6 +19,24 @@ def checked_rows(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     check_finite("predictions", predictions)
     check_finite("targets", targets)
     return predictions, targets
+
+
+def checked_weights(weights: Tensor | None, rows: Tensor) -> Tensor:
+    """Return a weight for each of some rows, flat, float64; 1 for each where there are no weights.
+
+    Raises:
+        ValueError: There are more or fewer weights than rows, or a weight is below 0 or not finite.
+    """
+    if weights is None:
+        return torch.ones((), dtype=torch.float64, device=rows.device).expand(len(rows))
+    weights = _flat("weights", weights).double()
+    if len(weights) != len(rows):
+        raise ValueError(f"{len(weights)} weights for {len(rows)} rows")
+    check_finite("weights", weights)
+    if (weights < 0).any():
+        row = int((weights < 0).nonzero()[0])
+        raise ValueError(f"weights must be at least 0, got {weights[row].item()} in row {row}")
+    return weights
 
 
 def checked_labels(targets: Tensor) -> Tensor:
@@ -48,8 +67,8 @@ def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> Non
 
 
 def check_some_rows(metric: Metric, rows: Tensor | int) -> None:
-    """Raise `ValueError` where a metric has seen no rows."""
-    if not int(rows):
+    """Raise `ValueError` where the number of rows, or the sum of the weights, that a metric has seen is 0."""
+    if not rows:
         raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
 
 

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from .. import ranks
 from ..loader.columns import Ragged
+from .checks import checked_weights
 
 
-def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> dict[str, float]:
+def ranking_metrics(
+    ranked: Tensor, relevant: Ragged, k: int | None = None, weights: Tensor | None = None
+) -> dict[str, float]:
     """Recall, NDCG, hit rate and MRR of the items that a model has put first for some users, over all ranks.
 
     With a process group, all ranks have to call it, each with users of its own, and get the same numbers.
@@ -20,6 +23,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         relevant: For each of the users, the items that they took. One that is there twice counts once. -1 is an item
             that the model cannot name, as `ItemIndex.places` has it: each counts, and is missed.
         k: How many of the ranked items count. None: all.
+        weights: What each user counts in the means, at least 0; shape (users,). None: 1.
 
     Returns:
         "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And how many there
@@ -27,8 +31,9 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         relevant items that are -1.
 
     Raises:
-        ValueError: `ranked` and `relevant` are of different numbers of users or are not integers, k is more than there
-            are, or no user on any rank took anything.
+        TypeError: `ranked` is no tensor, or `relevant` no `Ragged`.
+        ValueError: `ranked`, `relevant` and `weights` are of different numbers of users, items are not integers, k is
+            more than there are, a weight is below 0 or not finite, or no user with a weight above 0 took anything.
 
     Examples:
         >>> import torch
@@ -40,7 +45,12 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         >>> found["recall@2"], found["hit_rate@2"], found["mrr@2"], found["users"]
         (0.75, 1.0, 0.5, 2)
     """
-    if ranked.ndim != 2 or ranked.is_floating_point() or relevant.values.is_floating_point():
+    if not isinstance(ranked, Tensor) or not isinstance(relevant, Ragged):
+        raise TypeError(
+            f"ranked items must be a tensor and relevant ones a Ragged, as `ItemIndex.places` gives them, got "
+            f"{type(ranked).__name__} and {type(relevant).__name__}"
+        )
+    if ranked.ndim != 2 or any(one.is_floating_point() or one.dtype == torch.bool for one in (ranked, relevant.values)):
         raise ValueError(
             f"ranked and relevant items must be integers, the ranked ones of shape (users, places), got {ranked.dtype} "
             f"of shape {tuple(ranked.shape)} and {relevant.values.dtype}"
@@ -53,6 +63,7 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
     relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))
     hits, totals = _hits(ranked[:, :k].long(), relevant)
     there = totals > 0
+    weights = checked_weights(weights, ranked).to(ranked.device)[there]
     hits, totals = hits[there].double(), totals[there]
     gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
     found = hits.any(1).double()
@@ -63,13 +74,15 @@ def ranking_metrics(ranked: Tensor, relevant: Ragged, k: int | None = None) -> d
         "mrr": found / (hits.argmax(1) + 1),
     }
     mine = [len(totals), len(ranked) - len(totals), int((relevant.values == -1).sum())]
-    everyone = ranks.all_gather((mine, [float(each.sum()) for each in sums.values()]))
+    everyone = ranks.all_gather((mine, [float(each @ weights) for each in sums.values()] + [float(weights.sum())]))
     users, without, unknown = (sum(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True))
     if not users:
         raise ValueError("no user took anything: there is nothing to measure by")
-    means = [sum(values) / users for values in zip(*(values for _, values in everyone), strict=True)]
+    *totals_of, weight = [sum(values) for values in zip(*(values for _, values in everyone), strict=True)]
+    if not weight:
+        raise ValueError("all users who took something have the weight 0: there is nothing to measure by")
     return {
-        **{f"{name}@{k}": mean for name, mean in zip(sums, means, strict=True)},
+        **{f"{name}@{k}": total / weight for name, total in zip(sums, totals_of, strict=True)},
         "users": users,
         "users_without_items": without,
         "unknown_items": unknown,

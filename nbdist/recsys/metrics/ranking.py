@@ -19,8 +19,10 @@ from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from .. import ranks
-from .checks import check_finite, check_some_rows, checked_labels, checked_rows
+from .checks import check_finite, check_some_rows, checked_labels, checked_rows, checked_weights
 from .ties import Ties
+
+_STATES = {"preds": torch.float64, "target": torch.uint8, "indexes": torch.int64, "weights": torch.float64}
 
 
 class Grouped(Metric):
@@ -41,29 +43,30 @@ class Grouped(Metric):
     full_state_update = False
 
     users = 0
-    """Over how many users `compute` has taken the mean."""
+    """Number of users in the mean of `compute`."""
     users_without_positives = 0
-    """How many users it has left out."""
+    """Number of users that `compute` has left out of the mean."""
 
     def __init__(self, k: int | None) -> None:
         super().__init__()
-        if k is not None and k < 1:
-            raise ValueError(f"`k` must be at least 1, got {k}")
+        if k is not None and (not hasattr(k, "__index__") or k < 1):
+            raise ValueError(f"`k` must be an integer, at least 1, got {k!r}")
         self.k = k
-        for name in ("preds", "target", "indexes"):
+        for name in _STATES:
             self.add_state(name, [], dist_reduce_fx="cat")
 
-    def update(self, preds: Tensor, target: Tensor, indexes: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, indexes: Tensor, weights: Tensor | None = None) -> None:
         """Take rows in.
 
         Args:
             preds: Scores, one per row, higher for what is named first.
             target: Whether the user took it: 0 or 1, or booleans.
             indexes: Whose rows they are: integers.
+            weights: What the user of each row counts in the mean, at least 0, the same in all rows of a user. None: 1.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, a score is not finite, a label is something
-                else, or users are not integers.
+            ValueError: Their numbers differ, they have several columns, a score or a weight is not finite, a weight is
+                below 0, a label is something else, or users are not integers.
         """
         indexes = indexes.flatten()
         if indexes.is_floating_point() or indexes.dtype == torch.bool:
@@ -73,14 +76,13 @@ class Grouped(Metric):
         if preds.shape == indexes.shape:
             check_finite("predictions", preds, indexes)  # names the user, too
         preds, target = checked_rows(preds, target)
-        rows: Any = self
-        rows.preds.append(preds.double())
-        rows.target.append(checked_labels(target).to(torch.uint8))
-        rows.indexes.append(indexes.long())
+        labels, weights = checked_labels(target), checked_weights(weights, preds)
+        for name, values in zip(_STATES, (preds, labels, indexes, weights), strict=True):
+            getattr(self, name).append(values.to(_STATES[name]))
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
         """Bring the rows of all ranks together, also where a rank has none."""
-        for name, dtype in (("preds", torch.float64), ("target", torch.uint8), ("indexes", torch.int64)):
+        for name, dtype in _STATES.items():
             parts = getattr(self, name)
             empty = torch.empty(0, dtype=dtype, device=self.device)
             setattr(self, name, [dim_zero_cat(parts) if len(parts) else empty])
@@ -90,11 +92,11 @@ class Grouped(Metric):
         """The mean over all users of all ranks who have a positive row.
 
         Raises:
-            ValueError: There are no rows, or none that is positive.
+            ValueError: There are no rows, or none that is positive; a user has two weights, or all weights are 0.
         """
         states: Any = self
         check_some_rows(self, len(states.preds))
-        scores, labels, indexes = (dim_zero_cat(one) for one in (states.preds, states.target, states.indexes))
+        scores, labels, indexes, weights = (dim_zero_cat(getattr(self, name)) for name in _STATES)
         check_some_rows(self, len(scores))
         every = len(indexes.unique())
         if not labels.any():
@@ -108,7 +110,26 @@ class Grouped(Metric):
                 "left out of the mean",
                 stacklevel=3,
             )
-        return self._of_users(ties, len(scores) if self.k is None else self.k).mean()
+        weights = self._user_weights(labels, indexes, weights)
+        return self._of_users(ties, len(scores) if self.k is None else self.k) @ (weights / weights.sum())
+
+    def _user_weights(self, labels: Tensor, indexes: Tensor, weights: Tensor) -> Tensor:
+        """The weight of each user who has a positive row, in the order of `Ties`; shape (users,)."""
+        _, owner = indexes.unique(return_inverse=True)
+        found = torch.zeros(int(owner.max()) + 1, dtype=torch.float64, device=owner.device).index_put_(
+            (owner,), weights
+        )
+        wrong = found[owner] != weights
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{type(self).__name__}: user {indexes[row].item()} has the weights {found[owner[row]].item()} and "
+                f"{weights[row].item()}: all rows of a user must have one weight"
+            )
+        found = found[owner.bincount(weights=labels.double()) > 0]
+        if not found.any():
+            raise ValueError(f"{type(self).__name__}: all users with a positive row have the weight 0")
+        return found
 
     def _of_users(self, ties: Ties, k: int) -> Tensor:
         """The value of each user, shape (users,)."""
@@ -116,7 +137,7 @@ class Grouped(Metric):
 
 
 class Recall(Grouped):
-    """Of the items that a user took, the part that is among the first k of the rows of that user; mean over users.
+    """The part of a user's positive rows that is among the first k rows of that user; mean over users.
 
     Args:
         k: How many.
@@ -183,7 +204,7 @@ class HitRate(Grouped):
 
 
 class MRR(Grouped):
-    """One by the place of the first row that the user took, 0 where it is not among the first k; mean over users.
+    """The reciprocal of the place of a user's first positive row, 0 where it is behind the first k; mean over users.
 
     Args:
         k: How many. None: all.

@@ -1,7 +1,7 @@
 """Metrics of single rows, over all ranks: AUC, log loss, RMSE; and how many rows a second are trained.
 
 All are torchmetrics metrics: `update` with each batch on each rank, `compute` on all ranks, which gives every rank the
-same number, that of all rows. Without a process group they are of the rows of this process. Make them on the device
+same number, over all rows. Without a process group they are of the rows of this process. Make them on the device
 that predictions are on: ``AUC().to(device)``. ::
 
     auc, speed = AUC(), Throughput()
@@ -9,6 +9,8 @@ that predictions are on: ``AUC().to(device)``. ::
         auc.update(model(batch), batch["liked"])
         speed.update(len(batch["liked"]))
     print(auc.compute(), speed.compute())
+
+A row with the weight w counts as w rows do; without weights each counts as one.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ import time
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchmetrics import MeanSquaredError, Metric
+from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from .checks import check_some_rows, checked_labels, checked_rows
+from .checks import check_some_rows, checked_labels, checked_rows, checked_weights
 
 
 class AUC(Metric):
     """Area under the ROC curve: how likely a liked row is ranked above one that is not; ties count half.
 
-    Exact, in double precision: keeps the predictions of all rows, and `compute` brings those of all ranks to each.
-    (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to it.)
+    Exact, in double precision: keeps the predictions of all rows, and `compute` gathers the predictions of all ranks on
+    each. (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to
+    it.)
 
     Examples:
         >>> import torch
@@ -48,50 +51,80 @@ class AUC(Metric):
         super().__init__()
         self.scores: list[Tensor] | Tensor
         self.labels: list[Tensor] | Tensor
-        self.add_state("scores", [], dist_reduce_fx="cat")
-        self.add_state("labels", [], dist_reduce_fx="cat")
+        self.weights: list[Tensor] | Tensor
+        for name in ("scores", "labels", "weights"):
+            self.add_state(name, [], dist_reduce_fx="cat")
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Take rows in.
 
         Args:
             preds: Scores, one per row, higher for what is liked more.
             target: Labels, one per row: 0 or 1, or booleans.
+            weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, a score is not finite, or a label is something
-                else.
+            ValueError: Their numbers differ, they have several columns, a score or a weight is not finite, a weight is
+                below 0, or a label is something else.
         """
         preds, target = checked_rows(preds, target)
-        labels = checked_labels(target)
+        labels, weights = checked_labels(target), checked_weights(weights, preds)
         self.scores.append(preds.double())  # type: ignore[union-attr]
         self.labels.append(labels.to(torch.uint8))  # type: ignore[union-attr]
+        self.weights.append(weights)  # type: ignore[union-attr]
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
         """Bring the rows of all ranks together. A rank without rows gives none of the same dtype, or gloo aborts."""
         if not len(self.scores):
             self.scores = [torch.empty(0, dtype=torch.float64, device=self.device)]
             self.labels = [torch.empty(0, dtype=torch.uint8, device=self.device)]
+            self.weights = [torch.empty(0, dtype=torch.float64, device=self.device)]
         super().sync(*args, **kwargs)
 
     def compute(self) -> Tensor:
         """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where there are none, or of one label only."""
         check_some_rows(self, len(self.scores))
-        scores, labels = dim_zero_cat(self.scores), dim_zero_cat(self.labels)
+        scores, labels, weights = (dim_zero_cat(one) for one in (self.scores, self.labels, self.weights))
         check_some_rows(self, len(scores))
-        positives = int(labels.sum(dtype=torch.int64))
-        negatives = len(labels) - positives
-        if not positives or not negatives:
-            raise ValueError(f"AUC of {len(labels)} rows with {positives} labels of 1: it needs both labels")
-        # Mann and Whitney: by the ranks of the liked rows; equal scores share the mean of theirs.
-        _, group, counts = scores.unique(return_inverse=True, return_counts=True)
-        ranks = counts.cumsum(0) - (counts.double() - 1) / 2
-        liked = group.bincount(weights=labels.double())
-        wins: Tensor = (liked * ranks).sum() - positives * (positives + 1) / 2
-        return wins / (positives * negatives)
+        # By score, in rising order, the weights of rows with the label 1, and of the others.
+        _, group = scores.unique(return_inverse=True)
+        liked = group.bincount(weights=weights * labels)
+        others = group.bincount(weights=weights * (1 - labels))
+        if not liked.any() or not others.any():
+            count = int(labels.sum(dtype=torch.int64))
+            raise ValueError(
+                f"AUC of {len(labels)} rows with {count} labels of 1: it needs both labels, with weights above 0"
+            )
+        wins: Tensor = (liked * (others.cumsum(0) - others / 2)).sum()  # equal scores count half
+        pairs: Tensor = liked.sum() * others.sum()
+        return wins / pairs
 
 
-class LogLoss(Metric):
+class _Mean(Metric):
+    """A mean over rows, by their weights."""
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Tensor
+        self.weight: Tensor
+        for name in ("total", "weight"):  # float32 sums stop growing at some ten million rows
+            self.add_state(name, torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _add(self, values: Tensor, weights: Tensor) -> None:
+        self.total += values @ weights
+        self.weight += weights.sum()
+
+    def compute(self) -> Tensor:
+        """The mean over all rows of all ranks. Raises `ValueError` where there are none, or all weights are 0."""
+        check_some_rows(self, self.weight)
+        return self.total / self.weight
+
+
+class LogLoss(_Mean):
     """Mean negative log likelihood of labels, in nats.
 
     Args:
@@ -106,46 +139,33 @@ class LogLoss(Metric):
         0.41
     """
 
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
     def __init__(self, logits: bool = False) -> None:
         super().__init__()
         self.logits = logits
-        self.total: Tensor
-        self.rows: Tensor
-        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
 
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Take rows in. A wrong prediction of exactly 0 or 1 counts as 100.
 
         Args:
             preds: Probabilities or, with `logits`, logits, one per row.
             target: Labels, one per row: 0 or 1, or booleans.
+            weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
             ValueError: As for `AUC.update`; and where probabilities are outside 0 to 1.
         """
         preds, target = checked_rows(preds, target)
-        labels = checked_labels(target).double()
+        labels, weights = checked_labels(target).double(), checked_weights(weights, preds)
         if self.logits:
-            losses = torch.nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="sum")
+            losses = nn.functional.binary_cross_entropy_with_logits(preds.double(), labels, reduction="none")
         else:
             if len(preds) and not 0 <= float(preds.min()) <= float(preds.max()) <= 1:
                 raise ValueError("predictions are not probabilities: give sigmoid(predictions), or say logits=True")
-            losses = torch.nn.functional.binary_cross_entropy(preds.double(), labels, reduction="sum")
-        self.total += losses
-        self.rows += len(labels)
-
-    def compute(self) -> Tensor:
-        """The mean over all rows of all ranks. Raises `ValueError` where there are none."""
-        check_some_rows(self, self.rows)
-        return self.total / self.rows
+            losses = nn.functional.binary_cross_entropy(preds.double(), labels, reduction="none")
+        self._add(losses, weights)
 
 
-class RMSE(MeanSquaredError):
+class RMSE(_Mean):
     """Root mean squared error, in the unit of the targets.
 
     Examples:
@@ -157,29 +177,25 @@ class RMSE(MeanSquaredError):
         1.0
     """
 
-    def __init__(self) -> None:
-        super().__init__(squared=False)
-        # Float32 sums stop growing at some ten million rows.
-        self.add_state("sum_squared_error", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, preds: Tensor, target: Tensor) -> None:
+    def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
         """Take rows in.
 
         Args:
             preds: Predictions, one per row.
             target: What they should have been.
+            weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
-            ValueError: Their numbers differ, they have several columns, or one of them is not finite.
+            ValueError: Their numbers differ, they have several columns, one of them is not finite, or a weight is
+                below 0.
         """
         preds, target = checked_rows(preds, target)
-        super().update(preds.double(), target.double())
+        self._add((preds.double() - target.double()).square(), checked_weights(weights, preds))
 
     def compute(self) -> Tensor:
-        """Over all rows of all ranks. Raises `ValueError` where there are none."""
-        check_some_rows(self, self.total)
-        return super().compute()
+        """Over all rows of all ranks. Raises `ValueError` where there are none, or all weights are 0."""
+        found: Tensor = super().compute().sqrt()
+        return found
 
 
 class Throughput(Metric):
@@ -210,7 +226,7 @@ class Throughput(Metric):
         self._began = time.perf_counter()
 
     def reset(self) -> None:
-        """Begin anew, with the clock at 0."""
+        """Start again, with the clock at 0."""
         super().reset()
         self._began = time.perf_counter()
 

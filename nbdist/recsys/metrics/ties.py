@@ -21,7 +21,7 @@ class Ties(NamedTuple):
     size: Tensor
     """Rows of the tie."""
     positives: Tensor
-    """How many of these are positive."""
+    """Number of positive rows of the tie."""
     totals: Tensor
     """Positive rows of each user, at least one; shape (users,)."""
 

@@ -1,4 +1,4 @@
-"""What click models begin with: a vector for each column of codes, and the numbers beside them."""
+"""The first layer of click models: a vector for each column of codes, and the numbers as they are."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from .tables import SequenceTables
 class SASRec(nn.Module):
     """A model that gives the history of each row a vector, whose products with items say what comes next.
 
-    It is trained to tell each item of a history, from those before it, from items that were drawn. The items and their
-    histories have one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
+    It is trained to distinguish each item of a history, given the items before it, from items that were drawn. The
+    items and their histories have one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
 
     Args:
         items: How many codes items have.
@@ -82,7 +82,7 @@ class SASRec(nn.Module):
         self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(embedding_dim), enable_nested_tensor=False)
 
     def forward(self, batch: Columns, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """How what came next, and each of some drawn items, goes with each history up to there: for `cross_entropy`.
+        """Score the next item, and some drawn items, for each history up to there: logits for `cross_entropy`.
 
         Args:
             batch: Rows with the column of histories. One with less than two items teaches nothing.
@@ -132,7 +132,7 @@ class SASRec(nn.Module):
         return self.embeddings({self.column: codes})[self.column]  # type: ignore[no-any-return]
 
     def _states(self, vectors: Tensor, lengths: Tensor) -> Tensor:
-        """What is known at each place, of it and those before it; shape (rows, length, columns)."""
+        """Encode each place together with the places before it; shape (rows, length, columns)."""
         places = torch.arange(self.length, device=vectors.device)
         hidden = places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
         # Counted from the end: a history is one longer when it is asked about than when it was trained.

@@ -11,7 +11,7 @@ from ..loader.columns import Columns, rows_of, take
 def softmax_logits(
     queries: Tensor, items: Tensor, ids: Tensor, shares: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """How each row's query goes with the items of all rows, and which of them is its own: for `cross_entropy`.
+    """Score the items of all rows for each row's query, and number its own item: for `cross_entropy`.
 
     The other rows' items are its negatives. They come as often as they are in the training rows, so that popular ones
     would be pushed down for being popular; `shares` corrects that: each logit is less by the logarithm of how likely

@@ -30,7 +30,7 @@ class Table:
     feature_names: list[str]
     """The columns that are looked up in it."""
     init_fn: Callable[[Tensor], Any]
-    """What gives a part of the table, shape (rows, embedding_dim), its initial values, in place."""
+    """A function that initializes a part of the table, shape (rows, embedding_dim), in place."""
 
 
 def _describe(
@@ -152,7 +152,7 @@ class SequenceTables(nn.Module):
         return self.tables
 
     def forward(self, batch: Columns) -> dict[str, Tensor]:
-        """For each column, the vectors of its codes, list after list: shape (codes, embedding_dim)."""
+        """Look up, for each column, the vectors of its codes, list after list: shape (codes, embedding_dim)."""
         ids = {name: ids_of(batch, name) for name in self.embeddings}
         return {
             name: self.embeddings[name](_index(one.values if isinstance(one, Ragged) else one))

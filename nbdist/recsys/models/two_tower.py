@@ -59,8 +59,8 @@ class Tower(nn.Module):
 class TwoTower(nn.Module):
     """A model that finds items by the product of vectors: of who asks, and of the item.
 
-    It is trained to tell the item of a row from other items, with `softmax_logits`; the vectors of all items then make
-    an `ItemIndex`.
+    It is trained to distinguish the item of a row from other items, with `softmax_logits`; the vectors of all items
+    then make an `ItemIndex`.
 
     Args:
         query: Columns of who asks, such as the user, → how many codes each has.
@@ -109,7 +109,7 @@ class TwoTower(nn.Module):
         self.query = Tower(query, embedding_dim=embedding_dim, layers=layers, device=device)
         """The tower of who asks."""
         self.item = Tower(item, embedding_dim=embedding_dim, layers=layers, device=device)
-        """That of items."""
+        """The tower of items."""
 
     def forward(self, batch: Columns, negatives: Columns | None = None) -> tuple[Tensor, Tensor]:
         """The vectors of who asks and of items.

@@ -30,7 +30,7 @@ def average(tensors: Sequence[torch.Tensor], group: Any) -> None:
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """For each dtype one tensor, from which they get their values back."""
+    """Flatten tensors into one tensor per dtype, whose values are copied back at the end."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         some = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in some])

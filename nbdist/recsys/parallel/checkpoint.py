@@ -40,12 +40,12 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint has: key, its parts joined by dots → what torch knows of it without reading it."""
+    """The content of a checkpoint: key, its parts joined by dots → torch's metadata of the value."""
     return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
 def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """That the checkpoint has what is asked for, in the same shapes; else `ValueError`."""
+    """Raise `ValueError` where the checkpoint lacks a key that is asked for, or has it in another shape."""
     saved = contents(folder)
     for part, what in state.items():
         for key, value in _flat(what, part):

@@ -100,7 +100,7 @@ class CommonTables:
         self._stepped = False
 
     def squared_norm(self) -> torch.Tensor:
-        """That of all tables' gradients, after `exchange`; the same on all ranks."""
+        """The squared norm of all tables' gradients, after `exchange`; the same on all ranks."""
         total = torch.zeros(1, dtype=torch.float64)
         for table in self._tables:
             total += table.grad.coalesce().values().double().square().sum()  # type: ignore[union-attr]
@@ -133,7 +133,7 @@ class CommonTables:
             self._collectives.barrier()  # the next rows are looked up when all are updated
 
     def _rows_kept(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any], str]]:
-        """What is not yet in common."""
+        """Iterate over the optimizer's values per row that ranks do not share yet: table, its state, key."""
         for table in self._tables:
             state = optimizer.state.get(table, {})
             for key, value in list(state.items()):
@@ -149,7 +149,7 @@ class CommonTables:
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """A mean to which a rank adds, for nobody called zero_grad, is to be divided by the ranks once more."""
+        """Divide a mean that a rank goes on to add to, without zero_grad, by the number of ranks once more."""
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:
@@ -164,14 +164,14 @@ class CommonTables:
         return table.grad._indices()[0].numpy(), rows_as_bytes(table.grad._values())
 
     def _owned(self, ids: np.ndarray, table: nn.Parameter) -> np.ndarray:
-        """Whether these rows are this rank's own, shape of `ids`: about a page of memory each in turns, for often ids
+        """Return whether rows belong to this rank, shape of `ids`: about a page of memory each in turns, for often ids
         nearby are popular."""
         rows = mmap.PAGESIZE // (table.shape[1] * table.element_size())
         block = ids >> max(rows.bit_length() - 1, 0)
         return np.asarray(block % self._collectives.size == self._collectives.rank)
 
     def _in_common(self, tensor: torch.Tensor, written: Any) -> torch.Tensor:
-        """A tensor in memory that all ranks share, of which this one writes some rows."""
+        """A tensor in memory that all ranks share; this rank writes some of its rows."""
         memory = self._collectives.memory(max(tensor.nbytes, 1))
         common = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         common[written] = tensor[written]

@@ -19,7 +19,7 @@ class CopiedTables:
     """The tables of a model. All ranks have to call its methods alike.
 
     Args:
-        tables: Their weights, by name; they become those of the group's first rank on all ranks.
+        tables: Their weights, by name; all ranks get the weights of the group's first rank.
         group: Of the ranks with copies. None: the default process group.
     """
 
@@ -35,7 +35,7 @@ class CopiedTables:
         optimizer.register_step_pre_hook(self._begin)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the optimizer keeps of the tables' rows is a copy, too."""
+        """Do nothing: the optimizer's state of the tables' rows is a copy, too."""
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -60,7 +60,7 @@ class CopiedTables:
             table.grad = torch.sparse_coo_tensor(all_ids[None], all_rows / size, table.shape, check_invariants=False)
 
     def squared_norm(self) -> torch.Tensor:
-        """That of all tables' gradients, after `exchange`; the same on all ranks."""
+        """The squared norm of all tables' gradients, after `exchange`; the same on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=next(iter(self._names)).device)
         for table in self._names:
             if table.grad is not None:

@@ -128,7 +128,7 @@ def _laid_out(grad: Tensor, parameter: Tensor) -> Tensor:
 
 
 class _Dense(NamedTuple):
-    """What a step takes of a group of parameters with dense gradients."""
+    """The arguments of a step for a group of parameters with dense gradients."""
 
     params: list[Tensor]
     grads: list[Tensor]

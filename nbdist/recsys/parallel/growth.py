@@ -28,7 +28,7 @@ _FROM_ZERO = {
 def resolve(
     grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> dict[str, tuple[int, int, torch.Tensor]]:
-    """What is to grow: key of a weight → its rows in the checkpoint, those here, and the parts.
+    """Find the tables that are to grow: key of a weight → its rows in the checkpoint, those here, and the parts.
 
     Args:
         grow: What the user has said.
@@ -112,7 +112,7 @@ def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) ->
 
 
 def _grows(value: Any, rows: int) -> bool:
-    """Whether a value has an entry for each row of a table; some optimizers have one for each row of each part."""
+    """Return whether a value has an entry for each row of a table; some optimizers have one per row and part."""
     if not (isinstance(value, torch.Tensor) or hasattr(value, "local_shards")) or not len(value.size()):
         return False
     return int(value.size()[0]) % rows == 0
@@ -125,7 +125,7 @@ def _sharded(value: Any, old: int, new: int) -> Any:
     """
 
     def clip(one: Any) -> Any:
-        """Where the rows of a shard are in the checkpoint; None where none of them is."""
+        """The place of a shard's rows in the checkpoint; None where none of them is there."""
         first, *others = one.shard_offsets
         part, row = divmod(first, new)
         rows = min(old - row, one.shard_sizes[0])

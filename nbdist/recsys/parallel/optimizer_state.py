@@ -1,4 +1,4 @@
-"""What torch's optimizers keep, under the names of their parameters: saved as it is, loaded into a fresh one.
+"""The state of torch's optimizers, under the names of their parameters: saved as it is, loaded into a fresh one.
 
 Nothing is stepped for that, so that saving changes no training: a parameter that has not been stepped has no state.
 """
@@ -41,7 +41,7 @@ def state_of(optimizers: Sequence[Named]) -> dict[str, Any]:
 def empty_state(
     optimizers: Sequence[Named], saved: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """What a checkpoint's state of some optimizers can be read into.
+    """Make tensors into which a checkpoint's state of some optimizers can be read.
 
     Args:
         optimizers: What it is for.
@@ -66,7 +66,7 @@ def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str
     """Bring optimizers to a state that was read from a checkpoint.
 
     Raises:
-        ValueError: It is that of another class of optimizers.
+        ValueError: It is the state of another class of optimizers.
     """
     for optimizer, _, _, name in _parameters(optimizers):
         kind, here = state[_PREFIX + name][0], type(optimizer).__name__
@@ -96,7 +96,7 @@ def _parameters(optimizers: Sequence[Named]) -> Iterator[tuple[torch.optim.Optim
 
 
 def misfit(folder: str | os.PathLike[str], what: str) -> str:
-    """What is said of a checkpoint whose optimizer state is of no use here."""
+    """Make the message for a checkpoint whose optimizer state is of no use here."""
     return (
         f"the optimizer's state in {folder} does not fit: {what}. It was saved with another optimizer, or one that "
         "keeps a number per row of each part (rowwise_adagrad) and another split of the columns: use the same ones, or "

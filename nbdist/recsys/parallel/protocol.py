@@ -1,4 +1,4 @@
-"""What training, evaluation and snapshots need of a model on all ranks, however it is spread over them."""
+"""The interface that training, evaluation and snapshots need of a model on all ranks, sharded or replicated."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Parallel(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of all its parameters on this rank."""
+        """The optimizer of all parameters on this rank."""
 
     @property
     def _fused(self) -> bool:
-        """Whether there are tables that are updated in the backward pass already, before any `step`."""
+        """True where some tables are updated in the backward pass already, before any `step`."""
 
     @property
     def _ahead(self) -> Ahead | None:
-        """What sends ids of the next batch to the ranks that hold their rows; None where nothing is sent."""
+        """The sender of the next batch's ids to the ranks that hold their rows; None where nothing is sent."""
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients so that their norm, that of all of them together, is at most `norm`; it before that."""
+        """Scale all gradients so that their common norm is at most `norm`; return the norm before that."""
 
     def gather(self) -> nn.Module | None:
         """The whole model as one plain module, on the CPU of rank 0; None on the other ranks."""

@@ -47,19 +47,19 @@ class Replicated:
     module: nn.Module
     """The model that was given."""
     _tables: CommonTables | CopiedTables | None = None
-    """Those with sparse gradients, which DistributedDataParallel leaves alone."""
+    """The tables with sparse gradients, which DistributedDataParallel leaves alone."""
 
     @property
     def _fused(self) -> bool:
-        """Whether there are tables that are updated in the backward pass: none."""
+        """False: no table is updated in the backward pass."""
         return False
 
     @property
     def _ahead(self) -> None:
-        """What sends ids to the ranks that hold their rows: nothing, for all do."""
+        """None: every rank holds all rows, so that no ids are sent."""
 
     def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients so that their norm, that of all of them together, is at most `norm`.
+        """Scale all gradients so that their common norm is at most `norm`.
 
         Returns:
             Their norm before.

@@ -15,7 +15,7 @@ from torch.optim.adagrad import adagrad
 
 @torch.no_grad()
 def step_rows(optimizer: torch.optim.Optimizer, tables: Container[nn.Parameter]) -> list[nn.Parameter]:
-    """Take an optimizer's step for those of its parameters that are among `tables`, whose gradients are sparse.
+    """Take an optimizer's step for its parameters among `tables`, whose gradients are sparse.
 
     Returns:
         For which it was taken. None but for Adagrad, and without weight decay, which torch refuses for such gradients.

@@ -23,6 +23,8 @@ from .modes import evaluating, modules_of
 from .search import top_k
 
 _FILE = "items.parquet"
+_NO_ID = -1e30
+"""Less than every integer that an index has: for floats that are no whole numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +115,7 @@ class ItemIndex:
         Args:
             queries: Vectors, shape (queries, width).
             k: How many.
-            exclude: For each query, ids that it is not to be given; others than those of the index do not matter.
+            exclude: For each query, ids that it is not to be given; ids that the index lacks do not matter.
 
         Returns:
             A row for each query: `items`, the list of ids, the best first, and `scores`. They are shorter than k where
@@ -141,6 +143,11 @@ class ItemIndex:
         lists = series_of(ids, "id").alias("id")
         # An integer that the index's type cannot hold is one that it does not have.
         kind = pl.Int128() if self.ids.dtype.is_integer() else self.ids.dtype
+        inner = lists.dtype.inner if isinstance(lists.dtype, pl.List) else None
+        if kind.is_integer() and isinstance(inner, pl.DataType) and inner.is_float():
+            id = pl.element().fill_nan(None)
+            whole = id.is_null() | (id.is_finite() & (id == id.floor()))
+            lists = lists.list.eval(pl.when(whole).then(id).otherwise(_NO_ID))
         lists = lists.cast(pl.List(kind))
         rows = lists.to_frame().with_row_index("row").explode("id").drop_nulls("id").unique(maintain_order=True)
         known = pl.DataFrame({"id": self.ids.cast(kind)}).with_row_index("place")

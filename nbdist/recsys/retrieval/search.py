@@ -46,10 +46,14 @@ def top_k(
         tensor([[ 1,  2],
                 [ 0, -1]])
     """
+    if queries.ndim != 2 or items.ndim != 2:
+        raise ValueError(
+            f"queries and items must be of shape (rows, width), got {tuple(queries.shape)} and {tuple(items.shape)}"
+        )
     if queries.shape[1] != items.shape[1]:
         raise ValueError(f"queries have {queries.shape[1]} columns, and items {items.shape[1]}")
-    if k < 1 or block < 1:
-        raise ValueError(f"k={k}, block={block}: at least 1")
+    if not all(hasattr(one, "__index__") and one >= 1 for one in (k, block)):
+        raise ValueError(f"`k` and `block` must be integers, at least 1, got {k!r} and {block!r}")
     if exclude is not None and len(exclude.lengths) != len(queries):
         raise ValueError(f"exclude has {len(exclude.lengths)} lists for {len(queries)} queries")
     for what, vectors in (("query", queries), ("item", items)):

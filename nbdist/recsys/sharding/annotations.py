@@ -1,5 +1,5 @@
-"""What TorchRec and FBGEMM annotate for profilers: some twenty pieces a step, which take a twentieth of a small step of
-training even where nobody profiles."""
+"""The annotations of TorchRec and FBGEMM for profilers: some twenty a step, which take a twentieth of a small step of
+training even without a profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast ranks read rows of tables and send to each other, here and now.
+"""Measured bandwidths: of ranks reading rows of tables, and of ranks sending to each other.
 
 TorchRec's planner weighs strategies by that. Left to itself it takes a data center's: 51 GB/s of memory, 600 GB/s
 between the ranks of a machine.
@@ -31,9 +31,9 @@ class Bandwidth:
     """Bytes per second of a rank while all do the same; to the nearest power of two: noise is to change no plan."""
 
     memory: float
-    """Of rows that are read here and there, and written side by side; both count."""
+    """Bytes per second of random rows that are read, and written contiguously; both count."""
     ranks: float
-    """Of what a rank sends to all, itself included."""
+    """Bytes per second that a rank sends to all ranks, including itself."""
 
 
 #: Process group → type of device → what was measured.

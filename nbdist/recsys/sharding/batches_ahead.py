@@ -19,11 +19,11 @@ class _Begun(NamedTuple):
     features: KeyedJaggedTensor
     context: Any
     request: Any
-    """Of sizes first, then of ids."""
+    """TorchRec's request in flight: for sizes first, then for ids."""
 
 
 class InputsAhead:
-    """Of the sharded collections of a model. All ranks have to call its methods alike.
+    """The batches ahead of a model's sharded collections. All ranks have to call its methods alike.
 
     Args:
         collections: Each with the features that it takes.
@@ -70,7 +70,7 @@ class InputsAhead:
         return begun.context, ids
 
     def _beside(self) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU, what is done in the block is done beside what is under way there."""
+        """On a GPU, run the work of the block concurrently with the work that is under way."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

@@ -4,7 +4,7 @@
 ranks of one machine), by columns (column_wise; table_column_wise), by both (grid_shard), or a copy on every rank
 (data_parallel). TorchRec itself offers no strategy with rows on CPUs; here all work on CPU ranks (gloo) as on GPUs.
 
-The gradient of a step is the mean of the ranks' gradients, and buffers, such as those of batch norm, are rank 0's in
+The gradient of a step is the mean of the ranks' gradients, and buffers, such as batch norm's, are rank 0's in
 each forward pass, as in DistributedDataParallel.
 """
 
@@ -256,7 +256,7 @@ def _forget_old_groups() -> None:
 
 
 def _ignore_warnings_in_training() -> None:
-    """What torch tells of TorchRec's use of it, in steps that are the user's own; for the rest of this rank's life."""
+    """Silence torch's warnings about TorchRec in the user's own steps, for the rest of this rank's life."""
     # FBGEMM's dense lookup has its gradient in its CPU and CUDA backends, where torch does not look for it.
     warnings.filterwarnings("ignore", message="fbgemm::dense_embedding_codegen_lookup_function")
     # As of torch 2.13 and TorchRec 1.8.

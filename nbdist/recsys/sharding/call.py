@@ -65,7 +65,7 @@ def shard(
         memory_bytes: Bytes per rank that the plan may use for tables. None: 85 % of the free bytes (on CPUs, shared by
             the ranks of this machine), less four times the size of the other parameters, for gradients and moments.
         checked: Whether an id outside its table is a `ValueError` in the step that has it. On GPUs each step waits for
-            that, unless a loader with `keyed=` has looked before; without it, such ids are those of other rows, and
+            that, unless a loader with `keyed=` has looked before; without it, such ids mean other rows, and
             train them.
 
     Raises:

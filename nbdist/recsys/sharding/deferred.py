@@ -52,7 +52,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
     ) -> Tensor:
-        """As FBGEMM's: pooled, shape (samples, columns of all features); else (ids of all features, columns)."""
+        """Look rows up: pooled, shape (samples, columns of all features); else (ids of all features, columns)."""
         features = self.feature_table_map
         samples = (len(offsets) - 1) // len(features)
         offsets = offsets.long()  # as `unique` numbers the ids
@@ -82,7 +82,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         return output.to(SparseType.from_int(self.output_dtype).as_dtype())
 
     def gradients(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of each table that has any: its number, rows, and their gradients, added up since the last `forget`."""
+        """The sums of gradients since the last `forget`: for each table with any its number, rows, gradients."""
         tables: dict[int, list[LookedUp]] = {}
         for one in self.looked_up:
             if one.vectors.grad is not None:
@@ -108,7 +108,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
 
     @torch.no_grad()
     def update(self) -> None:
-        """What the optimizer makes of the gradients, as FBGEMM's kernels have it. Rows without one stay as they are."""
+        """Update rows by their gradients as FBGEMM's kernels do. Rows without a gradient stay as they are."""
         self.iter += 1
         self.iter_cpu += 1
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
@@ -137,7 +137,7 @@ class TablesOptimizer(CombinedOptimizer):
     """Optimizers of a sharded model, which update the tables that wait for that, too.
 
     Args:
-        optimizers: TorchRec's of the fused tables, which hand on learning rates, and those of all else.
+        optimizers: TorchRec's of the fused tables, which hand on learning rates, and the optimizers of all else.
         waiting: The tables of this rank that wait.
     """
 
@@ -146,7 +146,7 @@ class TablesOptimizer(CombinedOptimizer):
         self.waiting = waiting
         copies = [isinstance(one, KeyedOptimizerWrapper) for one in optimizers]
         self.of_copies = [one for one, copied in zip(optimizers, copies, strict=True) if copied]
-        """Those of what every rank has a copy of."""
+        """The optimizers of parameters that every rank has a copy of."""
         self.of_tables = [one for one, copied in zip(optimizers, copies, strict=True) if not copied]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What ranks that share memory send each other in a step of a sharded collection: the ids, all at once, and of tables
+"""The exchange between ranks that share memory, in a step of a sharded collection: the ids, all at once, and of tables
 that are whole or split by columns the pooled rows and their gradients, laid out once and read where they lie.
 
 TorchRec has ranks meet three times for the ids (for how much comes, for the lengths of the lists, for the ids
@@ -68,7 +68,7 @@ class _AtOnce(KJTAllToAll):
         self._gathers: dict[int, SharedGather] = {}  # by the number of arrays
 
     def forward(self, input: KeyedJaggedTensor) -> Any:
-        """As TorchRec's; there is nothing left to wait for."""
+        """Exchange as TorchRec's module does; there is nothing left to wait for."""
         if input.variable_stride_per_key():  # on all ranks, if on one: it follows from how the model is called
             return super().forward(input)
         group: Any = self._pg
@@ -115,7 +115,7 @@ class _PooledAtOnce(PooledEmbeddingsAllToAll):
         self._gather = SharedGather(group.collectives, 1)
 
     def forward(self, local_embs: torch.Tensor, batch_size_per_rank: list[int] | None = None) -> Any:
-        """As TorchRec's; there is nothing left to wait for."""
+        """Exchange as TorchRec's module does; there is nothing left to wait for."""
         size = self._pg.size()
         samples = batch_size_per_rank or [len(local_embs) // size] * size
         pooled = _Pooled.apply(  # type: ignore[no-untyped-call]
@@ -127,8 +127,8 @@ class _PooledAtOnce(PooledEmbeddingsAllToAll):
 
 
 class _Pooled(torch.autograd.Function):
-    """From what a rank has for all samples, shape (samples of all ranks, its columns), to what all have for those of a
-    rank, shape (its samples, columns of all ranks)."""
+    """Exchange what each rank has for all samples, shape (samples of all ranks, its columns), for all columns of a
+    rank's samples, shape (its samples, columns of all ranks)."""
 
     @staticmethod
     def forward(

@@ -134,7 +134,7 @@ def restore_order(module: nn.Module, names: list[str]) -> None:
 
 
 def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) -> None:
-    """Have a sharded collection raise for ids outside its tables, which FBGEMM takes for those of other rows.
+    """Have a sharded collection raise for ids outside its tables, which FBGEMM would read as ids of other rows.
 
     On a GPU it waits for what is under way there, unless the loader has looked (`keyed=`).
 
@@ -164,7 +164,7 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 
 
 def pad_batches(module: nn.Module, to_largest: bool) -> None:
-    """Let a sharded collection take batches without samples, which TorchRec and FBGEMM cannot.
+    """Make a sharded collection accept batches without samples, which TorchRec and FBGEMM do not.
 
     A batch gets empty bags, or sequences, up to one sample, and the output is cut to the batch again. They add nothing,
     to outputs or gradients.
@@ -223,7 +223,7 @@ def look_up_singly(module: nn.Module) -> None:
 
 
 def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
-    """What the ids of all features stand for in their tables, one below the other; shape (ids, columns)."""
+    """The rows of the ids of all features in their tables, one below the other; shape (ids, columns)."""
     tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
     first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
     rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))

@@ -1,4 +1,4 @@
-"""The values that a sharded model starts with: of tables that are never whole anywhere, and of what is beside them."""
+"""The values that a sharded model starts with: of tables that are never whole anywhere, and of all other parameters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def let_go(model: nn.Module, tables: Mapping[str, Table]) -> None:
-    """Put the model's tables on the meta device: TorchRec keeps those that it is given, whole, beside the shards."""
+    """Put the model's tables on the meta device: TorchRec keeps whole tables, in addition to the shards."""
     for table in tables.values():
         path, _, name = table.key.rpartition(".")
         meta = nn.Parameter(torch.empty_like(table.weight, device="meta"), requires_grad=table.weight.requires_grad)
@@ -74,8 +74,8 @@ def common_seed(device: torch.device) -> int:
 def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> None:
     """Give the shards in a sharded model's state dict their table's values, drawn where the shards are.
 
-    TorchRec leaves out those of a table on the CPU, and on the meta device gives every rank's shard the same ones, as
-    the ranks are seeded alike.
+    TorchRec leaves out the initial values of a table on the CPU, and on the meta device gives every rank's shard the
+    same ones, as the ranks are seeded alike.
     """
     for table in tables.values():
         held = state[table.key]

@@ -1,4 +1,4 @@
-"""A sharding plan to look at: which part of which table is on which rank, and how even the load is."""
+"""A sharding plan to look at: the rank of each part of each table, and how even the load is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Shard:
 
     table: str
     strategy: str
-    """How the table is sharded, such as "row_wise"."""
+    """The table's sharding, such as "row_wise"."""
     rank: int
     row: int
     """The first of its rows."""
@@ -24,7 +24,7 @@ class Shard:
     """The first of its columns."""
     columns: int
     bytes: int
-    """Of its weights."""
+    """Bytes of the shard's weights."""
     memory: int
     """Bytes that the planner expects: weights, optimizer state, inputs and outputs."""
     work: float
@@ -71,12 +71,12 @@ class Plan:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row per shard, with the fields of `Shard` as columns."""
+        """A frame with a row per shard, and the fields of `Shard` as columns."""
         return pd.DataFrame([vars(shard) for shard in self.shards], columns=list(Shard.__dataclass_fields__))
 
     @property
     def ranks(self) -> pd.DataFrame:
-        """One row per rank: `shards`, and the sums of `bytes`, `memory` and `work`."""
+        """A frame with a row per rank: `shards`, and the sums of `bytes`, `memory` and `work`."""
         groups = self.frame.groupby("rank")
         sums = groups[["bytes", "memory", "work"]].sum()
         sums.insert(0, "shards", groups.size())

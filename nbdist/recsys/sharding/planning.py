@@ -1,4 +1,4 @@
-"""What TorchRec's planner makes of tables and of what is asked for them, and why it cannot."""
+"""A plan by TorchRec's planner, for tables and the strategies asked for them; or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_sharders(fused: dict[str, Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Planner:
-    """What is to be planned, in a rank."""
+    """A planner for the tables of a model, in a rank."""
 
     model: nn.Module
     tables: Mapping[str, Table]
@@ -66,7 +66,7 @@ class Planner:
     """Through which rows are sent; None: the default process group."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
-        """For TorchRec, and to look at: made on rank 0, the same, or the same exception, on all ranks."""
+        """Make a plan for TorchRec, and one to look at: on rank 0; all ranks get the same, or the same exception."""
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
         bandwidth = measure(self.device, self.group)
@@ -160,7 +160,7 @@ class Planner:
         return plan, self._to_look_at(best, nranks)
 
     def _dense_bytes(self) -> int:
-        """What all that is no table takes: values, gradients, and two moments of an optimizer."""
+        """Bytes of all parameters outside tables: values, gradients, and two moments of an optimizer."""
         tables = {id(table.weight) for table in self.tables.values()}
         dense = [parameter for parameter in self.model.parameters() if id(parameter) not in tables]
         return 4 * sum(parameter.numel() * parameter.element_size() for parameter in dense)
@@ -206,7 +206,7 @@ def _least_free(device: torch.device, local: int) -> tuple[int, int]:
 
 
 def _hardware(bandwidth: Bandwidth, on_gpu: bool, nranks: int, local: int) -> HardwareConfig:
-    """As TorchRec takes it, in bytes per millisecond."""
+    """Convert to TorchRec's unit, bytes per millisecond."""
     memory, ranks = bandwidth.memory / 1e3, bandwidth.ranks / 1e3
     if nranks == local:  # it reckons that what all ranks add up goes over one network a rank
         between = {"intra_host_bw": ranks, "inter_host_bw": ranks / local}

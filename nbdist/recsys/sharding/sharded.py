@@ -60,13 +60,13 @@ class Sharded:
     _template: nn.Module
     """The model as it was, its parameters on the meta device."""
     _fused: bool = True
-    """Whether there are tables that are updated in the backward pass."""
+    """True where some tables are updated in the backward pass."""
     _ahead: InputsAhead | None = None
-    """What sends ids of the next batch to the ranks that hold their rows, for `fit`; None on a single rank."""
+    """The sender of the next batch's ids to the ranks that hold their rows, for `fit`; None on a single rank."""
 
     @torch.no_grad()
     def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients, those of tables too, so that their norm is at most `norm`. All ranks have to call it.
+        """Scale all gradients, also of tables, so that their norm is at most `norm`. All ranks have to call it.
 
         Args:
             norm: Of the gradients of all parameters together, each number of a table once, on whatever rank.
@@ -217,7 +217,7 @@ def kernels(optimizer: Any) -> Iterator[Any]:
 
 
 def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
-    """What the fused Adam and its kin correct their bias by; FBGEMM keeps it out of the optimizer's state."""
+    """The step count by which the fused Adam and LAMB correct their bias; no part of FBGEMM's state."""
     count = torch.tensor(
         max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
     )
@@ -235,7 +235,7 @@ def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
 def _gather_table(value: Any) -> torch.Tensor | None:
     """A sharded table on the CPU of rank 0; None on the other ranks.
 
-    It comes by blocks: the whole of it, and each rank's part beside it, may be more than a GPU has.
+    It comes by blocks: the whole of it, together with each rank's part, may be more than a GPU has.
     """
     rank, device = dist.get_rank(), collective_device()
     own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}

@@ -60,7 +60,7 @@ class Table:
 
     name: str
     key: str
-    """Of its weights in the model's state dict."""
+    """The key of the table's weights in the model's state dict."""
     config: Any
     weight: torch.Tensor
     pooled: bool
@@ -122,7 +122,7 @@ def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T
 
 
 def too_large_to_copy(table: Table, samples: int) -> str:
-    """Why every rank should not have a copy of a table; empty if it may. `samples` are those of all ranks in a step."""
+    """Why every rank should not have a copy of a table; empty if it may. `samples`: of all ranks in a step."""
     rows, size = table.config.num_embeddings, table.weight.numel() * table.weight.element_size()
     if size <= SMALL or rows <= 4 * samples:
         return ""
@@ -133,7 +133,7 @@ def too_large_to_copy(table: Table, samples: int) -> str:
 
 
 def column_parts(strategy: str, nranks: int, local: int) -> int:
-    """In how many parts of equal width a strategy splits a table's columns.
+    """Return the number of parts of equal width into which a strategy splits a table's columns.
 
     Args:
         strategy: One of `STRATEGIES`.

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: in a notebook a table and a plot that grow in the cell, elsewhere lines of text."""
+"""The display of a run: in a notebook a table and a plot that grow in the cell, elsewhere lines of text."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ class RunDisplay:
 
 
 def _in_notebook() -> bool:
-    """Whether displays can be updated: in a notebook's kernel, and in the ranks of one."""
+    """Return whether displays can be updated: in a notebook's kernel, and in the ranks of one."""
     return type(shell()).__name__ == "ZMQInteractiveShell"

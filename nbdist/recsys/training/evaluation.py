@@ -18,11 +18,16 @@ from ...devices import collective_device
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics.ranking import Grouped
+from ..metrics.rows import AUC, RMSE, LogLoss
 from ..parallel.protocol import Parallel
 
-Predict: TypeAlias = Callable[[nn.Module, Any], "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]"]
-"""Model and batch → predictions, such as logits of shape (rows,), and targets; and, for metrics of ranked rows such as
-`NDCG`, whose rows they are: integers, shape (rows,), such as the users."""
+Predict: TypeAlias = Callable[
+    [nn.Module, Any],
+    "tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None, Tensor]",
+]
+"""Model and batch → predictions, such as logits of shape (rows,), and targets; for metrics of ranked rows such as
+`NDCG`, whose rows they are: integers, shape (rows,), such as the users; and fourth, for metrics with weights, the
+weight of each row."""
 
 Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 
@@ -59,7 +64,8 @@ def evaluate(
     Args:
         model: What `shard` or `replicate` gave, as for `fit`; or a module, which is called as it is.
         predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
-            and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users.
+            and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users. Fourth, after the users or
+            None, it may return the weights of the rows.
         loader: The rows, on the device that the model is on; each rank has its share.
         metrics: Name → metric. They are moved to the rank's device and reset before.
         precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16. "fp32" or None: without
@@ -100,7 +106,7 @@ def evaluate(
 def measure(
     model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], precision: Precision | None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """What `evaluate` gives, with NaN for what cannot be computed, and why not."""
+    """Evaluate as `evaluate` does, with NaN for metrics that cannot be computed, and the reasons."""
     was_training = model.training
     model.eval()
     for metric in metrics.values():
@@ -109,15 +115,9 @@ def measure(
         for batch in loader:
             found = forward(model, predict, batch, precision)
             if loader.repeats:
-                found = tuple(one[: -loader.repeats] for one in found)
+                found = tuple(None if one is None else one[: -loader.repeats] for one in found)
             for name, metric in metrics.items():
-                grouped = isinstance(metric, (Grouped, RetrievalMetric))
-                if grouped and len(found) < 3:
-                    raise TypeError(
-                        f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
-                        "are, too: predictions, targets, users"
-                    )
-                metric.update(*(found if grouped else found[:2]))
+                _update(name, metric, *found)
             missing = found[0].isnan()
             if missing.any():  # for metrics that are not ours
                 raise ValueError(
@@ -139,8 +139,24 @@ def measure(
     return dict(zip(metrics, values.tolist(), strict=True)), ranks.on_rank_0(lambda: failed)
 
 
-def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Tensor, ...]:
-    """Predictions, in single precision, and targets of a batch; and the users, if `predict` tells them."""
+def _update(
+    name: str, metric: Metric, predictions: Tensor, targets: Tensor, users: Tensor | None = None, *weights: Tensor
+) -> None:
+    rows = [predictions, targets]
+    if isinstance(metric, (Grouped, RetrievalMetric)):
+        if users is None:
+            raise TypeError(
+                f"{name}: {type(metric).__name__} ranks the rows of each user: predict has to return who they "
+                "are, too: predictions, targets, users"
+            )
+        rows.append(users)
+    if weights and not isinstance(metric, (Grouped, AUC, LogLoss, RMSE)):
+        raise TypeError(f"{name}: {type(metric).__name__} takes no weights, and predict returns some")
+    metric.update(*rows, *weights)
+
+
+def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Any, ...]:
+    """Predictions, in single precision, and targets of a batch; and users and weights, if `predict` returns them."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
         predictions, *others = predict(model, batch)

@@ -1,4 +1,4 @@
-"""What a run has measured so far, as a table, a plot and a frame."""
+"""The measurements of a run so far, as a table, a plot and a frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Record:
-    """One line of the table: what was trained since the line before it, and the validation that followed.
+    """A line of the table: the training since the line before it, and the validation that followed.
 
     Examples:
         >>> import torch
@@ -49,7 +49,7 @@ class Record:
     rates: list[float]
     """Learning rates of the last step: each different one that the rank's optimizer has, the largest first."""
     rows_per_second: float
-    """Of all ranks together, without the time for validation and snapshots."""
+    """Rows per second of all ranks together, without the time for validation and snapshots."""
     failed: dict[str, str] = field(default_factory=dict)
     """Metric that could not be computed → why; its value is NaN."""
 
@@ -189,7 +189,7 @@ def cells(record: Record, metrics: Iterable[str]) -> list[str]:
 
 
 def failures(record: Record) -> list[str]:
-    """What could not be computed, in a sentence each."""
+    """Sentences about the metrics that could not be computed."""
     return [f"{name} after step {record.step:,} could not be computed: {why}" for name, why in record.failed.items()]
 
 

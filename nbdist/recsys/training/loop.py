@@ -75,8 +75,8 @@ def fit(
 ) -> History:
     """Train a sharded or replicated model. All ranks have to call it, with the same arguments.
 
-    The gradient of a step is that of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot that
-    grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
+    The gradient of a step is the gradient of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot
+    that grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
 
     A run that is resumed ends with the same weights and history as one that was never broken off, but for
     `rows_per_second`:
@@ -94,9 +94,10 @@ def fit(
 
     Args:
         model: What `shard` or `replicate` gave.
-        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for a third.
+        predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
+            weights, which metrics take, and the loss does not.
         train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
-            world_size=1`), of which there may be more on some than on others, in equally many steps.
+            world_size=1`), which may be more on some ranks than on others, in equally many steps.
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".
         steps: How long to train: in steps,
         epochs: or in epochs. One of the two.
@@ -117,7 +118,7 @@ def fit(
             scaled, so that small gradients do not vanish, and a step whose gradients overflow on some rank is left out
             on all, with half the scale afterwards. "fp32" or None: without autocast.
         snapshots: Where and when to take them, and whether to resume.
-        patience: Stop when so many evaluations in a row have not improved the last of the metrics.
+        patience: Stop when this number of evaluations in a row have not improved the last of the metrics.
         pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
             this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
         captured: Whether steps are recorded as a CUDA graph and replayed, which takes a small model a tenth of the
@@ -220,7 +221,7 @@ def fit(
         return min(total, *(step - step % every + every for every in each))
 
     def pauses(step: int) -> bool:
-        """Whether something is done after a step that has to find the loader where the training is."""
+        """Return whether work after a step needs the loader at the position of the training."""
         each = [eval_every, *([snapshots.every or eval_every] if snapshots else [])]
         return step == total or any(step % every == 0 for every in each)
 
@@ -288,7 +289,7 @@ def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
 
 
 def _improved(history: History, metrics: Mapping[str, Metric], name: str) -> bool:
-    """Whether the last record has the best value of a metric so far."""
+    """Return whether the last record has the best value of a metric so far."""
     values = _the_higher(history, metrics, name)
     return bool(values) and name in history[-1].metrics and values[-1] > max([-math.inf, *values[:-1]])
 
@@ -300,7 +301,7 @@ def _the_higher(history: History, metrics: Mapping[str, Metric], name: str) -> l
 
 
 def _stale(history: History, metrics: Mapping[str, Metric], patience: int | None) -> bool:
-    """Whether the last of the metrics has not improved for `patience` evaluations."""
+    """Return whether the last of the metrics has not improved for `patience` evaluations."""
     if patience is None or not len(history):
         return False
     values = _the_higher(history, metrics, list(metrics)[-1])

@@ -29,7 +29,7 @@ from .snapshots import Snapshots, random_state, set_random_state
 
 
 class Run:
-    """A run between its steps: all that a snapshot has to hold beside the model."""
+    """A run between its steps: all that a snapshot has to hold in addition to the model."""
 
     def __init__(
         self,
@@ -76,23 +76,23 @@ class Run:
         self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
 
     def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
-        """Whether these are the last ones of an epoch: the next one may be divided otherwise among the ranks."""
+        """Return whether these are an epoch's last batches: the next may be divided otherwise among the ranks."""
         return batches[-1][0] == len(self._sizes) - 1
 
     @property
     def epoch(self) -> float:
-        """How many epochs are over."""
+        """Number of epochs that are over."""
         step, epochs, before = self._origin
         done = self.step - step
         return epochs + (done * before if done < 0 else done / self.steps_an_epoch)
 
     def steps_of(self, epochs: int) -> int:
-        """The step after which so many epochs are over."""
+        """The step after which `epochs` epochs are over."""
         step, before, _ = self._origin
         return step + (epochs - before) * self.steps_an_epoch
 
     def train_on(self, batches: Sequence[tuple[int, Any]], following: tuple[int, Any] | None = None) -> None:
-        """One step, on some batches, each with its number in the epoch; `following` is the next one, to send ahead."""
+        """Take a step on some batches, each with its number in the epoch; `following` is the next, to send ahead."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def recorded(self) -> bool:
-        """Whether the history has the last step."""
+        """True where the history has the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric]) -> None:

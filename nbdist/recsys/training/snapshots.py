@@ -24,7 +24,7 @@ _STATE, _BEST = "state.json", "best.json"
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Where `fit` keeps snapshots of a run, and when it takes them.
+    """A folder for `fit`'s snapshots of a run, and when it takes them.
 
     Each is a folder `step-N` with what `save` of the model writes, and with what else a run goes on from. It is
     written under another name and renamed at the end: a run that is killed while it writes leaves the one before.
@@ -52,11 +52,11 @@ class Snapshots:
     """
 
     folder: str | os.PathLike[str]
-    """One that all ranks reach, of this run alone. It is made if it is not there."""
+    """A folder that all ranks reach, of this run alone. It is made if it is not there."""
     every: int | None = None
     """Steps. None: before each evaluation. The end of a run is one in any case."""
     keep: int = 2
-    """How many: older ones are removed."""
+    """Number of snapshots to keep: older ones are removed."""
     keep_best: str | None = None
     """Metric: the snapshot after whose steps it was best is kept too, whatever `keep` says, and `best` names it."""
     resume: bool = False
@@ -69,12 +69,12 @@ class Snapshots:
                 raise ValueError(f"{name}={value}: at least 1")
 
     def all(self) -> list[Path]:
-        """Those that there are, the newest last."""
+        """The folders of the snapshots that there are, the newest last."""
         found = [path for path in Path(self.folder).glob("step-*") if path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def best(self) -> Path:
-        """The snapshot of which `keep_best` was best, for `load` of a model.
+        """The snapshot whose value of `keep_best` is best, for `load` of a model.
 
         Raises:
             FileNotFoundError: None is there, or none was evaluated yet.
@@ -152,7 +152,7 @@ class Snapshots:
 
         Returns:
             `common`, with `step` and `world_size`, and `own` as `_save` got them. On another number of ranks `own` is
-            that of the rank with the same number, or begins with rank 0's again where there were fewer.
+            the state of the rank with the same number, or starts again with rank 0's where there were fewer ranks.
 
         Raises:
             ValueError: There are snapshots, and the run is not to be resumed; or the newest was taken of another model
@@ -189,7 +189,7 @@ class Snapshots:
 
 
 def random_state() -> dict[str, Any]:
-    """Where this rank's random generators are: those of `random`, NumPy, torch, and of its GPU."""
+    """The states of this rank's random generators: of `random`, NumPy, torch, and its GPU."""
     kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

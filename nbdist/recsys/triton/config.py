@@ -20,7 +20,7 @@ class TensorSpec(NamedTuple):
 
 
 class Batching(NamedTuple):
-    """How requests are put together."""
+    """Options of batching requests."""
 
     rows: int
     delay: float
@@ -79,7 +79,7 @@ def write_config(config: Any, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Any:
-    """What `write_config` has written."""
+    """Read what `write_config` has written."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2 as pb
 

@@ -17,7 +17,7 @@ ONNX; and ``<name>``, the ensemble of the two, which is the one to ask. The firs
 Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime. Neither needs
 nbdist, torch or polars.
 
-With ``version=``, the two have several versions in the repository, of which each is right only with its own: a code of
+With ``version=``, the two have several versions in the repository; each goes only with its own counterpart: a code of
 one is another in the next. Triton has one configuration for all versions of an ensemble, so that there is an ensemble
 for each of them, ``<name>.<version>``; and ``<name>`` takes the greatest.
 
@@ -54,7 +54,7 @@ from ..loader.columns import Columns
 from . import served
 from .config import Batching, TensorSpec, ensemble_config, model_config, read_config, write_config
 from .onnx import Call, looked_up, write_onnx
-from .request import arrow_type, as_fitted, served_steps, to_request
+from .request import ServedSteps, arrow_type, as_fitted, served_steps, to_request
 from .served.preprocess import Array
 
 _BACKENDS = ("onnxruntime", "python")
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Ensemble:
-    """What was exported.
+    """An exported workflow and model.
 
     Examples:
         >>> import polars as pl
@@ -145,9 +145,9 @@ def export_ensemble(
             `etl.fill_unknown` has it; otherwise what their tables happened to begin with. Which tables these are is
             seen from what an `nn.Embedding` or `nn.EmbeddingBag` is asked for; of a column whose table is not found, a
             warning says so. The row of a table's `padding_idx` stays.
-        version: A number, to have several versions beside each other, of the same inputs and outputs:
-            ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when nobody
-            asks for it any more. None: there is only one.
+        version: A number, to have several versions in one repository, of the same inputs and outputs:
+            ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when no
+            client asks for it any more. None: there is only one.
         overwrite: Whether an ensemble of this name, and version, that was written to `path` before is replaced.
 
     Raises:
@@ -207,7 +207,7 @@ def export_ensemble(
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
         steps.write(folders[0])
-        _copy_source("preprocess.py", folders[0])
+        copy_source("preprocess.py", folders[0])
         ask = call or _plain_call
         with contextlib.ExitStack() as stack:
             if fill:
@@ -215,11 +215,10 @@ def export_ensemble(
                 stack.enter_context(unknown_filled(model, workflow, list(steps.outputs), tables))
             answer = write_onnx(model, steps.outputs, ask, output, folders[1] / "model.onnx")
         if backend == "python":
-            _copy_source("predict.py", folders[1])
+            copy_source("predict.py", folders[1])
 
         batching = Batching(max_batch_size, max_queue_delay)
-        raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
-        taken = [TensorSpec(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
+        raw, taken = tensors_of(steps)
         answers = [TensorSpec(output, answer.numpy().dtype, answer.shape[1])]
         first = model_config(names[0], "python", batching, raw, taken)
         second = model_config(names[1], backend, batching, taken, answers)
@@ -260,6 +259,13 @@ def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:
     return model(batch)  # type: ignore[no-any-return]
 
 
+def tensors_of(steps: ServedSteps) -> tuple[list[TensorSpec], list[TensorSpec]]:
+    """The inputs and outputs of the model that does a workflow's steps."""
+    raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
+    made = [TensorSpec(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
+    return raw, made
+
+
 def _tensor(column: str, kind: pa.DataType) -> TensorSpec:
     is_list = pa.types.is_large_list(kind)
     inner = kind.value_type if is_list else kind
@@ -267,7 +273,8 @@ def _tensor(column: str, kind: pa.DataType) -> TensorSpec:
     return TensorSpec(column, dtype, -1 if is_list else 1)
 
 
-def _copy_source(file: str, folder: Path) -> None:
+def copy_source(file: str, folder: Path) -> None:
+    """Write a file of `served` as the code of a model of the Python backend."""
     (folder / "model.py").write_bytes((resources.files(served) / file).read_bytes())
 
 

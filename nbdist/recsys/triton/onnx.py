@@ -74,7 +74,7 @@ class _Served(nn.Module):
 
 
 def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, output: str, path: Path) -> Tensor:
-    """Write `model` to `path`, its weights to a file beside it, and make sure that it answers as the model does.
+    """Write `model` to `path`, its weights to a file next to it, and make sure that it answers as the model does.
 
     Args:
         model: It is left as it is.

@@ -45,17 +45,17 @@ class Feature:
     """NumPy's name."""
     is_list: bool = False
     size: int | None = None
-    """How many codes a categorified column has, those of null and unknown values included."""
+    """Number of codes of a categorified column, including null and unknown values."""
 
 
 @dataclass
 class ServedSteps:
-    """What a server has to do with a request so that the model can take it."""
+    """The steps that a server does with a request so that the model can take it."""
 
     inputs: dict[str, str]
     """The columns of a request, each with its type's name in the workflow."""
     outputs: dict[str, Feature] = field(default_factory=dict)
-    """What the model takes."""
+    """The columns that the model takes."""
     kernels: list[Kernel] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class ServedSteps:
 
 
 def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSteps:
-    """What makes some of a workflow's outputs; None: those that are categorified.
+    """The steps that make some of a workflow's outputs; None: all that are categorified.
 
     Raises:
         RuntimeError: The workflow is not fitted.

@@ -130,7 +130,7 @@ def serve(
 
 
 def exists_for_this_machine() -> bool:
-    """Whether the wheels in ``requirements/triton.txt`` are made for this machine and this version of Python."""
+    """Return whether the wheels in ``requirements/triton.txt`` are made for this machine and this version of Python."""
     libc, version = platform.libc_ver()
     return (
         (sys.platform, platform.machine(), libc) == ("linux", "x86_64", "glibc")
@@ -148,7 +148,7 @@ class _Installed:
     """Python's, as in "3.11"."""
     packages: Path
     libraries: tuple[str, ...]
-    """Where the interpreter's shared library can be."""
+    """Folders in which the interpreter's shared library can be."""
 
     @classmethod
     def find(cls, environment: str | os.PathLike[str] | None) -> _Installed:
@@ -176,7 +176,7 @@ class _Installed:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What lets the stub find the shared library of the interpreter, and by its `python3` the packages."""
+        """The environment by which the stub finds the interpreter's library, and by its `python3` the packages."""
         libraries = [
             str(self.packages / "nvidia_pytriton.libs"),
             *self.libraries,
@@ -186,7 +186,7 @@ class _Installed:
         return {"LD_LIBRARY_PATH": ":".join(filter(None, libraries)), "PATH": ":".join(filter(None, path))}
 
     def link_backends(self, folder: Path) -> None:
-        """Make a folder of backends, in which the Python backend has the stub of the Python version beside it."""
+        """Make a folder of backends, in which the Python backend has the stub of this environment's Python version."""
         server = self.packages / "pytriton" / "tritonserver"
         stub = server / "python_backend_stubs" / self.version / "triton_python_backend_stub"
         if not stub.is_file():

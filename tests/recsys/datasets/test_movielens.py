@@ -224,3 +224,27 @@ def test_files_saved_anew(tmp_path: Path, name: str, encoding: str, newline: str
     (folder / file).write_bytes(FILES[name][file].replace("\n", newline).encode(encoding))
     _, movies, _ = movielens(name, folder)
     assert movies["title"][0].startswith("Amélie's ") and movies["genres"].to_list() == [["Action", "Children's"], []]
+
+
+def test_columns_of_csv_are_found_by_their_names(tmp_path: Path) -> None:
+    """Files that pandas saved with its index, or in another order; without names the first row would be lost."""
+    folder = write(tmp_path / "here", "25m")
+    expected = movielens("25m", folder)
+    ratings, movies = folder / "ratings.csv", folder / "movies.csv"
+    pl.read_csv(ratings).with_row_index("").select("", "movieId", "timestamp", "rating", "userId").write_csv(ratings)
+    pl.read_csv(movies).select("genres", "movieId", "title").write_csv(movies)
+    found = movielens("25m", folder)
+    assert found.frame.equals(expected.frame) and found.movies.equals(expected.movies)
+    for file, names in ((ratings, "userId, movieId, rating, timestamp"), (movies, "movieId, title, genres")):
+        kept = file.read_text(encoding="utf-8")
+        file.write_text(kept.partition("\n")[2], encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"{file.name}: the first line must name {names}, but it lacks"):
+            movielens("25m", folder)
+        file.write_text(kept, encoding="utf-8")
+
+
+def test_quotation_marks_of_windows(tmp_path: Path) -> None:
+    folder = write(tmp_path / "here", "100k")
+    text = (folder / "u.item").read_text(encoding="latin-1")
+    (folder / "u.item").write_text(text.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}"), encoding="cp1252")
+    assert movielens("100k", folder).movies["title"][0].startswith("Amélie\N{RIGHT SINGLE QUOTATION MARK}s")

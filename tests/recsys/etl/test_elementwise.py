@@ -290,3 +290,18 @@ def test_a_bound_that_is_infinite_is_none(tmp_path: Path) -> None:
         workflow.save(tmp_path / "saved", overwrite=True)
         for one in (workflow, Workflow.load(tmp_path / "saved")):
             assert one.transform(rows).collect()["age"].to_list() == expected
+
+
+@pytest.mark.parametrize("dtype", [pl.Int8, pl.UInt8, pl.Int64, pl.UInt64])
+def test_a_bound_beyond_all_values_of_a_type_does_nothing(tmp_path: Path, dtype: Any) -> None:
+    rows = pl.DataFrame({"n": pl.Series([0, 5, 100, None], dtype=dtype)})
+    for low, high, expected in ((-(2**70), 2**70, [0, 5, 100, None]), (3, 2**64, [3, 5, 100, None])):
+        workflow = Workflow(Clip("n", min_value=low, max_value=high)).fit(rows, progress=False)
+        assert workflow.transform(rows).collect()["n"].to_list() == expected
+        result = served_steps(workflow, ["n"])
+        result.write(tmp_path)
+        asked = rows.drop_nulls()
+        found = Preprocessing(tmp_path)(Ensemble(tmp_path, "", result.inputs, "").request(asked))["n"]
+        assert found[:, 0].tolist() == expected[:3]
+    with pytest.raises(ValueError, match=r"Clip.*conversion from .* failed"):  # all values would be what none can be
+        Workflow(Clip("n", min_value=2**70)).fit(rows, progress=False)

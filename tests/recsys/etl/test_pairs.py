@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import tritonclient.http as client
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from nbdist.recsys.etl import (
     Bucketize,
@@ -36,7 +38,9 @@ from nbdist.recsys.etl import (
     Workflow,
 )
 from nbdist.recsys.etl.ops.step import Step
-from nbdist.recsys.triton.export import Ensemble
+from nbdist.recsys.triton import serve, serving
+from nbdist.recsys.triton.config import Batching, model_config, write_config
+from nbdist.recsys.triton.export import Ensemble, copy_source, tensors_of
 from nbdist.recsys.triton.request import served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
 
@@ -156,7 +160,21 @@ def fitted(names: tuple[str, ...], train: pl.DataFrame) -> Workflow | None:
 
 def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
     """A server's answer is polars'; it refuses what is null, and nothing else."""
-    expected = workflow.transform(asked).collect()
+    served = served_columns(workflow)
+    try:
+        found = answer(workflow, served, asked, folder)
+    except ValueError:
+        found = {}
+        for name in served:
+            try:
+                found |= answer(workflow, [name], asked, folder)
+            except ValueError as error:
+                check_refusal(workflow, name, asked, str(error))
+    check_same(workflow, found, asked)
+
+
+def served_columns(workflow: Workflow) -> list[str]:
+    """The outputs that a server can make."""
     served = []
     for name in workflow.outputs:
         try:
@@ -166,15 +184,15 @@ def compare(workflow: Workflow, asked: pl.DataFrame, folder: Path) -> None:
             assert any(text in str(error) for text in ("no model can take", "polars expression", "no other rows")), (
                 error
             )
-    try:
-        found = answer(workflow, served, asked, folder)
-    except ValueError:
-        found = {}
-        for name in served:
-            try:
-                found |= answer(workflow, [name], asked, folder)
-            except ValueError as error:
-                assert "is null" in str(error) and expected[name].null_count(), (workflow, name, error)
+    return served
+
+
+def check_refusal(workflow: Workflow, name: str, asked: pl.DataFrame, message: str) -> None:
+    assert "is null" in message and workflow.transform(asked).collect()[name].null_count(), (workflow, name, message)
+
+
+def check_same(workflow: Workflow, found: dict[str, Any], asked: pl.DataFrame) -> None:
+    expected = workflow.transform(asked).collect()
     for name, values in found.items():
         column = expected[name]
         if isinstance(column.dtype, pl.List):
@@ -229,3 +247,54 @@ def test_triples_of_steps(
     tmp_path_factory: pytest.TempPathFactory, names: tuple[str, str, str], seen: list[Any], asked: list[Any]
 ) -> None:
     check(names, seen, asked, tmp_path_factory.getbasetemp())
+
+
+def write_model(repository: Path, name: str, workflow: Workflow, columns: list[str]) -> Ensemble:
+    """A model of the Python backend that does the steps, as `export_ensemble` writes it."""
+    steps = served_steps(workflow, columns)
+    folder = repository / name / "1"
+    folder.mkdir(parents=True)
+    steps.write(folder)
+    copy_source("preprocess.py", folder)
+    write_config(model_config(name, "python", Batching(64, 0.0), *tensors_of(steps)), folder.parent)
+    return Ensemble(repository, name, steps.inputs, "")
+
+
+@pytest.mark.skipif(not serving.exists_for_this_machine(), reason="no Triton server for this machine")
+@pytest.mark.long("Triton: a server with 60 models")
+def test_pairs_and_triples_on_a_real_server(tmp_path: Path) -> None:
+    """Models of what can be served, each with rows of all sorts; and of columns with a null, which are refused."""
+    asks: list[tuple[Ensemble, Workflow, pl.DataFrame, list[str], bool]] = []
+
+    @given(names=st.lists(st.sampled_from(list(MAKERS)), min_size=2, max_size=3), seen=rows, asked=rows)
+    @settings(max_examples=150, derandomize=True, phases=[Phase.generate], deadline=None)
+    def collect(names: list[str], seen: list[Any], asked: list[Any]) -> None:
+        train, frame = (pl.DataFrame(each, schema=SCHEMA, orient="row") for each in (seen, asked))
+        workflow = fitted(tuple(names), train) if len(asks) < 60 else None
+        if workflow is None:
+            return
+        nulls = workflow.transform(frame).collect().null_count().row(0, named=True)
+        whole, refused = [], []
+        for name in served_columns(workflow):
+            is_list = workflow.outputs[name].startswith("list[")
+            (refused if nulls[name] and not is_list else whole).append(name)
+        for columns, good in ((whole, True), (refused[:1], False)):
+            if columns:
+                model = write_model(tmp_path / "repository", f"m{len(asks)}", workflow, columns)
+                asks.append((model, workflow, frame, columns, good))
+
+    collect()
+    assert len(asks) >= 60
+    with serve(tmp_path / "repository", timeout=900) as server, client.InferenceServerClient(server.http) as one:
+        for model, workflow, frame, columns, good in asks:
+            given_columns = []
+            for name, array in model.request(frame).items():
+                given_columns.append(client.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+                given_columns[-1].set_data_from_numpy(array)
+            if good:
+                answers = one.infer(model.name, given_columns)
+                check_same(workflow, {name: answers.as_numpy(name) for name in columns}, frame)
+            else:
+                with pytest.raises(InferenceServerException) as caught:
+                    one.infer(model.name, given_columns)
+                check_refusal(workflow, columns[0], frame, str(caught.value))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.recsys.etl import leave_one_out, time_split
+from nbdist.recsys.etl import leave_one_out, sequences, time_split, with_history
 
 rows = st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.integers(0, 6))), max_size=40)
 
@@ -87,6 +87,8 @@ def test_a_time_that_is_nan_is_before_all_others() -> None:
     frame = pl.DataFrame({"user": [1] * 4, "timestamp": [1.0, float("nan"), 2.0, 3.0]})
     for split in (leave_one_out(frame), time_split(frame, valid=0.25, test=0.25)):
         assert [part["timestamp"].fill_nan(-1).to_list() for part in split] == [[1.0, -1.0], [2.0], [3.0]]
+    assert sequences(frame.with_row_index("row"), "row")["row"].to_list() == [[1, 0, 2, 3]]
+    assert with_history(frame.with_row_index("row"), "row")["history"].to_list() == [[1], [], [1, 0], [1, 0, 2]]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,10 @@ def test_a_time_that_is_nan_is_before_all_others() -> None:
         (lambda frame: time_split(frame, valid=0.5, test=0.5), "together less than 1"),
         (lambda frame: time_split(frame, valid=0.5, test=3), "both parts of the rows, or both times"),
         (lambda frame: time_split(frame, valid=5, test=3), "valid=5 is after test=3"),
+        (
+            lambda frame: time_split(frame.cast({"timestamp": pl.Datetime}), valid="2024-01-01", test="2024-02-01"),
+            "valid='2024-01-01' and .* must be times as in column 'timestamp', which is Datetime",
+        ),
     ],
 )
 def test_what_makes_no_sense(call: Any, message: str) -> None:

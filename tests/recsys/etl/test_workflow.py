@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nbdist.recsys.etl import Categorify, Compute, Drop, Join, Workflow, inputs, output
+from nbdist.recsys.etl import Categorify, Compute, Drop, FillMissing, Join, Workflow, inputs, output
 from nbdist.recsys.etl.expressions import from_json, to_json
 from nbdist.recsys.io.permutation import Permutation
 from nbdist.recsys.loader import ParquetLoader
@@ -919,3 +920,22 @@ def test_a_saved_vocabulary_that_is_none_is_refused(tmp_path: Path, table: pl.Da
 def _saved(one: Workflow, folder: Path) -> Path:
     one.save(folder / "saved", overwrite=True)
     return folder / "saved"
+
+
+def test_floats_stand_for_integers_where_they_are_whole(tmp_path: Path) -> None:
+    """A column of pandas that has integers in `fit` has floats where a value is missing."""
+    seen = pd.DataFrame({"user": [1, 2, 3], "age": [7, 8, 9]})
+    asked = pd.DataFrame({"user": [3, None, 9], "age": [float("nan"), 8.0, 9.0]})
+    workflow = Workflow(Categorify("user"), FillMissing("age", value=5)).fit(seen, progress=False)
+    expected = [(4, 5), (0, 8), (1, 9)]
+    frames: list[Any] = [asked, pl.from_pandas(asked, nan_to_null=False), pl.from_pandas(asked).lazy()]
+    for number, frame in enumerate(frames):
+        assert workflow.transform(frame).collect().rows() == expected
+        (file,) = workflow.write(frame, tmp_path / str(number), num_files=1, shuffle=False, progress=False)
+        assert pl.read_parquet(file).rows() == expected
+    for wrong in (1.5, 1e30, float("inf")):
+        rows = pl.DataFrame({"user": [1.0, wrong], "age": [1, 2]})
+        with pytest.raises(Exception, match=r"column 'user' has .*, but it was int64 in fit"):
+            workflow.transform(rows).collect()
+        with pytest.raises(ValueError, match=r"column 'user' has .*, but it was int64 in fit"):
+            workflow.write(rows, tmp_path / "wrong", progress=False)

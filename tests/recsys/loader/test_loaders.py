@@ -704,3 +704,11 @@ def test_lists_of_lists_are_refused(tmp_path: Path) -> None:
             make()
     (batch,) = ParquetLoader(tmp_path, 1, columns=["x"])
     assert batch["x"].tolist() == [1]
+
+
+def test_two_columns_of_one_name_and_batches_of_no_whole_number() -> None:
+    with pytest.raises(ValueError, match=r"columns \['a'\] are there twice"):
+        MemoryLoader(pd.DataFrame([[1, 2]], columns=["a", "a"]), 1)
+    for wrong in (2.0, "2"):
+        with pytest.raises(ValueError, match="`batch_size` must be an integer, got"):
+            MemoryLoader({"a": [1, 2]}, wrong)

@@ -7,7 +7,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 from nbdist.recsys.loader import Ragged
 from nbdist.recsys.metrics import AUC, MRR, NDCG, RMSE, HitRate, LogLoss, Recall, ranking_metrics
 
-Row = tuple[float, int, int]
-"""Score, label, user."""
+
+class Row(NamedTuple):
+    score: float
+    label: int
+    user: int
+    weight: float = 1.0
+    user_weight: float = 1.0
 
 
 def gain(place: int) -> float:
@@ -38,52 +43,70 @@ def of_order(labels: Sequence[int], k: int) -> list[float]:
     ]
 
 
+def mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The mean of values by weights; None where the weights are 0."""
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None
+
+
+def means(values: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float] | None:
+    if not any(weights):
+        return None
+    return [mean(list(zip(each, weights, strict=True))) or 0.0 for each in zip(*values, strict=True)]
+
+
 def of_users(rows: Sequence[Row], k: int) -> list[float] | None:
     """The means over users; a user counts by the mean of all orders that the scores allow."""
-    found = []
-    for user in {user for _, _, user in rows}:
-        mine = [(score, label) for score, label, one in rows if one == user]
-        if not any(label for _, label in mine):
+    found, weights = [], []
+    for user in {row.user for row in rows}:
+        mine = [row for row in rows if row.user == user]
+        if not any(row.label for row in mine):
             continue
-        orders = [sorted(order, key=lambda row: -row[0]) for order in itertools.permutations(mine)]
-        values = [of_order([label for _, label in order], k) for order in orders]
+        orders = [sorted(order, key=lambda row: -row.score) for order in itertools.permutations(mine)]
+        values = [of_order([row.label for row in order], k) for order in orders]
         found.append([statistics.fmean(each) for each in zip(*values, strict=True)])
-    return [statistics.fmean(each) for each in zip(*found, strict=True)] if found else None
+        weights.append(mine[0].user_weight)
+    return means(found, weights)
 
 
 def auc(rows: Sequence[Row]) -> float | None:
-    pairs = [(a > b) + (a == b) / 2 for a, one, _ in rows for b, other, _ in rows if one and not other]
-    return statistics.fmean(pairs) if pairs else None
+    liked, others = ([row for row in rows if row.label == label] for label in (1, 0))
+    return mean([((a.score > b.score) + (a.score == b.score) / 2, a.weight * b.weight) for a in liked for b in others])
 
 
-def log_loss(rows: Sequence[Row]) -> float:
-    return statistics.fmean(math.log1p(math.exp(-score if label else score)) for score, label, _ in rows)
+def log_loss(rows: Sequence[Row]) -> float | None:
+    return mean([(math.log1p(math.exp(-row.score if row.label else row.score)), row.weight) for row in rows])
 
 
-def rmse(rows: Sequence[Row]) -> float:
-    return math.sqrt(statistics.fmean((score - label) ** 2 for score, label, _ in rows))
+def rmse(rows: Sequence[Row]) -> float | None:
+    found = mean([((row.score - row.label) ** 2, row.weight) for row in rows])
+    return None if found is None else math.sqrt(found)
 
 
-def of_lists(ranked: Sequence[Sequence[int]], relevant: Sequence[Sequence[int]], k: int) -> list[float] | None:
+def of_lists(
+    ranked: Sequence[Sequence[int]], relevant: Sequence[Sequence[int]], weights: Sequence[float], k: int
+) -> list[float] | None:
     """Recall, NDCG, hit rate and MRR; -1 is no item where it is ranked, and one that is missed where it is relevant."""
-    found = []
-    for row, taken in zip(ranked, relevant, strict=True):
+    found, counted = [], []
+    for row, taken, weight in zip(ranked, relevant, weights, strict=True):
         total = len({item for item in taken if item != -1}) + sum(item == -1 for item in taken)
         labels = [int(item != -1 and item in taken and item not in row[:place]) for place, item in enumerate(row[:k])]
         if total:
             missed = total - sum(labels)
             found.append(of_order([*labels, *[0] * (k - len(labels)), *[1] * missed], k))
-    return [statistics.fmean(each) for each in zip(*found, strict=True)] if found else None
+            counted.append(weight)
+    return means(found, counted)
 
 
-def measured(make: Callable[[], Any], rows: Sequence[Row], batch: int) -> float | None:
+def measured(make: Callable[[], Any], rows: Sequence[Row], batch: int, weighted: bool = False) -> float | None:
     """A metric of this rank's rows in batches; None where it cannot be computed."""
     metric = make()
     grouped = isinstance(metric, (Recall, NDCG, HitRate, MRR))
     for start in range(0, len(rows), batch):
-        scores, labels, users = zip(*rows[start : start + batch], strict=True)
-        columns = torch.tensor(scores, dtype=torch.float64), torch.tensor(labels), torch.tensor(users)
-        metric.update(*(columns if grouped else columns[:2]))
+        scores, labels, users, weights, of_users = zip(*rows[start : start + batch], strict=True)
+        columns = [torch.tensor(scores, dtype=torch.float64), torch.tensor(labels)]
+        options = {"weights": torch.tensor(of_users if grouped else weights)} if weighted else {}
+        metric.update(*columns, *([torch.tensor(users)] if grouped else []), **options)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -92,23 +115,27 @@ def measured(make: Callable[[], Any], rows: Sequence[Row], batch: int) -> float 
         return None
 
 
-def all_of(rows: Sequence[Row], k: int, batch: int) -> list[float | None]:
+def all_of(rows: Sequence[Row], k: int, batch: int, weighted: bool) -> list[float | None]:
     kinds = [lambda: Recall(k), lambda: NDCG(k), lambda: HitRate(k), lambda: MRR(k), MRR, AUC]
     kinds += [lambda: LogLoss(logits=True), RMSE]
-    return [measured(make, rows, batch) for make in kinds]
+    return [measured(make, rows, batch, weighted) for make in kinds]
 
 
-def expected_of(rows: Sequence[Row], k: int) -> list[float | None]:
+def expected_of(rows: Sequence[Row], k: int, weighted: bool) -> list[float | None]:
+    rows = rows if weighted else [row._replace(weight=1.0, user_weight=1.0) for row in rows]
     users, whole = of_users(rows, k) or [None] * 4, of_users(rows, len(rows)) or [None] * 4
     return [*users, whole[3], auc(rows), log_loss(rows), rmse(rows)]
 
 
-def lists_of(ranked: Sequence[Sequence[int]], relevant: Sequence[Sequence[int]], k: int) -> list[float] | None:
+def lists_of(
+    ranked: Sequence[Sequence[int]], relevant: Sequence[Sequence[int]], weights: Sequence[float] | None, k: int
+) -> list[float] | None:
     values = torch.tensor([item for taken in relevant for item in taken], dtype=torch.int64)
     offsets = torch.tensor([0, *itertools.accumulate(map(len, relevant))])
     places = torch.tensor([list(row) for row in ranked], dtype=torch.int64).view(-1, 4)
     try:
-        return list(ranking_metrics(places, Ragged(values, offsets), k).values())[:4]
+        given = None if weights is None else torch.tensor(weights)
+        return list(ranking_metrics(places, Ragged(values, offsets), k, given).values())[:4]
     except ValueError:
         return None
 
@@ -127,42 +154,73 @@ def few_per_user(rows: list[Row]) -> list[Row]:
     counts: dict[int, int] = {}
     kept = []
     for row in rows:
-        counts[row[2]] = counts.get(row[2], 0) + 1
-        kept += [row] if counts[row[2]] <= 5 else []
+        counts[row.user] = counts.get(row.user, 0) + 1
+        kept += [row] if counts[row.user] <= 5 else []
     return kept
 
 
+USERS = [-4, 0, 3, 2**40]
 scores = st.one_of(st.sampled_from([-2.0, -1.5, 0.0, 1.0]), st.floats(-5, 5))
-some_rows = st.lists(
-    st.tuples(scores, st.integers(0, 1), st.sampled_from([-4, 0, 3, 2**40])), min_size=1, max_size=16
-).map(few_per_user)
+weights = st.sampled_from([0.0, 0.25, 1.0, 3.0, 1e6])
+some_rows = (
+    st.tuples(
+        st.lists(st.builds(Row, scores, st.integers(0, 1), st.sampled_from(USERS), weights), min_size=1, max_size=16),
+        st.tuples(*[weights] * len(USERS)),
+    )
+    .map(lambda drawn: [row._replace(user_weight=drawn[1][USERS.index(row.user)]) for row in drawn[0]])
+    .map(few_per_user)
+)
 items = st.integers(-1, 6)
 some_lists = st.lists(
-    st.tuples(st.lists(items, min_size=4, max_size=4), st.lists(items, max_size=5)), min_size=1, max_size=8
+    st.tuples(st.lists(items, min_size=4, max_size=4), st.lists(items, max_size=5), weights), min_size=1, max_size=8
 )
 
 
-@given(some_rows, st.integers(1, 6), st.integers(1, 8))
+@given(some_rows, st.integers(1, 6), st.integers(1, 8), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_metrics_of_rows(rows: list[Row], k: int, batch: int) -> None:
-    assert same(all_of(rows, k, batch), expected_of(rows, k))
+def test_metrics_of_rows(rows: list[Row], k: int, batch: int, weighted: bool) -> None:
+    assert same(all_of(rows, k, batch, weighted), expected_of(rows, k, weighted))
 
 
-@given(some_lists, st.integers(1, 4))
+@given(some_lists, st.integers(1, 4), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_metrics_of_lists(users: list[Any], k: int) -> None:
-    ranked, relevant = zip(*users, strict=True)
-    assert same(lists_of(ranked, relevant, k), of_lists(ranked, relevant, k))
+def test_metrics_of_lists(users: list[Any], k: int, weighted: bool) -> None:
+    ranked, relevant, weights = zip(*users, strict=True)
+    expected = of_lists(ranked, relevant, weights if weighted else [1.0] * len(users), k)
+    assert same(lists_of(ranked, relevant, weights if weighted else None, k), expected)
 
 
 @given(some_rows, st.data())
 @settings(max_examples=40, deadline=None)
 def test_one_number_that_is_none_is_refused(rows: list[Row], data: st.DataObject) -> None:
-    place = data.draw(st.integers(0, len(rows) - 1))
-    rows[place] = (data.draw(st.sampled_from([math.nan, math.inf, -math.inf])), *rows[place][1:])
-    for make in (lambda: Recall(1), lambda: NDCG(1), lambda: HitRate(1), MRR, AUC, LogLoss, RMSE):
+    place, what = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.sampled_from(["score", "weight"]))
+    wrong = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    rows[place] = rows[place]._replace(**{what: wrong, "user_weight": wrong if what == "weight" else 1.0})
+    for make in (lambda: Recall(1), lambda: NDCG(1), lambda: HitRate(1), MRR, AUC, lambda: LogLoss(logits=True), RMSE):
         with pytest.raises(ValueError, match=f"not finite, the first is .* in row {place}"):
-            measured(make, rows, len(rows))
+            measured(make, rows, len(rows), weighted=True)
+
+
+def test_weights_that_are_refused() -> None:
+    scores, labels, users = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 1]), torch.tensor([5, 5, 6])
+    for metric in (AUC(), LogLoss(), RMSE()):
+        for wrong, message in (
+            ([1, -1, 1], "weights must be at least 0, got -1.0 in row 1"),
+            ([1], "1 weights for 3 rows"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                metric.update(scores, labels, weights=torch.tensor(wrong))
+        metric.update(scores, labels, weights=torch.zeros(3))
+        with pytest.raises(ValueError, match=r"weights above 0|no rows on any rank"):
+            metric.compute()
+    recall = Recall(1)
+    recall.update(scores, labels, users, weights=torch.tensor([1.0, 2.0, 1.0]))
+    with pytest.raises(
+        ValueError, match=r"Recall: user 5 has the weights (1.0 and 2.0|2.0 and 1.0): all rows of a user"
+    ):
+        recall.compute()
+    with pytest.raises(ValueError, match="2 weights for 1 rows"):
+        ranking_metrics(torch.tensor([[1]]), Ragged(torch.tensor([1]), torch.tensor([0, 1])), weights=torch.ones(2))
 
 
 @pytest.mark.slow
@@ -170,24 +228,27 @@ def test_one_number_that_is_none_is_refused(rows: list[Row], data: st.DataObject
 def test_on_ranks_with_rows_of_any_of_them(sessions: Sessions, nranks: int) -> None:
     """Many cases in a call; a rank may have no rows of a case, and a user may have rows on several ranks."""
     cases: list[Any] = []
+    owners = st.lists(st.integers(0, nranks - 1), min_size=16, max_size=16)
 
-    @given(some_rows, some_lists, st.integers(1, 4), st.lists(st.integers(0, nranks - 1), min_size=16, max_size=16))
+    @given(some_rows, some_lists, st.integers(1, 4), owners, st.booleans())
     @settings(max_examples=40, deadline=None, database=None)
-    def collect(rows: list[Row], users: list[Any], k: int, owners: list[int]) -> None:
-        cases.append((rows, users, k, owners))
+    def collect(rows: list[Row], users: list[Any], k: int, owners: list[int], weighted: bool) -> None:
+        cases.append((rows, users, k, owners, weighted))
 
     collect()
 
     def measure() -> list[Any]:
         rank, found = torch.distributed.get_rank(), []
-        for rows, users, k, owners in cases:
+        for rows, users, k, owners, weighted in cases:
             mine = [row for row, owner in zip(rows, owners, strict=False) if owner == rank]
             lists = [user for user, owner in zip(users, owners, strict=False) if owner == rank]
-            ranked, relevant = zip(*lists, strict=True) if lists else ((), ())
-            found.append((all_of(mine, k, 3), lists_of(ranked, relevant, k)))
+            ranked, relevant, weights = zip(*lists, strict=True) if lists else ((), (), ())
+            of_ranked = lists_of(ranked, relevant, weights if weighted else None, k)
+            found.append((all_of(mine, k, 3, weighted), of_ranked))
         return found
 
     for found in sessions[nranks].run_all(measure):
-        for (rows, lists), (all_rows, users, k, _) in zip(found, cases, strict=True):
-            assert same(rows, expected_of(all_rows, k))
-            assert same(lists, of_lists(*zip(*users, strict=True), k))
+        for (rows, lists), (all_rows, users, k, _, weighted) in zip(found, cases, strict=True):
+            assert same(rows, expected_of(all_rows, k, weighted))
+            ranked, relevant, weights = zip(*users, strict=True)
+            assert same(lists, of_lists(ranked, relevant, weights if weighted else [1.0] * len(users), k))

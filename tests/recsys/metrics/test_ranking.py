@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchmetrics import MeanSquaredError
 
 from nbdist import Session
 from nbdist.recsys.loader import MemoryLoader, Ragged
@@ -124,11 +125,20 @@ def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str
         (torch.zeros(1, 3, dtype=torch.int64), [[1]], 4, "k=4: 1 to 3"),
         (torch.zeros(1, 3, dtype=torch.int64), [[]], None, "no user took anything"),
         (torch.full((1, 3), math.nan), [[1]], None, "items must be integers"),
+        (torch.zeros(1, 3, dtype=torch.bool), [[1]], None, "items must be integers.* got torch.bool"),
     ],
 )
 def test_what_makes_no_sense(ranked: torch.Tensor, relevant: Any, k: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ranking_metrics(ranked, ragged(relevant), k)
+
+
+def test_lists_and_numbers_of_places_that_are_none() -> None:
+    with pytest.raises(TypeError, match=r"must be a tensor and relevant ones a Ragged, .*, got list and list"):
+        ranking_metrics([[1]], [[1]])  # type: ignore[arg-type]
+    for make in (Recall, NDCG, HitRate, MRR):
+        with pytest.raises(ValueError, match=r"`k` must be an integer, at least 1, got 2\.5"):
+            make(2.5)
 
 
 @pytest.mark.parametrize("shift", [0.0, -5.0, -1e6])
@@ -190,6 +200,17 @@ def test_in_a_training_run(session: Session) -> None:
         padded = evaluate(model, predict, MemoryLoader(rows, 5, remainder="pad"), metrics)
         with pytest.raises(TypeError, match="mrr: MRR ranks the rows of each user: predict has to return who they are"):
             evaluate(model, lambda *args: predict(*args)[:2], loader, {"mrr": MRR()})
+        weighted = torch.where(users == 0, 4.0, 1.0)
+
+        def with_weights(model: Any, batch: Any) -> Any:
+            return *predict(model, batch), weighted.gather(0, batch["user"] * 3)
+
+        found = evaluate(model, with_weights, MemoryLoader(rows, 5, remainder="pad"), metrics)
+        assert found["recall"] == pytest.approx(5 / 7) and found["auc"] != padded["auc"]
+        without_users = lambda *args: (*with_weights(*args)[:2], None, with_weights(*args)[3])  # noqa: E731
+        assert evaluate(model, without_users, loader, {"auc": AUC()})["auc"] == pytest.approx(found["auc"])
+        with pytest.raises(TypeError, match="mse: MeanSquaredError takes no weights, and predict returns some"):
+            evaluate(model, without_users, loader, {"mse": MeanSquaredError()})
         return history[-1].metrics, padded
 
     (metrics, padded), others = session.run_all(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def test_exact_in_blocks_of_any_size(queries: int, items: int, k: int, block: in
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"k": 0}, "k=0, block=.*: at least 1"),
+        ({"k": 0}, "`k` and `block` must be integers, at least 1, got 0 and"),
+        ({"k": 1.0}, "`k` and `block` must be integers, at least 1, got 1.0 and"),
+        ({"queries": torch.ones(2)}, r"must be of shape \(rows, width\), got \(2,\) and \(4, 2\)"),
         ({"items": torch.ones(4, 3)}, "queries have 2 columns, and items 3"),
         ({"exclude": Ragged(torch.tensor([1]), torch.tensor([0, 1]))}, "exclude has 1 lists for 2 queries"),
         ({"items": torch.tensor([[1.0, 1.0], [torch.nan, 1.0]])}, "item 1 must be finite"),
@@ -134,6 +137,9 @@ def test_ids_that_the_index_lacks_are_counted() -> None:
     assert found.values.tolist() == [0, -1, -1, 1] and found.lengths.tolist() == [3, 0, 0, 1]
     narrow = ItemIndex(pl.Series([10, 20], dtype=pl.Int8), torch.eye(2))
     assert narrow.places(pl.Series([[20, 999], [2**63 + 5]], dtype=pl.List(pl.UInt64))).values.tolist() == [1, -1, -1]
+    # As pandas has integers where one is missing; what is no whole number is unknown.
+    floats = index.places([[20.0, math.nan, 10.0], [10.5, math.inf], [None]])
+    assert floats.values.tolist() == [1, 0, -1] and floats.lengths.tolist() == [2, 1, 0]
     places = top_k(torch.eye(2), index.vectors, 1, exclude=index.places([[999], [20]]))[1]
     assert places.tolist() == [[0], [0]]
     measured = ranking_metrics(torch.tensor([[0], [1]]), index.places([[10], [999]]))

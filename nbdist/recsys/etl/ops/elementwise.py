@@ -23,7 +23,7 @@ class ColumnStep(Step):
         self.columns = self.adds = names_of(columns)
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-        """What becomes of a column of that type."""
+        """Return the expression that replaces a column of that type."""
         raise NotImplementedError
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
@@ -90,7 +90,7 @@ class FillMissing(ColumnStep):
 
 
 class Log(ColumnStep):
-    """Replace numbers x by log(1 + x): for counts and prices, a few of which are very large. float64, or float32 of it.
+    """Replace numbers x by log(1 + x): for counts and prices with few very large values. float64, or float32 of it.
 
     Args:
         *columns: Of numbers, at least 0; below -1 the result is NaN.
@@ -145,6 +145,11 @@ class Clip(ColumnStep):
         for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
                 raise ValueError(f"Clip: {bound} is not one of {dtype}")
+        if dtype.is_integer():  # a bound that is below, or above, all values of the type does nothing
+            kind: Any = dtype
+            least, most = pl.select(least=kind.min(), most=kind.max()).row(0)
+            low, high = bounds
+            bounds = (None if low is None or low <= least else low), (None if high is None or high >= most else high)
         return column.clip(*(None if bound is None else pl.lit(bound).cast(dtype) for bound in bounds))
 
 

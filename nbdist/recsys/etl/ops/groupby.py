@@ -19,7 +19,7 @@ class JoinGroupby(StatisticsStep):
 
     Null is a key of its own. Nulls and NaN do not count, but for "count", which is of rows. A key that is not known has
     a count and a sum of 0. Any other statistic that a key does not have, because it is not known, has no values, or,
-    for "std" and "var", a single one, is that of all training rows. Unlike with `TargetEncoding`, a training row
+    for "std" and "var", a single one, gets that of all training rows. Unlike with `TargetEncoding`, a training row
     counts itself: do not take what is to be predicted.
 
     Args:
@@ -109,7 +109,7 @@ class JoinGroupby(StatisticsStep):
     def _tables(
         self, wanted: Sequence[str], state: State
     ) -> Iterator[tuple[list[str], pl.DataFrame, dict[str, float]]]:
-        """For some of the new columns: the key of each table, the table, and what a key that is not known has."""
+        """Return, for some of the new columns, the key of each table, the table, and the values of an unknown key."""
         for group in self.by:
             names = [name for name in wanted if self._made[name][0] == group]
             if names:

@@ -1,4 +1,4 @@
-"""Numbers brought to a common scale, which is learnt from the training rows."""
+"""Numbers brought to a common scale, which is learned from the training rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Scale(StatisticsStep):
         return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
 
     def _shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
-        """What is subtracted from the values of a column, and what the rest is divided by."""
+        """The numbers by which a column is shifted, and then divided."""
         seen = overall(self._learned(state, name))
         shift, scale = self._of(seen)
         # What differs by no more than values are rounded to is one value.
@@ -63,7 +63,7 @@ class Normalize(_Scale):
     """Replace numbers by their distance from the mean of the training rows, in standard deviations; float32.
 
     Nulls and NaN do not count for the mean, and stay: see `FillMissing`. A column
-    whose values are all the same becomes 0. The standard deviation is that of a sample (n - 1).
+    whose values are all the same becomes 0. The standard deviation has the divisor n - 1.
 
     Args:
         *columns: Of numbers or booleans.

@@ -25,7 +25,7 @@ class RowStep(Step):
 class Filter(RowStep):
     """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
 
-    It says which rows are learnt from and written: the steps after it do not see the others, those before it do.
+    It says which rows are learned from and written: the steps after it do not see the others, those before it do.
     `Workflow.transform` and servers, which answer every row that they are asked, leave it out; so what it reads need
     not be there in a request.
 
@@ -85,7 +85,7 @@ class Filter(RowStep):
 
 
 class DifferenceLag(RowStep):
-    """Add the difference between a row's value and that of an earlier row, such as the time since a user's last click.
+    """Add the difference between a row's value and an earlier row's value, such as the time since a user's last click.
 
     Rows are compared as they are in the input: sort it by the key, and then by time. Where the row `shift` places
     before has another key, or there is none, the difference is null: see `FillMissing`. A request has no row before it,

@@ -78,7 +78,8 @@ class StatisticsStep(Step):
         table = state.tables[self.kind, name] = table if before is None else merged([before, table], one.keys)
         if one.column is not None and not int(table[COUNT].sum()):
             raise ValueError(
-                f"{where}: {type(self).__name__}: column {one.column!r} has no value to learn from: each is null or NaN"
+                f"{where}: {type(self).__name__}: column {one.column!r} has no value to learn from: each is null, "
+                "NaN, infinite or beyond 1e150"
             )
 
     def check_growth(self, schema: pl.Schema, previous: State) -> None:

@@ -82,7 +82,7 @@ class Query(NamedTuple):
 
     columns: Sequence[str]
     then: Stage
-    """What is made of these columns."""
+    """The query on these columns."""
     before: Step | None = None
     """The columns are taken as they are before this step. None: before the one that learns."""
 
@@ -96,7 +96,7 @@ class TrainingRows:
     schema: pl.Schema
     """The columns before it."""
     where: str
-    """For messages."""
+    """The rows' source, for messages."""
 
     def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:
         """The answers to queries, for one part of this rank's rows after the other; `what` is shown at the bar."""
@@ -107,7 +107,7 @@ class Step:
     """An operation. It is the same object before and after `fit`: what it learns is in the workflow's `State`."""
 
     kind: str
-    """What saved workflows call it."""
+    """The step's name in saved workflows."""
     kinds: ClassVar[dict[str, type[Step]]] = {}
     """Each class by its `kind`."""
     positional: ClassVar[str] = "columns"
@@ -119,11 +119,11 @@ class Step:
     learns: Collection[str] = ()
     """The names of what it learns, each of which one step of a kind can learn."""
     selects: bool = False
-    """Whether it only says which rows count: a frame or a request, all of whose rows are answered, passes it by."""
+    """True for a step that only selects rows: it does nothing to a frame or a request, whose rows are all answered."""
     recognizes: Collection[str] = ()
     """The columns by which, beside those it reads, it knows the rows again that it was fitted to."""
     numbers_rows: bool = False
-    """Whether what it makes of the rows that it was fitted to depends on their numbers, the column `ROW`."""
+    """True where the step's result for the rows of `fit` depends on their numbers, the column `ROW`."""
     not_served: str = "made by a step that only polars can do"
     """Why a server cannot do it, if it cannot; said of a column that it makes."""
 

@@ -25,9 +25,9 @@ _LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)
 class TargetEncoding(StatisticsStep):
     """Add, for each category, the mean of a target over the training rows with that category; float32.
 
-    The mean is drawn towards that of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of all) /
-    (rows + smoothing)``. A category that is not known has the mean of all. Null is a category of its own. Rows whose
-    target is null or NaN do not count.
+    The mean is drawn towards the mean of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of
+    all) / (rows + smoothing)``. A category that is not known has the mean of all. Null is a category of its own. Rows
+    whose target is null or NaN do not count.
 
     A training row must not see its own target. So training rows are divided at random into `folds`, and
     ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,

@@ -1,6 +1,6 @@
 """A model of Triton's Python backend: an ONNX model, for servers without the ONNX Runtime backend.
 
-`nbdist.recsys.triton` writes this file into a model repository, with ``model.onnx`` beside it. It needs NumPy and
+`nbdist.recsys.triton` writes this file into a model repository, next to ``model.onnx``. It needs NumPy and
 onnxruntime.
 """
 
@@ -14,7 +14,7 @@ import onnxruntime
 
 
 class TritonPythonModel:
-    """What Triton makes and calls."""
+    """The class that Triton makes an instance of and calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         path = Path(args["model_repository"], args["model_version"], "model.onnx")
@@ -34,7 +34,7 @@ class TritonPythonModel:
 
 
 def stack(parts: list[Any]) -> Any:
-    """Arrays of shape (rows, width) one below the other, those of less width than others padded with -1."""
+    """Arrays of shape (rows, width) one below the other, narrower ones padded with -1."""
     width = max(part.shape[1] for part in parts)
     if any(part.shape[1] != width for part in parts):
         parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts]

@@ -1,7 +1,7 @@
 """A model of Triton's Python backend: the raw columns of a request to what the trained model takes.
 
 The steps of a fitted workflow, in NumPy. `nbdist.recsys.triton` writes this file into a model repository, with
-``steps.json`` and ``arrays.npz`` beside it; it needs NumPy and nothing else.
+``steps.json`` and ``arrays.npz`` next to it; it needs NumPy and nothing else.
 
 A column is an array of one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are padded.
 Integers, booleans and dates (days, or units of time since 1970) are int64, uint64 columns are uint64, strings are bytes
@@ -168,9 +168,13 @@ def normalize(values: Array, shift: float, scale: float) -> Array:
 @kernel
 def clip(values: Array, min_value: float | None, max_value: float | None) -> Array:
     """Values between bounds; what is missing stays so."""
-    kind = values.dtype.type
-    bounds = (None if bound is None else kind(bound) for bound in (min_value, max_value))
-    return np.where(_missing(values), values, np.clip(values, *bounds))
+    kind, found = values.dtype, values
+    limits = (np.iinfo if kind.kind in "iu" else np.finfo)(kind)
+    if min_value is not None and min_value > limits.min:
+        found = np.maximum(found, kind.type(min_value))
+    if max_value is not None and max_value < limits.max:
+        found = np.minimum(found, kind.type(max_value))
+    return np.where(_missing(values), values, found)
 
 
 @kernel
@@ -205,7 +209,7 @@ def list_slice(values: Array, first: int | None, last: int | None) -> Array:
 
 
 def _missing(values: Array) -> Array:
-    """Which values are not there: nulls, and among floats NaN."""
+    """Find missing values: nulls, and among floats NaN."""
     found: Array = np.isnan(values) if values.dtype.kind == "f" else is_null(values)
     return found
 
@@ -297,7 +301,7 @@ def _check(name: str, values: Array, is_list: bool) -> None:
 
 
 class TritonPythonModel:
-    """What Triton makes and calls."""
+    """The class that Triton makes an instance of and calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._preprocessing = Preprocessing(Path(args["model_repository"], args["model_version"]))
