@@ -34,7 +34,7 @@ _HEAD = 64
 #: Seconds that a rank looks again and again whether the others are there, if there is a core for each: waking up takes
 #: 30 µs.
 _LOOKS = 50e-6
-#: What ranks tell each other of parts that may differ in size, and what one that waits is told to end that.
+#: Numbers that ranks send one another: for parts that may differ in size, and to end the wait of a rank.
 _UNEQUAL, _ABORTED = 1 << 62, b"\xff" * 8
 
 #: Seconds that this process has waited for other ranks here.
@@ -49,7 +49,7 @@ class _File(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank has for the others: the writing ends of its pipes, and rank 0 the memory."""
+    """Descriptors that a rank gives the others: the writing ends of its pipes, and rank 0's memory."""
 
     machine: str
     pid: int
@@ -85,12 +85,12 @@ class SharedCollectives:
 
     @property
     def usable(self) -> bool:
-        """Whether nothing has failed, and the process group is still the same."""
+        """Return whether nothing has failed and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
     @property
     def turns(self) -> int:
-        """How many times ranks have met here, the same on all; negative after a failure."""
+        """Return how many exchanges there were, the same number on all ranks; negative after a failure."""
         return self._count
 
     def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Of each tensor all ranks' values, one a row, until the end of the block."""
+        """Give for each tensor the values of all ranks, one in each row, until the end of the block."""
         with self._turn(sum(one.nbytes for one in mine)) as (parity, tell):
             exchanged: list[torch.Tensor] = []
             start = 0
@@ -182,7 +182,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """One exchange: which half of the memory it has, and what to call after writing there and before reading.
+        """Begin an exchange: give its half of the memory, and the function to call between writing and reading.
 
         Args:
             size: What all ranks have to say alike: the bytes of each one's part, or `_UNEQUAL`.
@@ -226,7 +226,7 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """As many bytes, zeros, that all ranks have in common; `size` is alike on all.
+        """Return `size` bytes of zeros in memory that all ranks share; `size` is the same on all.
 
         Raises `MemoryError` where they do not fit.
         """
@@ -263,7 +263,7 @@ class SharedCollectives:
 
 
 def open_shared_collectives() -> SharedCollectives | None:
-    """Those of the default process group, None where its ranks cannot share memory. All ranks have to call it."""
+    """Return the collectives of the default process group; None where ranks cannot share memory. All ranks call it."""
     if sys.platform != "linux" or dist.get_world_size() == 1:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -304,7 +304,7 @@ def open_shared_collectives() -> SharedCollectives | None:
 
 
 def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
-    """As `torch.sum`, over the first dimension, all ranks' values; those of two ranks in half the time."""
+    """Sum the values of all ranks as `torch.sum` does over the first dimension; of two ranks in half the time."""
     return torch.add(*parts, out=out) if len(parts) == 2 else torch.sum(parts, dim, out=out)
 
 
@@ -331,7 +331,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def padded(size: int) -> int:
-    """The bytes that so many take where the next ones begin at a line of the processor's cache."""
+    """Round a number of bytes up so that what follows begins at a line of the processor's cache."""
     return -(-size // _HEAD) * _HEAD
 
 

@@ -13,7 +13,7 @@ from .collectives import SharedCollectives, as_bytes, padded
 
 
 class SharedGather:
-    """What CPU ranks of one machine lay out for one another. All of them have to make and to call it alike.
+    """Arrays that CPU ranks of one machine give one another. All ranks make it and call it in the same order.
 
     Args:
         collectives: Of these ranks.
@@ -47,7 +47,7 @@ class SharedGather:
             self._make_room(2 * most)
 
     def _make_room(self, room: int) -> None:
-        """For so many bytes of each rank."""
+        """Make room for a number of bytes of each rank."""
         shape = (2, self._collectives.size, room)
         self._room, self._memory = room, self._collectives.memory(2 * self._collectives.size * room)
         self._lengths = np.ndarray(shape, np.uint8, self._memory)[..., : 8 * self._count].view(np.int64)
@@ -57,7 +57,7 @@ class SharedGather:
         return self._head + sum(map(_size, like, lengths))
 
     def _views(self, half: int, rank: int, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Where the arrays of a rank lie."""
+        """Return the place of a rank's arrays."""
         start = (half * self._collectives.size + rank) * self._room + self._head
         views: list[Any] = []
         for one, length in zip(like, self._lengths[half, rank].tolist(), strict=True):

@@ -39,15 +39,15 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def usable(self) -> bool:
-        """Whether nothing has failed, and the default process group is still the same."""
+        """Return whether nothing has failed and the default process group is still the same."""
         return self.collectives.usable
 
     def getBackendName(self) -> str:
-        """As DistributedDataParallel notes it."""
+        """Return the name of the backend, which `DistributedDataParallel` logs."""
         return _NAME
 
     def _get_backend_name(self) -> str:
-        """By which `ShardedTensor` knows that a rank without a shard has no GPU either."""
+        """Return the name by which `ShardedTensor` knows that a rank without a shard has no GPU either."""
         return "gloo"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -177,7 +177,7 @@ def _reduction(opts: Any) -> Callable[..., object]:
 
 
 def _done(result: Any) -> Any:
-    """What a collective returns whose `result` is there."""
+    """Return the work of a collective that has its `result` already."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where and how ranks run on a Ray cluster."""
+"""`RayOptions`: where and how ranks run on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES = {
 @entry_class("RayOptions")
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """Which cluster, and what of it the ranks get.
+    """A cluster, and what the ranks get of it.
 
     Raises:
         ValueError, TypeError: For options that make no sense.

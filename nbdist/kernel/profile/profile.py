@@ -1,4 +1,4 @@
-"""What a profiled call has found: a picture in the cell, a table, and a trace for Chrome."""
+"""`Profile`, the result of a profiled call: a picture in the cell, a table, and a trace for Chrome."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH, _ROW, _LEFT = 720, 22, 70
 
 
 class Profile:
-    """Where the time of a call's steps went, for each rank; a notebook shows it as a picture.
+    """The time of a call's steps by rank and kind of work; a notebook shows it as a picture.
 
     Attributes: `value`, what the function returned on the first of the ranks; `steps`, a list of
     `nbdist.kernel.profile.timeline.Step`.
@@ -53,7 +53,7 @@ class Profile:
         return found
 
     def hint(self) -> str:
-        """Who waited for whom, and why, where that was more than a fifth of the time; else empty."""
+        """Sentences about ranks that waited for more than a fifth of the time: for which rank, and why; else empty."""
         shares = self.shares()
         rank = max(shares, key=lambda rank: shares[rank]["waiting"], default=None)
         if rank is None or shares[rank]["waiting"] <= LEAST:
@@ -144,7 +144,7 @@ _NOTHING = (
 
 
 def _bar(step: Step, y: int, scale: float) -> str:
-    """A step: its parts beside each other, each as wide as it took in all."""
+    """Draw a step: its parts in a row, each as wide as its total time."""
     parts, x = [], _LEFT + step.start * scale
     for kind in KINDS:
         width = step.parts[kind] * scale

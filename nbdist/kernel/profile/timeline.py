@@ -1,4 +1,4 @@
-"""Where the time of ranks goes, from the traces of torch's profiler: loader, compute, communication, and waiting."""
+"""The time of ranks by kind (loader, compute, communication, waiting), from the traces of torch's profiler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank."""
+    """An optimizer step of a rank."""
 
     rank: int
     number: int
@@ -47,7 +47,7 @@ class Step:
 
 
 class Trace:
-    """What one rank's profiler has seen, as far as it matters here.
+    """The trace of one rank's profiler.
 
     Args:
         compressed: The trace that `rank.profiling.run` returns.
@@ -87,7 +87,7 @@ class Trace:
         self.collectives.sort(key=lambda one: one[1])
 
     def events(self) -> Iterable[dict[str, Any]]:
-        """Those that take time."""
+        """Yield the events that have a duration."""
         return (event for event in self.content.get("traceEvents", []) if event["ph"] == "X")
 
 
@@ -103,7 +103,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
-    """What of spans that do not overlap lies in `whole`."""
+    """Return the parts of `spans`, which do not overlap, that lie in `whole`."""
     first = max(0, bisect.bisect_right(spans, whole.start, key=lambda span: span.start) - 1)
     found = []
     for span in itertools.islice(spans, first, None):
@@ -115,7 +115,7 @@ def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What of spans lies in none of the others; neither overlap among themselves."""
+    """Return the parts of spans that lie in none of the others; neither overlap among themselves."""
     found = []
     for span in spans:
         start = span.start
@@ -187,7 +187,7 @@ def _waits(traces: Mapping[int, Trace]) -> dict[int, list[tuple[int, Span]]]:
 
 
 def chrome_trace(traces: Mapping[int, Trace]) -> dict[str, Any]:
-    """One trace for Chrome or Perfetto: a group of rows for each rank's process and GPU, on one clock."""
+    """Return a trace for Chrome or Perfetto: a group of rows for each rank's process and GPU, on one clock."""
     base = min((trace.content.get("baseTimeNanoseconds", 0) for trace in traces.values()), default=0)
     events: list[dict[str, Any]] = []
     for rank, trace in traces.items():

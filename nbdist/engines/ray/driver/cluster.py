@@ -25,7 +25,7 @@ SETTLE, RESERVE = 5.0, 2.0
 
 
 class Link:
-    """One node: its agent, its ranks, what is to be sent to it and what it has."""
+    """A node: the agent, its ranks, the messages to send to it, and the data that it has."""
 
     def __init__(self, number: int, host: Any, first: int, count: int) -> None:
         self.number, self.host, self.first, self.count = number, host, first, count
@@ -41,7 +41,7 @@ class Link:
         """Ray's, to know it by where Ray speaks of its nodes."""
 
     def forget(self) -> None:
-        """Begin anew, for other ranks."""
+        """Reset the state, for other ranks."""
         self.outbox = []
         self.filled.clear()
         self.has.clear()
@@ -70,7 +70,7 @@ class Link:
 
 
 def versions(same: Sequence[str]) -> dict[str, str]:
-    """What has to be the same on the nodes, as it is here. Raises `Refused`."""
+    """Return the versions that the nodes must have: those of this machine. Raises `Refused`."""
     here = {"Python": platform.python_version(), "nbdist": __version__}
     try:
         return here | {name: importlib.metadata.version(name) for name in (*PACKAGES, *same)}
@@ -110,7 +110,7 @@ def version_check() -> Callable[[Mapping[str, str]], str]:
 
 
 def refusal(differences: str) -> str:
-    """What to say of versions that differ."""
+    """Return the error text for versions that differ."""
     return (
         f"the notebook and the cluster's nodes differ: {differences}. Install the same there (an "
         f"image, or RayOptions(runtime_env={{'pip': [...]}})), or here"
@@ -118,7 +118,7 @@ def refusal(differences: str) -> str:
 
 
 def shortage(options: RayOptions, count: int) -> str:
-    """What is wanted for so many ranks and what there is, the scarcest first."""
+    """Return the wanted and the free amount of each resource for a number of ranks, the scarcest first."""
     import ray
 
     wanted = {name: amount * count for name, amount in resources_of(options).items()}
@@ -132,7 +132,7 @@ def shortage(options: RayOptions, count: int) -> str:
 
 
 def most_by_sums(options: RayOptions) -> int:
-    """How many ranks the free resources of all nodes together would do for."""
+    """Return the number of ranks for which the free resources of all nodes together are enough."""
     import ray
 
     free = ray.available_resources()
@@ -143,7 +143,7 @@ def most_by_sums(options: RayOptions) -> int:
 
 
 def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int, say: Callable[[str], None]) -> None:
-    """Wait until the cluster has room for so many ranks; `there_is` waits a second for it. Raises `Refused`."""
+    """Wait until the cluster has room for a number of ranks; `there_is` waits a second for it. Raises `Refused`."""
     begin = time.monotonic()
     notice_at = begin + 3.0
     while not there_is():
@@ -161,7 +161,7 @@ def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int,
 
 
 def host_class() -> Any:
-    """What runs on a node before nbdist is known to be there. Ray sends it by value."""
+    """Check a node. The function is sent to it by value, since nbdist may not be installed there."""
     import ray
 
     find = version_check()
@@ -234,7 +234,7 @@ class Cluster:
             wait_for_room(lambda: self._take_what_is_free(world_size, least), self._options, least, say)
 
     def _ask(self, ranks: int) -> None:
-        """Ask Ray for room for so many ranks, and for no others any more."""
+        """Ask Ray for room for a number of ranks, in the place of an earlier request."""
         from ray.util import placement_group
 
         self._give_back()
@@ -297,7 +297,7 @@ class Cluster:
             link.gpus = list(itertools.islice(gpus, link.count))
 
     def _gpu_ids(self, places: Sequence[tuple[Any, int]]) -> list[str]:
-        """The GPUs that Ray has reserved with these bundles: what runs in one is told, and all are asked at once."""
+        """Return the GPUs that Ray has reserved with these bundles: a task in each bundle reads them, all at once."""
         import ray
 
         if not self._options.gpus:

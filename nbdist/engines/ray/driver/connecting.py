@@ -28,7 +28,7 @@ class Refused(Exception):
 def connect(options: RayOptions, say: Callable[[str], None]) -> None:
     """Connect this process to the cluster.
 
-    A cluster that is too busy to answer is asked again until `options.wait` is over; `say` tells the user.
+    A cluster that is too busy to answer is asked again until `options.wait` is over; `say` shows this to the user.
 
     Raises:
         Refused: There is no connection.
@@ -57,7 +57,7 @@ def connect(options: RayOptions, say: Callable[[str], None]) -> None:
 
 
 def _reach(address: str) -> None:
-    """Raise `OSError` where nobody listens, which Ray itself finds out in minutes only."""
+    """Raise `OSError` where no process listens, which Ray itself would find out after minutes only."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():  # not "auto"
         socket.create_connection((host.strip("[]"), int(port)), 10.0).close()

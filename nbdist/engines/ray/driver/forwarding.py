@@ -46,7 +46,7 @@ class SharedSegment:
         return self._refs[start]
 
     def sent(self) -> None:
-        """Let the object store forget it: each node has its own copy, for all of its ranks."""
+        """Release the data in the object store: each node has a copy for all of its ranks."""
         self._refs.clear()
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Forwarding:
                 return
 
     async def _watch_draining(self) -> None:
-        """Tell all ranks when one of their nodes is about to be taken away, and the cell which one."""
+        """Notify all ranks when one of their nodes is about to be taken away; the cell shows which node."""
         told: set[str] = set()
         while any(link.node_id for link in self._links):  # tasks have no nodes of their own
             await asyncio.sleep(LOOK)
@@ -265,23 +265,23 @@ class Forwarding:
 
 
 def preemption_notice(link: Link, deadline: int) -> str:
-    """What the cell is told of a node that is drained; `deadline` is in milliseconds since the epoch, 0: unknown."""
+    """Return the notice of a node that is drained; `deadline` is in milliseconds since the epoch, 0: unknown."""
     left = f" in {max(0.0, deadline / 1000 - time.time()):.0f} s" if deadline else ""
     return f"{link.name} will be taken away{left}: its ranks may save what they have (nbdist.preempted())"
 
 
 def branches(links: Sequence[Link]) -> list[Sequence[Link]]:
-    """The nodes as so many parts as one sends to at once."""
+    """Divide the nodes into the parts to which a node sends at the same time."""
     half = (len(links) + 1) // 2
     return [part for part in (links[:half], links[half:]) if part]
 
 
 def plan(links: Sequence[Link]) -> list[Branch]:
-    """Whom a node passes data on to, and these in turn."""
+    """Return the tree of nodes by which data are passed on."""
     return [Branch(part[0].host, [link.number for link in part], plan(part[1:])) for part in branches(links)]
 
 
 def text(exc: Exception) -> str:
-    """What Ray says, in a line."""
+    """Return the text of an exception of Ray on one line."""
     text = " ".join(str(exc).split())
     return text if len(text) <= 500 else f"{text[:200]} ... {text[-300:]}"

@@ -96,7 +96,7 @@ async def serve(control: Channel, kernel: int, cluster: Cluster | TaskCluster) -
 
 
 def main(fd: str, kernel: str) -> None:
-    """Connect, tell the kernel, and serve it. `kernel` is a descriptor that tells the end of its process."""
+    """Connect to the cluster, report to the kernel, and serve it; the descriptor `kernel` ends with its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook is for the ranks, in order
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -60,7 +60,7 @@ class TaskCluster:
 
 
 class Tasks(Link):
-    """What Ray runs for one call after the other, in the place of a node's agent."""
+    """Tasks of Ray that run the chunks of one call after another, in the place of a node's agent."""
 
     def __init__(self, options: RayOptions, workers: int, here: Mapping[str, str]) -> None:
         super().__init__(0, None, 0, workers)
@@ -151,7 +151,7 @@ class Tasks(Link):
             ray.cancel(self._running[rank], force=force)
 
     async def _work(self, rank: int) -> None:
-        """Let Ray do what there is for a worker."""
+        """Do the waiting chunks of a worker, one task after another."""
         try:
             while self._waiting[rank]:
                 async for event in self._done(rank, self._waiting[rank].popleft()):
@@ -163,7 +163,7 @@ class Tasks(Link):
             self._jobs.pop(rank, None)
 
     async def _done(self, rank: int, items: Message) -> AsyncIterator[Event]:
-        """What happens while a chunk is worked on."""
+        """Yield the events of a chunk, on which a task works."""
         import ray
 
         ended = False
@@ -202,7 +202,7 @@ def _of_worker(rank: int, event: Event) -> Event:
 
 
 def _wanted(options: RayOptions) -> dict[str, Any]:
-    """What Ray is told that a task needs."""
+    """Return the resources of a task, as Ray takes them."""
     resources = dict(options.resources)
     wanted: dict[str, Any] = {"num_cpus": options.cpus, "num_gpus": options.gpus, "resources": resources}
     if "memory" in resources:
@@ -215,7 +215,7 @@ def _wanted(options: RayOptions) -> dict[str, Any]:
 
 
 def _task(options: RayOptions, live: bool) -> Any:
-    """What Ray runs for a chunk, sent by value: nbdist may not be there."""
+    """Run a chunk on a node. The function is sent by value, since nbdist may not be installed there."""
     import ray
 
     find, cannot_work = version_check(), OTHER_VERSIONS

@@ -98,7 +98,7 @@ class DriverProcess:
         blind(self._control.fileno())
 
     def hear(self, hearer: Callable[[str, Any, Parcel | None], None] | None) -> None:
-        """Let `hearer` take what comes from the nodes, in another thread: its kind, what it is, its parcel."""
+        """Pass all events of the nodes to `hearer`, in another thread: kind, content, parcel."""
         self._hearer = hearer
 
     def send(self, *message: Any, parcel: Parcel | None = None) -> None:
@@ -180,7 +180,7 @@ class DriverProcess:
             self._timer.start()
 
     def reusable(self) -> bool:
-        """Whether the room that was kept can be used again; it is given back if not."""
+        """Return whether the reserved room can be used again; give it back if not."""
         if self._timer is not None:
             self._timer.cancel()
         if self.process.poll() is None and None not in self.ask_all("received"):
@@ -231,8 +231,8 @@ def acquire(
     tasks: bool = False,
     least: int | None = None,
 ) -> None:
-    """Put into `taken` a driver with room for so many ranks, or for `least` of them at least: what was kept after an
-    earlier session, or new. Its owner stops what is there if he is interrupted meanwhile."""
+    """Put into `taken` a driver with room for a number of ranks, or for at least `least`: one that was kept after an
+    earlier session, or a new one. After an interrupt the caller stops the driver that is in `taken`."""
     with _lock, postponed_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
@@ -268,7 +268,7 @@ def _private_ray() -> tuple[str, Mapping[str, str]]:
 
 
 def token_variables(token: str) -> Mapping[str, str]:
-    """What makes Ray ask for a token, and opens it."""
+    """Return the environment variables with which Ray asks for this token and sends it."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 

@@ -1,7 +1,7 @@
-"""What comes from the ranks on a cluster, in the kernel: a thread hears it from the driver, calls take it from there.
+"""Events of the ranks on a cluster, in the kernel: a thread reads them from the driver, calls take them from here.
 
-Of each node it comes in the order in which it happened there, so what a rank wrote before a message, or before its end,
-is heard before that.
+The events of a node come in the order in which they happened there: the output of a rank before a message that the
+rank sent later, and before its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ....wire.protocol import FromRank
 from ...contract import Exit, OnOutput
 from .driver_process import DriverProcess
 
-#: Bytes of output after which the driver is told that they were read.
+#: Bytes of output after which the driver gets an acknowledgment.
 _TELL = 1 << 18
 
 
@@ -65,7 +65,7 @@ class News:
             self.fd = self._wake = -1
 
     def _take(self, kind: str, what: Any, parcel: Parcel | None) -> None:
-        """In the thread that hears the driver."""
+        """Take an event. Runs in the thread that reads from the driver."""
         with self._lock:
             if self._wake < 0:  # closed meanwhile
                 if parcel is not None:
@@ -109,7 +109,7 @@ class News:
         return len(self._events)
 
     def next(self) -> tuple[Any, ...] | None:
-        """What happened first of what nobody has taken."""
+        """Return the oldest event that was not taken yet."""
         with self._lock:
             return self._events.popleft() if self._events else None
 
@@ -168,7 +168,7 @@ class NewsListener:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def select(self, seconds: float) -> None:
-        # There may be news of which the descriptor says nothing any more, after an interrupt.
+        # After an interrupt there may be events that the descriptor does not announce any more.
         for key, _ in self._selector.select(0.0 if len(self._news) else seconds):
             key.data()
         for _ in range(len(self._news)):

@@ -1,8 +1,8 @@
 """Ranks on a Ray cluster, as the kernel holds them.
 
 There is one connection, to a process of their own (`driver.py`), which is Ray's driver; from there one goes to an agent
-on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. What many ranks are told
-at once is one message to each node, and what they say there at about the same time one from it.
+on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. A message to
+many ranks is one message to each node, and messages of a node's ranks at about the same time are one from it.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class RayRanks:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
     def inherited(self) -> Mapping[str, str]:
-        """What the notebook has set since it was started; the rest are matters of its machine."""
+        """Return the variables that the notebook has set since its start; all others belong to its machine."""
         started_with = psutil.Process().environ()
         return {
             name: value
@@ -220,7 +220,7 @@ class RayRanks:
         return True
 
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
-        """Let the agent of a rank do something to it."""
+        """Send the agent of a rank a request about the rank."""
         if rank in self._news.alive:
             with self.together():
                 assert self._gathered is not None
@@ -265,7 +265,7 @@ class RayRanks:
 
 
 class _Sent(NamedTuple):
-    """What is on its way to a rank."""
+    """A message on its way to a rank."""
 
     rank: int
     kind: str
@@ -276,7 +276,7 @@ class _Sent(NamedTuple):
 
 
 def _make_room() -> None:
-    """Let this process open what it needs for all ranks together. Raises `NbdistError` where it may not."""
+    """Raise this process's limit of open files for all ranks together. Raises `NbdistError` where it is too low."""
     needed = 16
     room = allow_open_files(needed)
     if room < needed:
@@ -287,7 +287,7 @@ def _make_room() -> None:
 
 
 def _loopback(ip: str) -> bool:
-    """Whether every node has this address."""
+    """Return whether this is an address that each machine has for itself."""
     return ip.startswith("127.") or ip == "::1"
 
 

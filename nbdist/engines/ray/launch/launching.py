@@ -33,7 +33,7 @@ from . import machine
 WORD = 5.0
 #: Seconds that machines get to end Ray by themselves.
 GRACE = 15.0
-#: What a machine is told to run: the program comes by standard input.
+#: The command that runs on a machine: the program comes by standard input.
 _BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {'__name__': 'machine'}; " + (
     "exec(config.pop('program'), there); there['main'](config)"
 )
@@ -55,11 +55,11 @@ class Machines:
     Args:
         commands: What runs a command on one machine or, as srun does, on several: name → command.
         size: How many machines these are.
-        gpus: Those of each.
+        gpus: GPUs of each machine.
         python: The interpreter there.
         arguments: Further ones of `ray start`.
         wait: Seconds that they may take.
-        say: Tells the user what is waited for.
+        say: Shows the user what is waited for.
         tunnel: Of a command that reaches the head, the one that forwards a port of this machine (the first) to an
             address there. None: the head is reached from here.
 
@@ -182,7 +182,7 @@ class Machines:
         return f"Ray runs on {len(ready)} of {size} machine{'s' * (size > 1)}{reached}"
 
     def _words(self) -> str:
-        """What the commands have said last."""
+        """Return the last line of output of each command."""
         texts = [f"{name}: {lines[-1]}" for name, lines in zip(self._names, self._last, strict=True) if lines]
         return "; ".join(texts[:3])
 
@@ -215,7 +215,7 @@ class Machines:
                 time.sleep(0.1)
 
     def alive(self) -> bool:
-        """Whether nothing has ended."""
+        """Return whether all commands are running."""
         return bool(self._processes) and all(one.poll() is None for one in self._processes)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ def main(config: dict[str, Any]) -> None:
         text=True,
         start_new_session=True,
     )
-    # Ray's own answer is to drain the node, which its ranks are told of, and to end it half a minute later.
+    # Ray itself drains the node, of which its ranks are notified, and ends it half a minute later.
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
     about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
     session = os.path.join(config["folder"], "session_latest")
@@ -128,7 +128,7 @@ def _watch(
 
 
 def _differences(versions: Mapping[str, str]) -> str:
-    """How what is here differs from the versions that there have to be."""
+    """Return the differences between the versions here and the versions that are required."""
     found = {"Python": platform.python_version()}
     for name in versions.keys() - found.keys():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

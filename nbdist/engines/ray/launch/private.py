@@ -21,7 +21,7 @@ def main(kernel: str) -> None:
 
     Print a line of JSON, `{"address": ...}`, or `{"refused": ...}` where Ray does not start.
 
-    `kernel` is a descriptor that tells the end of the process that it is for, whose children may hold the input.
+    `kernel` is a descriptor that ends with the process that uses this Ray; children of that process may hold the input.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -32,7 +32,7 @@ from .storing import CHUNK, Stored
 
 #: Seconds that output may wait for more of it.
 OUTPUT_INTERVAL = 0.3
-#: Seconds that the answer to a call may wait for those of the node's other ranks.
+#: Seconds that the answer to a call may wait for the answers of the node's other ranks.
 ANSWER_INTERVAL = 0.05
 #: Seconds after which `poll` answers although nothing has happened: so its caller knows that the node lives.
 HEARTBEAT = 5.0
@@ -42,12 +42,12 @@ Event = tuple[Any, ...]
 
 
 class Node(NamedTuple):
-    """What ranks find on a node."""
+    """A node as its ranks find it: address, environment, folder, search path, cores, devices."""
 
     address: str
     host: str
     interface: str
-    """That has the address; empty if none has."""
+    """The network interface with this address; empty if there is none."""
     environ: dict[str, str]
     cwd: str
     path: tuple[str, ...]
@@ -56,7 +56,7 @@ class Node(NamedTuple):
 
 
 def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[str], count: int) -> Node:
-    """What `count` ranks find on this node.
+    """Describe this node for `count` ranks.
 
     Args:
         address: Of this node in the cluster.
@@ -126,10 +126,10 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- what happens
 
     def poll(self, number: int) -> tuple[int, int, list[Event]]:
-        """The number of this answer, how many bytes of output are in it, and what has happened.
+        """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
-        That is pickles for the kernel (told), parts of big data, and answers that refer to these. `number` is that of
-        the last answer that has arrived: one that was lost on the way is given again.
+        Events are pickles for the kernel (told), parts of big data, and answers that refer to these. `number` is the
+        number of the last answer that has arrived: an answer that was lost on the way is given again.
         """
         with self._polling:
             if self._told[0] == number:
@@ -257,22 +257,22 @@ class Agent:
         self._ranks.tell_widget(rank - self._first, content, buffers)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of the ranks among these that are here."""
+        """Return the stacks of those ranks in `ranks` that run on this node."""
         found = self._ranks.stacks(self._own(ranks))
         return {self._first + number: text for number, text in found.items()}
 
     def _memory(self, ranks: Iterable[int]) -> dict[int, int | None]:
-        """That of those among these ranks that are here."""
+        """Return the memory in bytes of those ranks in `ranks` that run on this node."""
         found = self._ranks.memory(self._own(ranks))
         return {self._first + number: size for number, size in found.items()}
 
     def _own(self, ranks: Iterable[int]) -> list[int]:
-        """Which of these ranks are here, by their numbers on this node."""
+        """Return the ranks in `ranks` that run on this node, by their numbers on it."""
         here = range(len(self._ranks.pids))
         return [rank - self._first for rank in ranks if rank - self._first in here]
 
     def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
-        """The store number so many; None for one that is over. A question whose answer was lost is asked again."""
+        """Return the store with a number; None for a closed one. A question whose answer was lost is asked again."""
         with self._opening:
             if number > self._rendezvous_number:
                 if self._rendezvous is not None:
@@ -297,7 +297,7 @@ class Agent:
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
-    """What goes to the kernel as it is, in as few pickles as keep its order; what ranks say alike is said once."""
+    """Pack events for the kernel into as few pickles as keep their order; equal messages of ranks are sent once."""
     messages = [event for event in events if event[0] == "message"]
     answered = {rank for _, ranks, what, _ in messages if not isinstance(what, protocol.Begun) for rank in ranks}
     told: list[Event] = []
@@ -324,5 +324,5 @@ def _alike(one: Event, other: Event) -> bool:
 
 
 def unpacked(items: Iterable[Event]) -> list[Event]:
-    """The events of which `packed` has made these."""
+    """Return the events from which `packed` has made `items`."""
     return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "told" else [item])]

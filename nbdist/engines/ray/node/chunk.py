@@ -17,7 +17,7 @@ from typing import Any
 from ....wire import protocol
 from .agent import Agent, Event, describe, unpacked
 
-#: Seconds within which an interrupt is heard here: Ray's does not end a wait.
+#: Seconds within which an interrupt is noticed here: an interrupt of Ray does not end a wait.
 _HEARTBEAT = 0.1
 #: Seconds that a function gets to clean up after an interrupt.
 _GRACE = 5.0
@@ -65,12 +65,12 @@ class Worker:
         self._agent.deliver(self._deliveries, [(pickle.dumps([(0, message)], protocol=5), parcel)], ())
 
     def events(self) -> list[Event]:
-        """What has happened since this was last called."""
+        """Return the events since the last call."""
         self._polls, _, items = self._agent.poll(self._polls)
         return unpacked(items)
 
     def interrupt(self) -> None:
-        """Let the function know that it is over."""
+        """Interrupt the function, whose call is over."""
         self._agent.ask("signals", [(0, signal.SIGINT)])
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Worker:
 def work(
     call: str, surroundings: Sequence[Any], modules: Any, notebook: bool, env: Any, begin: Any, items: Any
 ) -> Iterator[list[Event]]:
-    """What happens while these items are worked on.
+    """Yield the events of the work on these items.
 
     Args:
         call: The name of the call.
@@ -118,7 +118,7 @@ def work(
 
 
 def is_last(event: Event) -> bool:
-    """Whether nothing more comes of a chunk after this."""
+    """Return whether an event is the last one of a chunk."""
     return event[0] == "exit" or (
         event[0] in ("message", "answered") and isinstance(event[2], (protocol.Values, protocol.Error))
     )

@@ -38,7 +38,7 @@ class Stored:
             self._segments.pop(key).close()
 
     def store(self, key: str, size: int, start: int, data: Any, below: Sequence[Branch]) -> set[int]:
-        """Take a part of a segment, all of which are stored before it is delivered, and pass it on.
+        """Take a part of a segment and pass it on. All parts are stored before the segment is delivered.
 
         Returns the numbers of the nodes below that it has not got to.
         """
