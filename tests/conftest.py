@@ -362,14 +362,13 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def endless(kernel: Kernel, *names: str) -> Iterator[None]:
-    """Give these times of `nbdist.kernel.calls.waiting` no end in a kernel meanwhile: no wait there ends by its time.
+def endless(kernel: Kernel, *names: str, of: str = "calls.waiting") -> Iterator[None]:
+    """Give these times of `nbdist.kernel.calls.waiting`, or of another module, no end in a kernel meanwhile: no wait
+    there ends by its time.
 
     They stay so where the test fails.
     """
-    kernel.ok(
-        f"from nbdist.kernel.calls import waiting as _waiting\n_times = [getattr(_waiting, name) for name in {names}]"
-    )
+    kernel.ok(f"import nbdist.kernel.{of} as _waiting\n_times = [getattr(_waiting, name) for name in {names}]")
     kernel.ok(f"for _name in {names}: setattr(_waiting, _name, 1e6)")
     yield
     kernel.ok(f"for _name, _time in zip({names}, _times): setattr(_waiting, _name, _time)")

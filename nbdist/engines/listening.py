@@ -21,6 +21,8 @@ from .descriptors import Described
 
 #: Seconds that a process whose channel is at its end may take until it has ended, too: GPUs take a while to let go.
 _PATIENCE = 3.0
+#: Bytes that are read at once where ranks write much: pauses become so short. A pipe has room for more.
+_AT_ONCE = 32 << 10
 
 
 def pass_on(ranks: Described, rank: int, which: int, on_output: OnOutput) -> bool | None:
@@ -56,7 +58,8 @@ class Listener:
         on_message: Takes a rank's message and its parcel.
         on_exit: Takes the end of a rank.
         on_start: Takes the rank and the pid of a process that has started.
-        pause: Seconds for which an output is left alone after it was read. Infinite: until `resume`.
+        pause: Seconds for which an output is left alone after it was read, less if much comes. Infinite: until
+            `resume`.
     """
 
     def __init__(
@@ -72,6 +75,8 @@ class Listener:
         self._ranks = ranks
         self._on_output, self._on_message, self._on_exit, self._on_start = on_output, on_message, on_exit, on_start
         self._pause, self._resume_at = pause, 0.0
+        self._next_pause = pause  # shorter while ranks write so much that a pipe would be full at its end
+        self._read = 0  # bytes since the last pause
         self._started: set[int] = set()
         self._living = set(range(len(ranks.pids)))
         self._silent: set[int] = set()  # their channel is at its end
@@ -114,6 +119,8 @@ class Listener:
 
     def resume(self) -> None:
         """Wait for all outputs again."""
+        share = _AT_ONCE / self._read if self._read else math.inf
+        self._next_pause, self._read = min(self._pause, self._next_pause * share), 0
         for rank, which in self._paused:
             fd = self._ranks.outputs[rank][which]
             if fd not in self._selector.get_map():  # an interrupt came before it was taken out
@@ -130,14 +137,15 @@ class Listener:
 
     def _output(self, rank: int, which: int) -> None:
         if not self._paused:
-            self._resume_at = time.monotonic() + self._pause
+            self._resume_at = time.monotonic() + self._next_pause
         self._paused.append((rank, which))  # first of all: an interrupt may come between any two of these lines
         self._selector.unregister(self._ranks.outputs[rank][which])
-        more = pass_on(self._ranks, rank, which, self._on_output)
-        if more and self._pause < math.inf:  # a rank that writes very much is not made to wait for a pause
-            self.watch(self._ranks.outputs[rank][which], functools.partial(self._output, rank, which))
-        if more is False or (more and self._pause < math.inf):
+        if pass_on(self._ranks, rank, which, self._take) is False:
             self._paused.remove((rank, which))
+
+    def _take(self, rank: int, which: int, data: bytes) -> None:
+        self._read += len(data)
+        self._on_output(rank, which, data)
 
     def _message(self, rank: int) -> None:
         channel = self._ranks.channels[rank]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from nbdist.engines.listening import drain, pass_on
+from nbdist.engines.listening import Listener, drain, pass_on
 
 
 @pytest.fixture
@@ -48,3 +50,29 @@ def test_a_rank_that_writes_on_and_on_lets_others_have_their_turn(rank: Any) -> 
     os.write(rank.write, b"more")
     assert pass_on(rank, 0, 0, take) is True
     assert len(rank.passed) == 16
+
+
+def test_who_writes_much_waits_for_no_long_pause(rank: Any) -> None:
+    """A pause in which a pipe would be full becomes shorter, and longer again afterwards."""
+    exits, end = os.pipe()
+    one = SimpleNamespace(outputs=[(rank.outputs[0][0], exits)], pids=[1], channels=[rank], exits_fd=exits)
+    rank.fileno = lambda: exits
+    listener = Listener.__new__(Listener)
+    with (
+        closing(listener),
+        patch.object(Listener, "watch", lambda self, fd, action: None),
+        patch("nbdist.engines.listening.selectors.DefaultSelector"),
+    ):
+        Listener.__init__(
+            listener, one, on_output=rank.take, on_message=lambda *what: None, on_exit=print, pause=1000.0
+        )
+        pauses = []
+        for size in (100, 64_000, 64_000, 100, 100):
+            listener.resume()
+            os.write(rank.write, b"x" * size)
+            listener._output(0, 0)
+            pauses.append(listener.due() or 0.0)
+    os.close(exits)
+    os.close(end)
+    assert sum(len(data) for _, _, data in rank.passed) == 128_300
+    assert [round(pause, -2) for pause in pauses] == [1000, 1000, 500, 300, 1000]

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 import time
 from typing import Any
 from unittest.mock import MagicMock
@@ -261,3 +262,21 @@ def test_await_in_a_cell(kernel: Kernel) -> None:
 
 def test_scatter_is_public() -> None:
     assert nbdist.per_rank is per_rank
+
+
+def test_names_that_are_given_to_this_process_are_no_variables_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = vars(sys.modules["__main__"])
+    monkeypatch.setitem(main, "rate", 0.01)
+    monkeypatch.setitem(main, "mean", "my own")
+    look = eval("lambda: (rate, mean([3]))", main)
+    assert in_ddp(0, look, imports="from statistics import mean", need={"rate": 0.1}) == (0.1, 3)
+    assert (main["rate"], main["mean"]) == (0.01, "my own")
+
+    def assigns() -> None:
+        main["rate"] = 7
+
+    in_ddp(0, assigns, need={"rate": 0.1})
+    assert main["rate"] == 7, "what the function itself assigns stays, as it runs in this process"
+    with pytest.raises(ZeroDivisionError):
+        in_ddp(0, lambda: 1 / 0, need={"other": 1})
+    assert "other" not in main

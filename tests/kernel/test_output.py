@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import datetime
+import errno
 import itertools
+import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -15,15 +22,20 @@ from typing import Any
 from unittest import mock
 
 import nbformat
+import numpy as np
 import pytest
+import torch
 from cells import cells
-from conftest import Kernel, Result, endless
+from conftest import Kernel, Result, endless, poll
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
+from nbdist import Session, in_ddp
+from nbdist.kernel.cell import excerpt
 from nbdist.kernel.cell import relay as output
+from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.cell.relay import KEPT, Log
 from nbdist.wire import frames
 from nbdist.wire.frames import MAGIC, MESSAGE, STDERR, STDOUT, FrameReader, FrameWriter
@@ -209,6 +221,228 @@ def test_a_log_keeps_the_last_text(texts: list[str], kept: int) -> None:
     assert log.tail(3) == "\n".join(log.text().splitlines()[-3:])
 
 
+def test_a_pipe_that_does_not_block() -> None:
+    """Something that a function runs may set that for all who have the pipe: nothing is lost, and nobody raises."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    writer = FrameWriter()
+    writer._fd = write
+    found: list[bytes] = []
+
+    def reads() -> None:
+        while data := os.read(read, 1 << 16):
+            found.append(data)
+
+    reader = threading.Thread(target=reads)
+    lines = [f"{number} {'x' * 1000}\n" for number in range(1000)]
+    started = False
+    for line in lines:
+        if not started and not select.select([], [write], [], 0)[1]:
+            reader.start()
+            started = True
+        writer.write(STDOUT, line.encode())
+    os.close(write)
+    reader.join()
+    os.close(read)
+    assert fed(iter([*found, b""])) == [(STDOUT, "".join(lines))]
+
+
+def displayed(**content: Any) -> dict[str, Any]:
+    """What a display's content is for the kernel."""
+    writes: list[bytes] = []
+    writer = FrameWriter()
+    with mock.patch.object(writer, "_write", writes.append):
+        writer.message("display", **content)
+    ((_, (_, found)),) = fed(iter([*writes, b""]))
+    return dict(found)
+
+
+def test_numbers_in_a_display_stay_numbers() -> None:
+    data = {
+        "loss": np.float32(0.5),
+        "step": np.int64(3),
+        "done": np.bool_(True),
+        "curve": np.array([1.5, 2.5]),
+        "weights": torch.ones(2),
+        "at": datetime.datetime(2024, 1, 1),
+        "day": datetime.date(2024, 1, 2),
+        "names": {"a"},
+        "raw": b"abc",
+    }
+    assert displayed(data=data)["data"] == {
+        **{"loss": 0.5, "step": 3, "done": True, "curve": [1.5, 2.5], "weights": [1.0, 1.0]},
+        **{"at": "2024-01-01T00:00:00Z", "day": "2024-01-02", "names": ["a"], "raw": "YWJj"},
+    }
+
+
+def test_a_display_of_anything_ends_no_call() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert displayed(data={np.int64(3): 1, (1, 2): 2})["data"] == {"3": 1, "(1, 2)": 2}
+    assert "[" in str(displayed(data={"endless": endless}))
+
+
+# ------------------------------------------------------------------------------------------- lines, and their file
+
+
+@pytest.fixture
+def relay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> output.Relay:
+    """Shows the output of two ranks in a terminal, and unfinished lines as soon as it is asked for them."""
+    monkeypatch.setattr(output, "UNFINISHED", -1.0)
+    relay = output.Relay(SimpleNamespace(pids=[1, 2]))  # type: ignore[arg-type]
+    relay.begin(Cell(), "all", 0)
+    return relay
+
+
+def test_bars_of_all_ranks_are_shown_while_they_grow(relay: output.Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown() -> str:
+        relay.show_unfinished()
+        return capsys.readouterr().out
+
+    relay.take(0, 0, b"\r1/60")
+    assert shown() == "\r[rank 0] 1/60"
+    assert shown() == "", "once"
+    relay.take(1, 0, b"\r1/60\r22/60")
+    assert shown() == "\r[rank 0] 1/60 [rank 1] 22/60"
+    relay.take(0, 0, b"\r60/60\n")
+    assert shown() == f"\r{' ' * 28}\r[rank 0] \r1/60\r60/60\n\r[rank 1] 22/60"
+    relay.take(1, 0, b"\r")
+    assert shown() == "", "the next state is about to come"
+    relay.take(1, 0, b"9")
+    assert shown() == "\r[rank 1] 9    "
+    relay.flush()
+    assert capsys.readouterr().out.endswith("9\n")
+
+
+def test_dots_of_all_ranks_are_shown_while_they_come(relay: output.Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(300):
+        relay.take(0, 0, b".")
+        relay.show_unfinished()
+        text = capsys.readouterr().out
+        assert text in (f"\r[rank 0] {'.' * (number + 1)}", "") and len(text) <= 81
+    assert number > text.count(".") == 0, "no longer than the terminal's line"
+    relay.flush()
+    assert capsys.readouterr().out.endswith(f"[rank 0] {'.' * 300}\n")
+
+
+def test_a_line_of_any_length_costs_its_length(relay: output.Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each piece joined to those before it would take hours here."""
+    for _ in range(60_000):
+        for rank in range(2):
+            relay.take(rank, 0, b"z" * 1000)
+        relay.show_unfinished()
+    capsys.readouterr()
+    relay.flush()
+    lines = capsys.readouterr().out.rpartition("\r")[2].splitlines()
+    assert [len(line) for line in lines] == [60_000_009] * 2
+
+
+def test_of_a_bar_that_goes_on_for_hours_its_last_state_is_kept(relay: output.Relay) -> None:
+    for number in range(10_000):
+        relay.take(0, 0, b"\r%d" % number)
+    assert len(relay._lines[0, STDOUT].text()) < 2000
+
+
+class FakeCell:
+    """A notebook's cell that keeps what it is to show."""
+
+    in_notebook = True
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.shown: list[str] = []
+
+    def text(self, text: str, kind: int) -> None:
+        self.texts.append(text)
+
+    def message(self, name: str, content: dict[str, Any]) -> None:
+        self.shown.append(content["data"]["text/plain"])
+
+
+class FullDisk:
+    """A file on a disk that is full after some characters."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.name, self._room = str(path), room
+        path.touch()
+
+    def write(self, text: str) -> None:
+        self._room -= len(text)
+        self.flush()
+
+    def flush(self) -> None:
+        if self._room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        self.flush()
+
+
+@pytest.mark.parametrize("room", [None, 0, 100])
+def test_a_full_disk_ends_no_call(room: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        if room is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return FullDisk(tmp_path / "file", room)
+
+    monkeypatch.setattr(excerpt, "_new_file", make)
+    cell = FakeCell()
+    shown = excerpt.Excerpt(cell, 3)  # type: ignore[arg-type]
+    for number in range(1000):
+        shown.text(f"line {number}\n", STDOUT)
+    shown.show()
+    title, *lines = cell.shown[-1].splitlines()
+    assert title.endswith("the others are in no file: No space left on device") and title.startswith("... 1,000 lines")
+    assert lines == [f"line {number}" for number in range(900, 1000)]
+    assert "".join(cell.texts) == "line 0\nline 1\nline 2\n"
+    assert not list(tmp_path.iterdir()), "its room is given back"
+
+
+# ------------------------------------------------------------------------------------------------- in a session
+
+
+def redirects() -> bytes:
+    """The common way to see what C code writes; the rank prints meanwhile."""
+    with tempfile.TemporaryFile() as file:
+        own = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        os.system("echo from a child")
+        print("from Python")
+        os.dup2(own, 1)
+        os.close(own)
+        file.seek(0)
+        return file.read()
+
+
+def test_frames_are_in_no_file_that_takes_the_place_of_standard_output(session: Session) -> None:
+    assert session.run(redirects) == b"from a child\n"
+    assert "from Python\n" in session.logs(0) and MAGIC.decode() not in session.logs(0)
+
+
+def test_a_function_that_lets_its_standard_output_not_block(session: Session) -> None:
+    def prints() -> int:
+        os.set_blocking(1, False)
+        for number in range(3000):
+            print("x" * 1000, number)
+        os.set_blocking(1, True)
+        return 7
+
+    assert session.run(prints) == 7
+    assert all(f"x {number}\n" in session.logs(1) for number in range(2500, 3000))
+
+
+def test_what_ranks_print_at_their_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def registers() -> None:
+        atexit.register(lambda: print("the end", "x" * 3_000_000, "the summary"))  # more than a pipe has room for
+
+    with Session(2) as session:
+        session.run(registers)
+        assert "summary" not in capsys.readouterr().out
+    assert capsys.readouterr().out.count("the summary") == 1
+    in_ddp.options(output="all")(2, registers)
+    assert capsys.readouterr().out.count("the summary") == 2
+
+
 # --------------------------------------------------------------------------------------------------- in a notebook
 
 
@@ -380,7 +614,8 @@ def test_bar_of_fastprogress(notebook: Kernel) -> None:
 
 
 def test_all_ranks_with_prefix(notebook: Kernel) -> None:
-    result = notebook.ok(CELLS["all ranks with prefix"])
+    with endless(notebook, "UNFINISHED", of="cell.relay"):  # what is shown of a line before it is finished
+        result = notebook.ok(CELLS["all ranks with prefix"])
     for rank in range(2):
         lines = [line for line in streams(result).splitlines() if line.startswith(f"[rank {rank}]")]
         assert lines == [f"[rank {rank}]{rest}" for rest in (" ab", " c", "", " no newline")]
@@ -404,7 +639,8 @@ def test_logs(notebook: Kernel) -> None:
 
 
 def test_much_output_at_once(notebook: Kernel) -> None:
-    result = notebook.ok(CELLS["much output at once"])
+    with endless(notebook, "UNFINISHED", of="cell.relay"):
+        result = notebook.ok(CELLS["much output at once"])
     for stream, word in (("stdout", "out"), ("stderr", "err")):
         lines = streams(result, stream).splitlines()
         for rank in range(2):
@@ -451,6 +687,17 @@ def test_the_file_of_a_flood_is_gone_with_the_kernel(tmp_path: Path) -> None:
         kernel.client.stop_channels()
         kernel.manager.shutdown_kernel(now=False)
     assert not list(tmp_path.glob("nbdist-output-*"))
+
+
+def test_the_file_of_a_flood_is_gone_with_a_kernel_that_is_killed(tmp_path: Path) -> None:
+    kernel = Kernel(tmp_path, env={"TMPDIR": str(tmp_path)})
+    try:
+        kernel.ok("from nbdist import in_ddp\nin_ddp.options(lines=1)(1, lambda: print('1\\n2'))")
+        assert len(list(tmp_path.glob("nbdist-output-*"))) == 1
+        os.kill(kernel.pid, signal.SIGKILL)
+        assert poll(lambda: not list(tmp_path.glob("nbdist*")))
+    finally:
+        kernel.close()
 
 
 def test_the_notebook_stays_responsive(notebook: Kernel) -> None:

@@ -6,6 +6,7 @@ import atexit
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,27 @@ def wait_for(path: Path) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the other workers get to end after the first failure has no end itself: a call must not use it up."""
     monkeypatch.setattr(parallel, "GRACE_AFTER_FAILURE", 10_000.0)
+
+
+def ends_at_three(item: int) -> int:
+    return next(iter([item] if item < 3 else []))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_that_raises_stop_iteration_loses_no_items(workers: int) -> None:
+    with pytest.raises(StopIteration):
+        parallel_map(ends_at_three, range(5), workers, progress=False)
+
+
+def test_names_that_are_given_are_no_variables_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = vars(sys.modules["__main__"])
+    monkeypatch.setitem(main, "rate", 0.01)
+    monkeypatch.delitem(main, "mean", raising=False)
+    look = eval("lambda item: (rate, extra, mean([item]))", main)
+    given: Any = {"imports": "from statistics import mean", "need": {"rate": 0.1, "extra": 5}}
+    for workers in (0, 1):
+        assert parallel_map(look, [3], workers, progress=False, **given) == [(0.1, 5, 3)]
+        assert main["rate"] == 0.01 and "extra" not in main and "mean" not in main
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3, 1000])

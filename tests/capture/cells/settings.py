@@ -36,6 +36,42 @@ log.removeHandler(to_file)
 to_file.close()
 logging.root.handlers.clear()
 
+# %% handlers of other streams
+import io
+import logging
+import pathlib
+import sys
+import tempfile
+
+kept = tempfile.NamedTemporaryFile("w")  # noqa: SIM115
+streams = {
+    "a": open("a.log", "a"),  # noqa: SIM115
+    "w": open("w.log", "w"),  # noqa: SIM115
+    "kept": kept,
+    "memory": io.StringIO(),
+    "nameless": tempfile.TemporaryFile("w"),  # noqa: SIM115
+    "out": sys.stdout,
+}
+for name, stream in streams.items():
+    logger = logging.getLogger(f"to_{name}")
+    logger.propagate = False
+    logger.setLevel("INFO")
+    logger.addHandler(logging.StreamHandler(stream))
+
+
+def fn():
+    for name in ("a", "w", "kept", "memory", "nameless"):
+        logging.getLogger(f"to_{name}").info("to none of the cell's streams")
+    logging.getLogger("to_out").info("to the cell")
+
+
+in_ddp(1, fn)
+for name in ("a.log", "w.log", kept.name):
+    assert pathlib.Path(name).read_text() == "to none of the cell's streams\n"
+printed.append("to the cell")
+for name in streams:
+    logging.getLogger(f"to_{name}").handlers.clear()
+
 # %% warnings
 import warnings
 
