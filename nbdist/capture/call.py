@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..notebook.shell import cell_numbers, is_hidden
+from ..system.search_path import search_path
 from ..wire.cache import SentCache
 from ..wire.messages import Header
 from ..wire.parcel import Parcel, pack
@@ -22,7 +23,7 @@ from . import reading
 from .depth import deeply
 from .diagnosis import explain_failure
 from .imports import modules_named, names_given
-from .modules import own_sources
+from .modules import own_file, own_sources
 from .names import namespace_key
 from .need import main_namespace
 from .pickler import Pickler
@@ -72,6 +73,7 @@ def capture_call(
         imported_beside=tuple(beside),
         places=_places([*pickler.modules, *beside]),
         own_sources=own_sources(),
+        gone=_gone(pickler),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, "the data that the call takes along")
     modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
@@ -138,12 +140,25 @@ def _sources(objects: Iterable[Any]) -> dict[str, str]:
     return sources
 
 
+#: Variables of the notebook that calls of this process have taken along.
+_taken: set[str] = set()
+
+
+def _gone(pickler: Pickler) -> tuple[str, ...]:
+    """Return the names in `_taken` that the notebook has no more, once those that `pickler` has sent are added."""
+    main = main_namespace()
+    defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
+    _taken.update(name for name in (*pickler.captured, *defined) if name in main)
+    return tuple(name for name in _taken.copy() if name not in main)
+
+
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
     """Where those of `modules` and their parents lie that a fresh interpreter would not find by `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
     for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)
-        if top is not None and _found_by_path(name, id(top), tuple(sys.path)):
+        found = _found_by_path if own_file(top, name) is None else _found_by_path.__wrapped__  # files come and go
+        if top is not None and found(name, id(top), tuple(search_path())):
             continue
         for loaded, module in list(sys.modules.items()):
             if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
@@ -156,8 +171,8 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
 
 @functools.lru_cache(maxsize=4096)
 def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
-    """Whether `sys.path`, which is `path`, leads to the loaded module."""
-    found = importlib.machinery.PathFinder.find_spec(name)
+    """Whether the `path` leads to the loaded module."""
+    found = importlib.machinery.PathFinder.find_spec(name, path)
     return found is not None and _same_place(sys.modules[name], found)
 
 

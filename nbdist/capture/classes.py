@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import types
 import typing
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,6 +45,18 @@ def reduce_class(cls: Any) -> ClassReduction:
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
     """Set attributes of a class that is being made."""
     cp._class_setstate(cls, (attributes, {}))
+
+
+#: By class: the attributes that the other side gave it last.
+_given: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def keep_attributes(cls: type, names: frozenset[str]) -> None:
+    """Take away attributes that the other side has given a class before, and that are not among these `names`."""
+    for name in _given.get(cls, frozenset()) - names:
+        with contextlib.suppress(AttributeError, TypeError):
+            type.__delattr__(cls, name)
+    _given[cls] = names
 
 
 def _make_class(metaclass: type, imported: Any, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:

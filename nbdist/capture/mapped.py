@@ -7,6 +7,7 @@ import functools
 import mmap
 import os
 import socket
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from ..errors import NbdistError
 LEAST = 16 << 20
 
 READ, WRITE, COPY = mmap.ACCESS_READ, mmap.ACCESS_WRITE, mmap.ACCESS_COPY
+#: How names of files are read: they may be of any bytes.
+_NAMES: Any = {"encoding": sys.getfilesystemencoding(), "errors": "surrogateescape"}
 _MODES = {READ: "r", WRITE: "r+", COPY: "c"}
 
 
@@ -74,7 +77,7 @@ class MappedFiles:
     def _maps(self) -> list[tuple[int, int, int, int, str]]:
         """Start, end, access, position in the file and path of each mapping, in the order of their addresses."""
         try:
-            with open("/proc/self/maps") as file:
+            with open("/proc/self/maps", **_NAMES) as file:
                 lines = [line.rstrip("\n").split(None, 5) for line in file]
         except OSError:
             return []
@@ -88,7 +91,7 @@ class MappedFiles:
 
 def _changed(start: int, end: int) -> bool:
     """Whether this process has written to the private mappings there: the file does not have that."""
-    with open("/proc/self/smaps") as file:
+    with open("/proc/self/smaps", **_NAMES) as file:
         inside = False
         for line in file:
             name, _, rest = line.partition(" ")

@@ -7,41 +7,64 @@ import sys
 import threading
 import types
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..notebook.shell import autoreloaded
+from ..notebook.shell import after_each_cell, autoreloaded
 from ..system.interpreter import INSTALLED
 
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
 _seen: set[str] = set()
 _state: tuple[int, str] = 0, ""
-_executed: dict[str, tuple[Any, int]] = {}  # by name: what changes with each execution, and the source's checksum
+_hears_cells = False
 
 
-def own_sources() -> dict[str, int]:
-    """The checksum of the source that this process has executed, for each of the user's own modules that it has."""
-    global _state
+class _Executed(NamedTuple):
+    """The source of a module when this process has executed it."""
+
+    spec: Any
+    """That of the module then: `reload` gives it another one."""
+    read: float | None
+    """When the file was modified that %autoreload has read last; None before it has read any."""
+    file: str
+    checksum: int
+
+
+_executed: dict[str, _Executed | None] = {}
+
+
+def own_sources() -> dict[str, tuple[str, int]]:
+    """The source that this process has executed, for each of the user's own modules that it has: file and checksum.
+
+    A notebook's sources are read at the end of each cell, too: they may be edited before the next call.
+    """
+    global _state, _hears_cells
     with _lock:
+        if not _hears_cells:
+            _hears_cells = after_each_cell(own_sources)
         state = len(sys.modules), next(reversed(sys.modules))  # what is new, or was executed again, comes last
         for name in sys.modules.keys() - _seen if state != _state else ():
             _seen.add(name)
             if own_file(sys.modules.get(name), name):
-                _executed[name] = None, 0
+                _executed[name] = None
         _state = state
-        for name, (before, executed) in list(_executed.items()):
+        sources: dict[str, tuple[str, int]] = {}
+        for name, before in list(_executed.items()):
             module = sys.modules.get(name)
             file = own_file(module, name)
             if file is None:
                 del _executed[name]
                 _seen.discard(name)
                 continue
-            # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that.
-            spec, reloaded = getattr(module, "__spec__", None), autoreloaded(name)
-            if before is None or spec is not before[0] or before[1] not in (None, reloaded):
-                executed = checksum(file)
-            _executed[name] = (spec, reloaded), executed
-        return {name: executed for name, (_, executed) in _executed.items()}
+            # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that; it has
+            # read a new module when the cell was over.
+            spec, read = getattr(module, "__spec__", None), autoreloaded(name)
+            now = before
+            if now is None or spec is not now.spec or file != now.file or read not in (None, now.read):
+                now = _Executed(spec, modified(file) if read is None else read, file, checksum(file))
+            _executed[name] = now
+            sources[name] = file, now.checksum
+        return sources
 
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
@@ -59,3 +82,23 @@ def checksum(file: str) -> int:
             return zlib.crc32(source.read())
     except OSError:
         return 0
+
+
+def modified(file: str) -> float | None:
+    """Return when a file was modified, as %autoreload has it; None where there is no file."""
+    try:
+        return os.stat(file).st_mtime
+    except OSError:
+        return None
+
+
+def version(file: str) -> tuple[int, ...]:
+    """Return device, inode, size in bytes and time of modification (ns) of a file; an empty tuple where there is none.
+
+    An older file that is put in the place of another has another version, too.
+    """
+    try:
+        found = os.stat(file)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -22,6 +22,16 @@ def main_namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
+def script() -> str:
+    """The text of the script that this process runs; empty where it runs none."""
+    file = main_namespace().get("__file__")
+    try:
+        with open(file or "", encoding="utf-8") as source:
+            return source.read()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
     """The names in `need` with their values. Raises `NameError`, naming the nearest existing names."""
     if isinstance(need, Mapping):

@@ -1,4 +1,4 @@
-"""Functions of the notebook put into libraries: into modules, and into classes as fastcore's `@patch` does."""
+"""Patches: functions and values that the notebook has put into modules, and into classes (fastcore's `@patch`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..notebook.shell import shell
+from .assigned import NO_LIBRARIES, Assigned, Patch
 from .names import importable
 from .need import main_namespace
 
-#: A class or module, the name of its attribute, and what the notebook has put there.
-Patch = tuple[type | types.ModuleType, str, Any]
-
-#: Modules in which a function of the notebook is no patch: a process's own hooks, and what IPython puts there.
-_NO_LIBRARIES = {"__main__", "__mp_main__", "builtins", "sys"}
 #: Code that may put something into a class or module. Assignments to `self` do not.
 _MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE)
 
 
 class Patches:
-    """Finds patches. It looks through all classes and modules, so only when code has been run that may patch."""
+    """Finds patches. It looks through all classes and modules only when code has been run that may patch; what cells
+    assign by name it looks at in each call."""
 
     def __init__(self) -> None:
         self._looked: Any = None
@@ -32,14 +29,18 @@ class Patches:
         self._wary = False
         self._found: list[Patch] = []
         self._refused: set[tuple[type | types.ModuleType, str]] = set()
+        self._assigned = Assigned()
 
-    def find(self, fails: Callable[[Any], bool]) -> list[Patch]:
-        """The patches that can be sent; a warning says, once of each, which cannot."""
+    def find(self, refused: Callable[[Any], str]) -> list[Patch]:
+        """The patches that can be sent; a warning says, once of each, which cannot. `refused` says why not."""
         now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
         if now != self._looked:
             self._looked = now
-            self._found = [patch for patch in _search() if self._can_travel(patch, fails)] if self._may_have() else []
-        return self._found
+            self._found = list(_search()) if self._may_have() else []
+        # Within a cell, too, a patch may be made and taken back.
+        holding = [(owner, name, value) for owner, name, value in self._found if vars(owner).get(name) is value]
+        found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
+        return [patch for patch in found.values() if self._can_travel(patch, refused)]
 
     def _may_have(self) -> bool:
         cells = getattr(shell(), "user_ns", {}).get("_ih")
@@ -49,18 +50,19 @@ class Patches:
         self._wary = self._wary or any(_MAY_PATCH.search(cell) for cell in new)
         return self._wary
 
-    def _can_travel(self, patch: Patch, fails: Callable[[Any], bool]) -> bool:
+    def _can_travel(self, patch: Patch, refused: Callable[[Any], str]) -> bool:
         owner, name, value = patch
         if isinstance(owner, type) and not importable(owner):
             return False  # no library's: it travels by value, with all that it has, or not at all
-        if not fails(value):
+        why = refused(value)
+        if not why:
             return True
         if (owner, name) not in self._refused:
             self._refused.add((owner, name))
             place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
             warnings.warn(
-                f"{place}.{name}, which the notebook has set, is not set in the ranks: it "
-                f"cannot be sent. Set it inside the function.",
+                f"{place}.{name}, which the notebook has set, is not set in the ranks: {why}. "
+                f"Set it inside the function.",
                 stacklevel=2,
             )
         return False
@@ -69,7 +71,7 @@ class Patches:
 def _search() -> Iterator[Patch]:
     main = main_namespace()
     for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ not in _NO_LIBRARIES:
+        if isinstance(module, types.ModuleType) and module.__name__ not in NO_LIBRARIES:
             for name, value in list(vars(module).items()):
                 if type(value) is types.FunctionType and value.__globals__ is main:
                     yield module, name, value

@@ -203,7 +203,7 @@ class Pickler(cloudpickle.Pickler):
             return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
         make, args, attributes, data = classes.reduce_class(cls)
         steps = self._definition(
-            self._own_name(cls),
+            [*self._own_name(cls), Call(classes.keep_attributes, cls, frozenset(attributes))],
             data,
             _attributes(classes.set_attributes, cls, attributes),
             self._variables("__main__", globals_of_class(cls)),

@@ -9,6 +9,8 @@ What is gathered, and where it comes from:
 | recursion limit | `sys.getrecursionlimit()` |
 | context | `decimal.getcontext()` |
 | locale | `locale.setlocale(locale.LC_ALL)` |
+| time zone | `TZ`, as `time.tzset` has taken it |
+| environment, folder, module path | `os.environ`, `os.getcwd()`, `sys.path` |
 | print options, error state | `numpy.get_printoptions()`, `numpy.geterr()` |
 | options that are not at their default | `pandas.get_option` |
 | parameters that are not at their default, but for the backend's | `matplotlib.rcParams` |
@@ -23,16 +25,23 @@ import locale
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from ..system.search_path import search_path
 from . import torch_modes
 from .patches import Patches
 from .pickler import Pickler
 
 #: Loggers of the notebook's own machinery, by the first part of their names.
 _KERNEL_LOGGERS = frozenset(["IPKernelApp", "ipykernel", "traitlets", "tornado", "asyncio", "jupyter_client"])
+
+#: Those that ranks start with. They follow what the notebook changes, and keep the rest.
+SURROUNDINGS = ("environment", "folder", "module path")
+#: Bytes that what the notebook has put into a module may have as a pickle: it goes along with each call.
+LARGEST = 1 << 20
 
 
 class SettingsSender:
@@ -43,16 +52,22 @@ class SettingsSender:
         self._last: dict[str, Any] = {}
         self._pickled: dict[str, bytes] = {}
         self._modules: dict[str, set[str]] = {}
+        self._lock = threading.RLock()  # several threads may call; what is pickled may call, too
 
     def modules(self) -> set[str]:
         """What the reader of the settings that were taken last imports: the libraries that they are of, and modules of
         what they name, such as categories of warnings."""
-        return set().union(*self._modules.values())
+        with self._lock:
+            return set().union(*self._modules.values())
 
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
+        with self._lock:
+            return self._take_all()
+
+    def _take_all(self) -> dict[str, bytes]:
         found, last = current(), self._last
-        found["patches"] = self._patches.find(lambda value: pickle_setting(value)[0] is None)
+        found["patches"] = self._patches.find(_refused)
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in last or not same(last[name], value) or (name == "patches" and value):
@@ -77,6 +92,14 @@ class SettingsSender:
 
 #: Of this process.
 sender = SettingsSender()
+
+
+def _refused(value: Any) -> str:
+    """Why a value cannot be set in ranks; empty where it can."""
+    pickled, _ = pickle_setting(value)
+    if pickled is None:
+        return "it cannot be sent"
+    return f"it has {len(pickled) / 1e6:.0f} MB" if len(pickled) > LARGEST else ""
 
 
 def same(old: Any, new: Any) -> bool:
@@ -111,7 +134,7 @@ class _Loggers:
         placeholder, root = logging.PlaceHolder, logging.root
         rows = [
             (name, logger.level, logger.disabled, logger.propagate, *logger.handlers)
-            for name, logger in every.items()
+            for name, logger in every.copy().items()  # other threads make loggers
             if type(logger) is not placeholder
             and (logger.handlers or logger.level or logger.disabled or not logger.propagate)
         ]
@@ -174,6 +197,31 @@ def _stream(stream: Any) -> str | tuple[str, str] | None:
     return "stdout" if name in ("stdout", "<stdout>", 1) else "stderr"
 
 
+class _Environ:
+    """Reads the environment: a hundred variables there are, and hardly ever is one new."""
+
+    def __init__(self) -> None:
+        self._raw: Any = None
+        self._read: dict[str, str] = {}
+
+    def __call__(self, module: Any) -> dict[str, str]:
+        raw = getattr(module.environ, "_data", None)
+        if raw is None or raw != self._raw:
+            self._raw, self._read = copy.copy(raw), dict(module.environ)
+        return self._read
+
+
+def _folder(module: Any) -> str:
+    try:
+        return str(module.getcwd())
+    except FileNotFoundError:  # it is gone
+        return ""
+
+
+def _zone(module: Any) -> tuple[Any, ...]:
+    return os.environ.get("TZ"), module.tzname, module.timezone, module.altzone
+
+
 def _locale(module: Any) -> str:
     return locale.setlocale(locale.LC_ALL)
 
@@ -218,6 +266,10 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "recursion limit": ("sys", lambda module: module.getrecursionlimit()),
     "decimal": ("decimal", lambda module: module.getcontext().__reduce__()[1]),
     "locale": ("locale", _locale),
+    "time zone": ("time", _zone),
+    "environment": ("os", _Environ()),
+    "folder": ("os", _folder),
+    "module path": ("sys", lambda module: search_path()),
     "numpy.printoptions": ("numpy", lambda module: module.get_printoptions()),
     "numpy.errstate": ("numpy", lambda module: module.geterr()),
     "pandas": ("pandas", _pandas),

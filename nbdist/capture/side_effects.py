@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import text_of
 from ..notebook.shell import shell
-from .need import main_namespace
+from .need import script
 from .patches import classes
 
 _NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])
@@ -35,7 +35,7 @@ class ImportStatements:
         """In the order in which they were imported first; those that are there."""
         cells = getattr(shell(), "user_ns", {}).get("_ih")
         if cells is None:
-            cells = [] if self._read else [_script()]
+            cells = [] if self._read else [script()]
         new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
         for cell in new:
             self._named.update(dict.fromkeys(modules_in(cell)))
@@ -84,15 +84,6 @@ def _missing_of_fastai(name: str) -> str:
                     f"fastai's learners have {name!r} from {giver}: `from {giver} import *` in a cell, or in imports="
                 )
     return ""
-
-
-def _script() -> str:
-    file = main_namespace().get("__file__")
-    try:
-        with open(file or "", encoding="utf-8") as source:
-            return source.read()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def modules_in(cell: str) -> Iterator[str]:

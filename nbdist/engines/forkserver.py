@@ -21,6 +21,7 @@ from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
 from ..system.processes import blind, forget_in_children, own_pidfd
+from ..system.search_path import search_path
 from ..wire.channel import Channel
 
 T = TypeVar("T")
@@ -39,6 +40,9 @@ _HOLD = re.compile(
 )
 #: Seconds after which a server that is not the first one ends when nothing uses it.
 _IDLE = 300.0
+#: Bytes that the path of the ranks' folder may have. A socket's may have 107 on Linux and 103 on macOS; in that folder
+#: each rank has one named by its pid, and in this multiprocessing names a socket `listener-` and eight letters.
+_LONGEST = 103 - len("/4194304") - len("/listener-12345678")
 
 Variables = frozenset[tuple[str, str]]
 
@@ -68,7 +72,7 @@ class ForkServer:
         kind = "notebook" if _works_for_notebook or kernel_shell() is not None else "script"
         self._pid, self._scratch = os.getpid(), ""
         with contextlib.suppress(OSError):  # a full disk, say: no reason to start no ranks
-            self._scratch = os.path.join(tempfile.gettempdir(), f"nbdist-{secrets.token_hex(8)}")
+            self._scratch = _name_scratch()
         try:
             with theirs, own_pidfd() as kernel:
                 self.process = interpreter.start(
@@ -106,7 +110,7 @@ class ForkServer:
         self._asked.update(new)
         new = [name for name in new if installed(name)]
         if new:
-            self.ask("preload", new, sys.path)
+            self.ask("preload", new, search_path())
 
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""
@@ -121,6 +125,16 @@ class ForkServer:
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
+
+
+def _name_scratch() -> str:
+    """A name for the folder in which ranks keep their sockets, short enough for those; "": there is no such place."""
+    name = f"nbdist-{secrets.token_hex(8)}"
+    for folder in (tempfile.gettempdir(), "/tmp"):
+        path = os.path.join(folder, name)
+        if len(os.fsencode(path)) <= _LONGEST and os.access(folder, os.W_OK):
+            return path
+    return ""
 
 
 _works_for_notebook = False

@@ -18,10 +18,12 @@ from typing import Any
 import psutil
 
 from ..devices import choose_devices
+from ..errors import NbdistError
 from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
 from ..system.processes import blind, forget_in_children
+from ..system.search_path import search_path, shadowed
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
@@ -209,7 +211,15 @@ class LocalRanks:
         return _inherited()
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), rank_memory.POSSIBLE)
+        try:
+            folder = os.getcwd()
+        except FileNotFoundError:
+            raise NbdistError(
+                "the notebook's working folder was removed, so ranks cannot work in it: os.chdir() (%cd) to one that "
+                "is there"
+            ) from None
+        path = search_path()
+        return Setting(environ, folder, path, tuple(sys.argv), rank_memory.POSSIBLE, shadowed(path))
 
     def rendezvous(self) -> Rendezvous:
         return Rendezvous()

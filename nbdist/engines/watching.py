@@ -67,9 +67,7 @@ class Watch:
         if pid is None or rank not in self.alive:
             return
         with contextlib.suppress(ProcessLookupError):
-            if rank in self._processes:
-                signal.pidfd_send_signal(self._processes[rank], signum)
-            else:
+            if rank not in self._processes or not _signal_by_pidfd(self._processes[rank], signum):
                 os.kill(pid, signum)
 
     def close(self) -> None:
@@ -143,3 +141,14 @@ class Watch:
                 with contextlib.suppress(OSError):  # in a child of this process there is nothing to take it out of
                     self._poll.unregister(fd)
             os.close(fd)
+
+
+def _signal_by_pidfd(fd: int, signum: int) -> bool:
+    """Send a signal to the process of a descriptor; False where a sandbox refuses that, or this Python cannot."""
+    try:
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):
+        return False
+    return True

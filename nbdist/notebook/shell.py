@@ -89,6 +89,19 @@ def autoreloaded(name: str) -> float | None:
     return seen.get(name)
 
 
+def after_each_cell(action: Callable[[], Any]) -> bool:
+    """Have a notebook call `action` at the end of each cell from now on; False where there is no notebook."""
+
+    def call(*result: Any) -> None:
+        with contextlib.suppress(Exception):  # it is only help
+            action()
+
+    events = getattr(shell(), "events", None)
+    if events is not None:
+        events.register("post_run_cell", call)
+    return events is not None
+
+
 def is_watched(message: Mapping[str, Any] | None) -> bool:
     """Return whether a person sees the cell that a front end's message had run, also what comes when it is done.
 

@@ -33,8 +33,7 @@ class Caller:
     def install(self) -> None:
         """Let modules be found where the notebook found them, and be as new as there; let spawned processes have what
         the notebook defines."""
-        sys.meta_path.append(self._finder)
-        sys.meta_path.insert(0, self._reloader)
+        sys.meta_path[:0] = [self._reloader, self._finder]
         spawning.install()
 
     def run(self, call: Call, parcel: Parcel) -> Any:
@@ -50,17 +49,24 @@ class Caller:
             return fn(*positional, **named)
         finally:
             shell.after_call()
+            self._reloader.look()
 
     def take(self, header: Header, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Put in place what came with a call: returns the function and its arguments.
 
         Raises `CaptureError` for what cannot be read here, which it calls `where`.
         """
-        self._finder.places.update(header.places)
+        self._finder.update(header.places, header.own_sources)
         for name, source in header.sources.items():
             imports.keep_source(name, source)
         label_cells(header.cells)
-        self._reloader.refresh(header.own_sources)
+        for name in header.gone:
+            if ("__main__", name) in self.sent:
+                self.sent.discard(("__main__", name))
+                vars(shell.main).pop(name, None)
+        self._settings.follow(header.settings)
+        if self._reloader.refresh(header.own_sources):
+            self._settings.apply_again("patches")
         given: set[str] = set()
 
         def keep(key: str, namespace: dict[str, Any], name: str) -> bool:

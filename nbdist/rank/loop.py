@@ -168,6 +168,7 @@ class Rank:
         if self._frames is not None:
             frames, self._frames = [self._frames], None
             let_go(frames)
+        self._membership.restore_environ()
         before = _waited()
         value = self._caller.run(request, parcel)
         gpu_state.finish(process_groups())

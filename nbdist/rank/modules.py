@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -12,17 +13,31 @@ import time
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from ..capture.modules import checksum, own_file
+from ..capture.modules import checksum, own_file, version
 from ..errors import NbdistError
 from ..notebook.shell import reloader
 
 
+#: The file of a module, and the folders of its sub-modules.
+Place = tuple[str | None, list[str] | None]
+
+
 class SourceFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules that the kernel has loaded from places that are not on `sys.path` (pytest does so)."""
+    """Finds the modules that the kernel has loaded from places to which its `sys.path` does not lead: pytest does so,
+    and a notebook may go to another folder."""
 
     def __init__(self) -> None:
-        self.places: dict[str, tuple[str | None, list[str] | None]] = {}
+        self.places: dict[str, Place] = {}
+
+    def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int]]) -> None:
+        """Take over the `places` of a call. Those of earlier calls stay, but where the notebook has the module from
+        another place now, as `sources` say."""
+        for name, (file, _) in sources.items():
+            if name in self.places and self.places[name][0] != file:
+                del self.places[name]
+        self.places.update(places)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -30,6 +45,8 @@ class SourceFinder(importlib.abc.MetaPathFinder):
         if name not in self.places:
             return None
         file, folders = self.places[name]
+        if not any(map(os.path.exists, [file] if file else folders or [])):
+            return None  # the rank runs on another machine
         if file is None:
             spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = folders
@@ -37,47 +54,106 @@ class SourceFinder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
 
 
+class _Imported(NamedTuple):
+    """A module that this rank has executed: when, as `_now` has it, and from which source."""
+
+    moment: int
+    version: tuple[int, ...] = ()
+    checksum: int | None = None
+    """None: not known, for the file was changed at that time or later."""
+
+
 class Reloader(importlib.abc.MetaPathFinder):
-    """Executes those of the user's own modules again that were edited since this rank has imported them.
+    """Executes the user's own modules again when the source differs from the one that this rank has executed.
 
     A module that the notebook has, too, is taken as the notebook has it: edited and not reloaded there, it stays as it
     is here. As a finder it finds nothing, but knows when each module was imported.
     """
 
     def __init__(self) -> None:
-        self._imported: dict[str, int] = {}  # by name: when, as `_now` has it
-        self._sources: dict[str, int] = {}  # as the notebook had them at the last call
+        self._imported: dict[str, _Imported] = {}
+        self._new: list[str] = []  # those of which nothing but the moment is known
+        self._sources: Mapping[str, tuple[str, int]] = {}  # as the notebook had them at the last call
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> None:
-        self._imported[name] = _now()
+        self._imported[name] = _Imported(_now())
+        self._new.append(name)
 
-    def refresh(self, sources: Mapping[str, int]) -> None:
-        """Bring modules up to date before a call, `sources` as `own_sources` has them in the notebook.
+    def look(self) -> None:
+        """Look at the sources of modules that were imported lately; a warning names each that the notebook lacks."""
+        new, self._new = self._new, []
+        for name in new:
+            file = own_file(sys.modules.get(name), name)
+            imported = self._imported.pop(name, None)
+            if file is None or imported is None:
+                continue
+            now, executed = version(file), checksum(file)
+            unchanged = _changed(file) < imported.moment
+            self._imported[name] = _Imported(imported.moment, now, executed if unchanged else None)
+            its, wanted = self._sources.get(name, (file, executed))
+            if unchanged and wanted != executed:
+                what = "was edited after the notebook had imported it" if _same_file(its, file) else f"is not {its}"
+                warnings.warn(
+                    f"the module {name!r} is another one here than in the notebook: {file} {what}. "
+                    f"importlib.reload({name}) in the notebook makes them one",
+                    stacklevel=2,
+                )
+
+    def refresh(self, sources: Mapping[str, tuple[str, int]]) -> bool:
+        """Bring modules up to date before a call, `sources` as `own_sources` has them in the notebook; whether any was
+        executed again.
 
         Raises `NbdistError` where the file that is here is not what the notebook has loaded.
         """
-        files = {name: file for name in self._imported if (file := own_file(sys.modules.get(name), name)) is not None}
-        self._imported = {name: self._imported[name] for name in files}
+        self.look()
+        reloaded = False
         # Those that were imported last first: what a module imports comes after it.
-        for name, file in reversed(files.items()):
-            wanted = sources.get(name)
-            has, edited = self._sources.get(name), _changed_since(file, self._imported[name])
-            if edited and wanted in (None, checksum(file)):
-                self._reload(name)
-                self._sources.pop(name, None)
-            elif wanted is not None and (edited if has is None else has != wanted):
+        for name, imported in reversed(list(self._imported.items())):
+            file = own_file(sys.modules.get(name), name)
+            if file is None:
+                self._imported.pop(name, None)
+                continue
+            its, wanted = sources.get(name, (file, None))
+            if not _same_file(its, file) and os.path.isfile(its):
+                self._forget(name)  # it is imported when it is needed, from where the notebook has it
+                continue
+            now = version(file)
+            if not now or (now == imported.version and imported.checksum is not None):
+                edited = False
+            else:
+                edited = (found := checksum(file)) != imported.checksum
+                if not edited:
+                    self._imported[name] = imported._replace(version=now)
+                elif wanted in (None, found):
+                    self._reload(name, now, found)
+                    reloaded = True
+                    continue
+            had = self._sources.get(name)
+            if wanted is not None and (edited if had is None else had[1] != wanted) and imported.checksum != wanted:
                 raise NbdistError(
                     f"the module {name!r} was edited and reloaded in the notebook, and is stale in this rank, which "
                     f"has {file} in another version: reload it in the notebook once more, or bring the file to where "
                     f"the rank runs; or else restart() the session"
                 )
+        for name in sources.keys() - self._imported.keys():  # such as a `statistics.py`, which the server has as well
+            module = sys.modules.get(name)
+            file = getattr(module, "__file__", None)
+            if module is not None and not _same_file(sources[name][0], file or "") and os.path.isfile(sources[name][0]):
+                self._forget(name)
         self._sources = dict(sources)  # also of what this call will import
+        return reloaded
 
-    def _reload(self, name: str) -> None:
+    def _reload(self, name: str, now: tuple[int, ...], executed: int) -> None:
         importlib.invalidate_caches()
-        reload, now = reloader(), _now()
-        reload(sys.modules[name])
-        self._imported[name] = now
+        moment = _now()
+        reloader()(sys.modules[name])
+        self._imported[name] = _Imported(moment, now, executed)
+
+    def _forget(self, name: str) -> None:
+        """Take a module, with those that are in it, out of those that are imported."""
+        for one in [one for one in sys.modules if one == name or one.startswith(name + ".")]:
+            del sys.modules[one]
+            self._imported.pop(one, None)
 
 
 def import_beside(names: Sequence[str]) -> None:
@@ -100,9 +176,17 @@ def _now() -> int:
     return time.clock_gettime_ns(coarse) if sys.platform == "linux" else time.time_ns()
 
 
-def _changed_since(file: str, moment: int) -> bool:
-    """Whether a file was written since, as `_now` has it."""
+def _changed(file: str) -> int:
+    """Return when a file was written, or put in its place, as `_now` has it; 0 where there is no file."""
     try:
-        return os.stat(file).st_mtime_ns >= moment
+        found = os.stat(file)
     except OSError:
-        return False
+        return 0
+    return max(found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Return whether two names lead to one file; False where that cannot be found out on this machine."""
+    with contextlib.suppress(OSError):
+        return one == other or os.path.samefile(one, other)
+    return False

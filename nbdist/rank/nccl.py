@@ -85,7 +85,7 @@ def check(groups: Iterable[Any]) -> None:
             "REMOTE_ERROR": "another rank reported an error: NCCL communicator was aborted",
         }.get(name, f"NCCL reported {name}")
         raise sys.modules["torch.distributed"].DistBackendError(
-            f"rank {os.environ['RANK']}: {what}. What was computed with its result is invalid"
+            f"rank {os.environ.get('RANK', '?')}: {what}. What was computed with its result is invalid"
         )
 
 

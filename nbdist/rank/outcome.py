@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import builtins
 import contextlib
 import io
 import os
@@ -18,7 +19,7 @@ from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
 from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
-from ..errors import NbdistError, stand_ins
+from ..errors import NbdistError, stand_ins, text_of
 from ..wire import protocol, rank_memory
 from ..wire.cache import KEPT
 from ..wire.parcel import Parcel, pack
@@ -32,6 +33,9 @@ Answer = tuple[protocol.FromRank, Parcel | None]
 
 #: What the methods of somebody else's exception may raise.
 _ANY = (Exception, SystemExit)
+
+#: Groups of exceptions, which Python has since 3.11.
+_Group: Any = getattr(builtins, "BaseExceptionGroup", None)
 
 _VALUES = "the list of what the function returned for the items"
 
@@ -77,11 +81,31 @@ class Outcomes:
                 spare.append(pickle.dumps(stand_in))
         text, rendered = _plain(exc, tb), _rendered(exc, tb)
         exc.__traceback__ = None
-        try:
-            parcel = self._pack(exc, self._caller.originals)
-        except _ANY:
-            parcel = None
-        return protocol.Error(text, rendered, spare, ends), parcel
+        return protocol.Error(text, rendered, spare, ends), self._pack_error(exc)
+
+    def _pack_error(self, exc: BaseException) -> Parcel | None:
+        """Return the parcel of an exception. Of a group, members that cannot be pickled are replaced by stand-ins.
+
+        None: no parcel can be made.
+        """
+        with contextlib.suppress(*_ANY):
+            return self._pack(exc, self._caller.originals)
+        if _Group is not None and isinstance(exc, _Group):
+            with contextlib.suppress(*_ANY):
+                return self._pack(self._with_stand_ins(exc), self._caller.originals)
+        return None
+
+    def _with_stand_ins(self, exc: BaseException) -> BaseException:
+        """Return an exception that can be pickled, or a group of such exceptions, in the place of one in a group."""
+        if isinstance(exc, _Group):
+            members: Any = getattr(exc, "exceptions", ())
+            derived: BaseException = _Group.derive(exc, [self._with_stand_ins(member) for member in members])
+            return derived
+        for one in (exc, *stand_ins(exc)):
+            with contextlib.suppress(*_ANY):
+                self._pack(one, self._caller.originals).close()
+                return one
+        return NbdistError(f"an exception that cannot be sent: {type(exc).__qualname__}: {text_of(exc)}")
 
     def _pack(
         self,

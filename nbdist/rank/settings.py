@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import importlib
 import locale
 import logging
+import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..capture import torch_modes
 from ..capture.reading import Keep, Unreadable, read
-from ..capture.settings import current, describe_handler, pickle_setting, same
+from ..capture.settings import SURROUNDINGS, current, describe_handler, pickle_setting, same
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
 #: A logger's settings where nobody has set anything: level, disabled, propagate, handlers.
 _PLAIN: tuple[int, bool, bool, list[Any]] = (0, False, True, [])
+
+_MISSING = object()
 
 _inherited: dict[str, Any] = {}
 _inherited_pickles: dict[str, bytes] = {}
@@ -27,6 +32,8 @@ _inherited_pickles: dict[str, bytes] = {}
 def note_inherited() -> None:
     """In the fork server: what holds there is not set in its ranks, each of which would copy the pages for that."""
     for name, value in current().items():
+        if name in SURROUNDINGS:
+            continue
         _inherited[name] = value
         pickled, _ = pickle_setting(value)
         if pickled is not None and name != "logging":  # whose handlers have a rank's own streams
@@ -41,6 +48,19 @@ class Settings:
         self._last = dict(_inherited)
         self._loggers: set[str] = set()  # those that the notebook has set
         self._before: dict[str, Any] = {}  # what options were that the notebook has set
+        self._own: set[str] = set()  # variables of the environment that are the rank's own
+        self._patched: dict[tuple[int, str], tuple[Any, Any]] = {}  # what is patched, and what was there
+
+    def follow(self, settings: Mapping[str, bytes]) -> None:
+        """Apply the changes since the last call of environment, folder and module path."""
+        given = {name: settings[name] for name in SURROUNDINGS if name in settings}
+        self.apply(given, lambda key, namespace, name: False)
+
+    def apply_again(self, name: str) -> None:
+        """Forget a setting, so that the next `apply` sets it again: the module that has it was executed again."""
+        self._pickled.pop(name, None)
+        self._last.pop(name, None)
+        self._patched.clear()
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
         """Let the settings hold, given as they were pickled. Globals that come with them enter where `keep` allows."""
@@ -59,8 +79,48 @@ class Settings:
                 why = exc.__cause__ if isinstance(exc, Unreadable) else exc
                 warnings.warn(f"the notebook's settings of {name} do not hold in this rank: {why!r}", stacklevel=1)
 
+    def _environ(self, value: Mapping[str, str]) -> None:
+        before = self._last.get("environment")
+        if before is None:  # as the rank has started
+            self._own = {name for name in {*value, *os.environ} if os.environ.get(name) != value.get(name)}
+            return
+        for name in {*value, *before} - self._own:
+            if name not in value:
+                os.environ.pop(name, None)
+            elif before.get(name) != value[name]:
+                os.environ[name] = value[name]
+
+    def _folder(self, value: str) -> None:
+        if "folder" in self._last and value:
+            os.chdir(value)
+
+    def _path(self, value: Sequence[str]) -> None:
+        before = self._last.get("module path")
+        if before is not None:
+            sys.path[:] = [*value, *(part for part in sys.path if part not in before and part not in value)]
+            importlib.invalidate_caches()
+
+    def _zone(self, value: Any) -> None:
+        name, *zone = value
+        if zone == [time.tzname, time.timezone, time.altzone] or not hasattr(time, "tzset"):
+            return
+        if name is None:
+            os.environ.pop("TZ", None)
+        else:
+            os.environ["TZ"] = name
+        time.tzset()
+
     def _patches(self, value: Sequence[tuple[Any, str, Any]]) -> None:
+        now = {(id(owner), name) for owner, name, _ in value}
+        for key in self._patched.keys() - now:  # taken back
+            owner, before = self._patched.pop(key)
+            if before is _MISSING:
+                with contextlib.suppress(AttributeError):
+                    delattr(owner, key[1])
+            else:
+                setattr(owner, key[1], before)
         for owner, name, own in value:
+            self._patched.setdefault((id(owner), name), (owner, vars(owner).get(name, _MISSING)))
             setattr(owner, name, own)
 
     def _logging(self, value: Any) -> None:
@@ -84,7 +144,8 @@ class Settings:
         self._loggers.update(loggers)
 
     def _warnings(self, value: Any) -> None:
-        warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in value)]  # type: ignore[index]
+        known = [*value, *self._last.get("warnings", ())]  # what the notebook has taken back is not the rank's own
+        warnings.filters[:] = [*value, *(f for f in warnings.filters if f not in known)]  # type: ignore[index]
         warnings._filters_mutated()  # type: ignore[attr-defined]
 
     def _numpy_print(self, value: Any) -> None:
@@ -110,6 +171,10 @@ class Settings:
         torch_modes.write(torch, value, self._last.get("torch") or torch_modes.read(torch))
 
     _appliers: Mapping[str, Callable[[Settings, Any], None]] = {
+        "environment": _environ,
+        "folder": _folder,
+        "module path": _path,
+        "time zone": _zone,
         "patches": _patches,
         "logging": _logging,
         "warnings": _warnings,

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from ..devices import VISIBLE
 from ..errors import NbdistError
 from ..system.connections import Address, cut_off
 from ..system.limits import allow_open_files
+from ..system.search_path import StandardFinder
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
@@ -39,8 +41,12 @@ def enter_setting(setting: Setting) -> None:
     for name in os.environ.keys() - setting.environ.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in setting.environ.items() if os.environ.get(name) != value})
+    if hasattr(time, "tzset"):
+        time.tzset()  # of the environment's TZ
     os.chdir(setting.cwd)
     sys.path[:] = setting.path
+    if setting.standard:
+        sys.meta_path.insert(0, StandardFinder(setting.standard))
     sys.argv[:] = setting.argv
 
 
@@ -210,6 +216,7 @@ class Membership:
     def __init__(self) -> None:
         self.number = 0
         """Of the process group, as `World` has it."""
+        self._environ: Mapping[str, str] = {}
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
         self.kept: Any = None
@@ -234,7 +241,8 @@ class Membership:
             os.dup2(new, old, inheritable=False)
             os.close(new)
         self._fds = self._fds or fds
-        os.environ.update(environ(world))
+        self._environ = environ(world)
+        os.environ.update(self._environ)
         threads.resize_pools(world.threads)
         try:
             store = open_store(world.rank, world.world_size, world.rendezvous, [*self._fds, *listening])
@@ -244,6 +252,11 @@ class Membership:
         if not world.rendezvous.store_port:
             self._file_stores.append(store)
         self.kept = store, join(world, store)
+
+    def restore_environ(self) -> None:
+        """Set again what a call has removed of the variables that say who this rank is: some libraries do so."""
+        for name, value in self._environ.items():
+            os.environ.setdefault(name, value)
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
         """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import traceback
 
 import psutil
 
+from ..system.search_path import standard_first
 from . import cuda_driver as driver
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
@@ -33,7 +35,7 @@ class Preloaded:
 
     def load(self, modules: list[str], path: list[str]) -> bool:
         """Import the modules, found by `path`; whether this process is still fit to be forked after that."""
-        sys.path[:] = path
+        sys.path[:] = standard_first(path)  # what a project has of the same name must not run here
         importlib.invalidate_caches()
         before = len(sys.modules)
         for name in [*modules, *_imported_at_use(modules)]:
@@ -44,19 +46,26 @@ class Preloaded:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):  # it fails again, and visibly, in the rank that imports it
-                traceback.print_exc()
+                tell(traceback.format_exc())
                 self.refused.append(name)
                 continue
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                print(f"nbdist: {refused} {why} when imported: ranks import it themselves", file=sys.stderr)
+                tell(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)
         if len(sys.modules) != before:
             importlib.invalidate_caches()  # once for all ranks: they may look for files that are made later
         return True
+
+
+def tell(text: str) -> None:
+    """Write to the kernel's standard error, if that can be: it may be a file on a full disk."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _imported_at_use(modules: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
 from .memory import HUGE, huge_pages
 from .orphans import end_leftovers
-from .preload import Preloaded
+from .preload import Preloaded, tell
 
 #: Seconds after which a server without ranks ends, unless the kernel says otherwise.
 IDLE = 1800.0
@@ -135,7 +135,7 @@ class Server:
                 _, number, rank, _ = lost.message
                 self._refuse(number, rank, errno.EMFILE)
         except Exception:
-            traceback.print_exc()
+            tell(traceback.format_exc())
         return True
 
     def _retire(self) -> bool:
@@ -254,7 +254,7 @@ class Server:
         try:
             fresh.execute(server, self._kind, fds, scratch, environ)
         except BaseException:
-            traceback.print_exc()
+            tell(traceback.format_exc())
         finally:
             os._exit(1)
 
@@ -276,7 +276,7 @@ class Server:
         try:
             end_leftovers(ended, self._ranks)
         except Exception:  # out of descriptors, or of memory
-            traceback.print_exc()
+            tell(traceback.format_exc())
         for pid, (rank, number, status) in ended.items():
             self._remove_scratch(str(pid))
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))

@@ -9,6 +9,8 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
+from .search_path import search_path, standard_first
+
 #: Where installed modules lie: they do not change while the notebook runs.
 INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
 
@@ -16,10 +18,12 @@ INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "pla
 def command(module: str, *arguments: str) -> list[str]:
     """The command line that calls `main(*arguments)` of a module.
 
-    Not `-m`: ranks put a module of their own in the place of `__main__`.
+    Not `-m`: ranks put a module of their own in the place of `__main__`. `-c` has put the folder in which it starts
+    before the standard library, and there may be a `queue.py`.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", f"import sys; from {module} import main; main(*sys.argv[1:])", *arguments]
+    code = f"import sys; sys.path[:1] = sys.path[:1] if sys.path[0] else []; from {module} import main"
+    return [sys.executable, *flags, "-c", f"{code}; main(*sys.argv[1:])", *arguments]
 
 
 def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
@@ -33,5 +37,5 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
 
 
 def module_path() -> dict[str, str]:
-    """The variable that lets a fresh interpreter find modules where this one does."""
-    return {"PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
+    """The variable that lets a fresh interpreter find modules where this one does, Python's own first."""
+    return {"PYTHONPATH": os.pathsep.join(standard_first(search_path()))}

@@ -12,6 +12,12 @@ _SPARE = 64
 _ENOUGH = 1 << 20
 
 
+def allow_more_above(fd: int) -> None:
+    """Make room where a descriptor just opened comes near the soft limit, which other threads' share may reach."""
+    if fd + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        allow_open_files(_SPARE)
+
+
 def allow_open_files(count: int) -> int:
     """Make room for `count` more descriptors in this process: the soft limit is raised to the hard one at need.
 

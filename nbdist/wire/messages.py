@@ -61,6 +61,8 @@ class Setting:
     argv: Sequence[str]
     reads_memory: bool = False
     """Whether the kernel may try to read big answers out of the rank's memory."""
+    standard: Sequence[str] = ()
+    """Modules of Python's own that the kernel has, and that the rank would find elsewhere on `path` first."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,10 @@ class Header:
     """Modules that the notebook has imported of the packages that the call uses."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""
-    own_sources: Mapping[str, int] = field(default_factory=dict)
-    """The checksum of what the notebook has executed of each of the user's own modules."""
+    own_sources: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """What the notebook has executed of each of the user's own modules: the file, and the checksum of the source."""
+    gone: Sequence[str] = ()
+    """Variables that calls have brought, and that the notebook has no more."""
 
 
 @dataclass(frozen=True)

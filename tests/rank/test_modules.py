@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import Kernel
 
-from nbdist import NbdistError, Session
+from nbdist import NbdistError, Session, in_ddp
 
 Write = Callable[..., None]
 
@@ -194,3 +195,77 @@ def test_autoreload_that_is_off_and_asked_for_once(kernel: Kernel, tmp_path: Pat
     assert kernel.ok(ask).text == "[2, 2] 2\n", "ranks run what the notebook has executed"
     kernel.ok("%autoreload")
     assert kernel.ok(ask).text == "[101, 101] 101\n"
+
+
+def test_autoreload_after_a_cell_without_a_call(kernel: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "own_a.py"
+    module.write_text("def answer(): return 1\n")
+    if kernel.run("%load_ext autoreload\n%autoreload 2").error is not None:
+        pytest.skip("IPython 7 needs a module for it that Python 3.12 has no more")
+    kernel.ok("from nbdist import Session\nsession = Session(1)")
+    ask = "print(session.run(lambda: own_a.answer()), own_a.answer())"
+    assert kernel.ok(f"import own_a\n{ask}").text == "1 1\n"
+    kernel.ok("print('a plot')")
+    module.write_text("def answer(): return 22\n")
+    assert kernel.ok(ask).text == "22 22\n"
+
+
+@pytest.mark.parametrize("way", ["move", "copy", "link"])
+def test_a_module_that_an_older_file_replaces(way: str, tmp_path: Path) -> None:
+    older, file = tmp_path / "older.txt", tmp_path / "own_a.py"
+    older.write_text("answer = 22\n")
+    os.utime(older, (10_000, 10_000))
+    file.write_text("answer = 1\n")
+
+    def ask() -> Any:
+        sys.path.insert(0, str(tmp_path))
+        return __import__("own_a").answer
+
+    with Session(1) as session:
+        assert session.run(ask) == 1
+        if way == "move":
+            os.replace(older, file)
+        elif way == "copy":
+            shutil.copy2(older, file)
+        else:
+            file.unlink()
+            file.symlink_to(older)
+        assert session.run(ask) == 22
+
+
+def test_modules_of_one_name_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second", "empty"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_a.py").write_text(f"def answer(): return {name!r}\n")
+    (tmp_path / "empty" / "own_a.py").unlink()
+    monkeypatch.syspath_prepend("")
+    monkeypatch.chdir(tmp_path / "first")
+    try:
+        import own_a
+
+        with Session(1) as session:
+            assert session.run(own_a.answer) == in_ddp(1, own_a.answer) == "first"
+            for folder in ("second", "empty"):
+                monkeypatch.chdir(tmp_path / folder)
+                assert in_ddp(1, own_a.answer) == session.run(own_a.answer) == "first"
+            monkeypatch.chdir(tmp_path / "second")
+            del sys.modules["own_a"]
+            import own_a
+
+            assert session.run(own_a.answer) == in_ddp(1, own_a.answer) == "second"
+    finally:
+        sys.modules.pop("own_a", None)
+
+
+def test_a_module_that_fresh_ranks_find_edited_is_told_of(write: Write, recwarn: pytest.WarningsRecorder) -> None:
+    write(own_a="def answer(): return 1")
+    import own_a
+
+    with Session(1) as session, Session(1) as other:
+        assert session.run(own_a.answer) == 1
+        write(own_a="def answer(): return 2")
+        assert session.run(own_a.answer) == 1 and not session.logs(0)
+        assert other.run(own_a.answer) == 2 and "edited after the notebook had imported it" in other.logs(0)
+        importlib.reload(own_a)
+        said = other.logs(0)
+        assert session.run(own_a.answer) == other.run(own_a.answer) == 2 and other.logs(0) == said

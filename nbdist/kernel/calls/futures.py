@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from ...errors import entry
+from ...system.limits import allow_more_above
 from ...system.processes import forget_in_children
 from ...wire.parcel import Parcel
 
@@ -87,6 +88,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()
+        allow_more_above(self._write)  # many calls may wait for their turn, each with its data
         self._lock = threading.RLock()  # a signal handler may cancel a call, too
 
     def ask(self) -> None:

@@ -61,17 +61,28 @@ _LOST_PEER = re.compile(
     r"|ncclRemoteError|remote process exit|NCCL communicator was aborted",
     re.I,
 )
+#: A line of a traceback: the exception that a rank raises first when it loses its peer or is asked to leave.
+_FOLLOWS = re.compile(
+    rf"^(KeyboardInterrupt|[\w.]*(?:Error|Exception): .*({_LOST_PEER.pattern})).*\n\n", re.M | _LOST_PEER.flags
+)
 
 
 @dataclass
 class _Failure:
     rank: int | None
     error: BaseException
+    asked: bool
+    """Whether the rank had been asked to leave by then."""
 
     def is_consequence(self) -> bool:
-        """Whether the failure only follows from that of another rank: it was asked to leave, or lost its peer."""
+        """Whether the failure only follows from that of another rank: it was asked to leave, or lost its peer.
+
+        A function may raise another exception then; the traceback has the one that it follows from.
+        """
         lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(text_of(self.error)))
-        return lost_peer or isinstance(self.error, KeyboardInterrupt)
+        cause = self.error.__cause__
+        told = self.asked and isinstance(cause, RemoteTraceback) and bool(_FOLLOWS.search(cause.text))
+        return lost_peer or told or isinstance(self.error, KeyboardInterrupt)
 
 
 class Waiting:
@@ -205,6 +216,7 @@ class Waiting:
         if self._interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
+        earliest = self._failures[0]
         first, *others = sorted(self._failures, key=_Failure.is_consequence)
         others.sort(key=lambda failure: -1 if failure.rank is None else failure.rank)
         if first.rank in self._group.raised:
@@ -213,7 +225,7 @@ class Waiting:
             first.error.__cause__.others = [
                 f"also failed: rank {other.rank}: {type(other.error).__name__}: {text_of(other.error)}".splitlines()[0]
                 for other in others
-                if not other.is_consequence()
+                if not other.is_consequence() or (other is earliest and first.asked)
             ]
         return first.error
 
@@ -320,7 +332,7 @@ class Waiting:
         return between(self._ranks.connections())
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
-        self._failures.append(_Failure(rank, error))
+        self._failures.append(_Failure(rank, error, self._leaving))
         if rank is not None:
             self.pending.discard(rank)
         if not self._leaving:

@@ -1,0 +1,128 @@
+"""Attributes of modules and classes that the notebook's cells assign by name, such as `settings.RATE = 0.1`."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from ..notebook.shell import shell
+from .modules import own_file
+from .names import importable
+from .need import main_namespace, script
+
+#: A class or module, the name of its attribute, and what the notebook has put there.
+Patch = tuple[type | types.ModuleType, str, Any]
+
+#: Modules in which what the notebook sets is no patch: a process's own hooks, and what IPython puts there.
+NO_LIBRARIES = {"__main__", "__mp_main__", "builtins", "sys"}
+#: Packages whose settings have their own way, or that are nbdist's.
+_NEVER = {"torch", "matplotlib", "IPython", "ipykernel", "warnings", __name__.partition(".")[0]}
+_MISSING = object()
+
+#: Names, of a variable first: of what an attribute's attribute is set.
+Chain = tuple[str, ...]
+
+
+class Assigned:
+    """Reads each cell once, the script once, and looks at each call what the attributes that they assign are now."""
+
+    def __init__(self) -> None:
+        self._read = 0  # how many cells
+        self._chains: dict[Chain, None] = {}
+
+    def find(self) -> Iterator[Patch]:
+        """What the notebook has put there, of the modules and classes that ranks import."""
+        cells = getattr(shell(), "user_ns", {}).get("_ih")
+        if cells is None:
+            cells = [] if self._read else [script()]
+        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
+        for cell in new:
+            self._chains.update(dict.fromkeys(assigned_in(cell)))
+        for chain in self._chains:
+            patch = _look_up(chain)
+            if patch is not None:
+                yield patch
+
+
+def assigned_in(cell: str) -> Iterator[Chain]:
+    """The attributes that a cell assigns, changes or fills, but for those inside functions."""
+    if "." not in cell and "setattr" not in cell:
+        return
+    try:
+        nodes: list[ast.AST] = list(ast.parse(cell).body)
+    except (SyntaxError, ValueError):
+        return
+    while nodes:
+        node = nodes.pop(0)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        target: ast.AST | None = None
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            target = node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            target = node.func  # settings.RATES.update(...)
+        chain = _chain(target) if target is not None else ()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+            name = node.args[1] if len(node.args) == 3 else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                chain = _chain(node.args[0])
+                chain = (*chain, name.value) if chain else ()
+        if len(chain) > (2 if isinstance(node, ast.Call) and target is not None else 1):
+            yield chain
+        nodes += ast.iter_child_nodes(node)
+
+
+def _chain(node: ast.AST) -> Chain:
+    """The names of `a.b.c`, or of `a.b[0].c` with "" in the place of the index; none of any other expression."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, (ast.Attribute, ast.Subscript)):
+        before = _chain(node.value)
+        return (*before, node.attr if isinstance(node, ast.Attribute) else "") if before else ()
+    return ()
+
+
+def _look_up(chain: Chain) -> Patch | None:
+    """The attribute of a module or class that a chain of names leads to, and what it is now."""
+    owner: Any = main_namespace().get(chain[0])
+    for place, name in enumerate(chain[1:], 1):
+        if not _may_be_patched(owner):
+            return None
+        value = vars(owner).get(name, _MISSING)
+        last = place == len(chain) - 1
+        if last or not isinstance(value, (types.ModuleType, type)):
+            # What is inside an object is changed where that is the user's own: of others nobody knows what it holds.
+            known = last or _is_own(owner)
+            known = known and value is not _MISSING and not _is_at_home(owner, name, value)
+            return (owner, name, value) if known else None
+        owner = value
+    return None
+
+
+def _is_at_home(owner: Any, name: str, value: Any) -> bool:
+    """Whether a function or class is where it was defined: put back there, say. Ranks have it."""
+    value = getattr(value, "__func__", value) if type(value) in (classmethod, staticmethod) else value
+    if not isinstance(value, (types.FunctionType, type)):
+        return False
+    place = owner.__name__ if isinstance(owner, types.ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+    return f"{value.__module__}.{value.__qualname__}" == f"{place}.{name}"
+
+
+def _may_be_patched(owner: Any) -> bool:
+    if isinstance(owner, types.ModuleType):
+        name = owner.__name__
+        found = sys.modules.get(name) is owner
+    elif isinstance(owner, type):
+        name = owner.__module__
+        found = importable(owner)
+    else:
+        return False
+    return found and name not in NO_LIBRARIES and name.partition(".")[0] not in _NEVER
+
+
+def _is_own(owner: type | types.ModuleType) -> bool:
+    name = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return own_file(sys.modules.get(name), name) is not None

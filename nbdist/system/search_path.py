@@ -1,0 +1,79 @@
+"""Search paths of modules for other processes, in which a project's `queue.py` must not stand for Python's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import os
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterable, Sequence
+
+#: Where Python's own modules lie, and names of folders in which nothing but installed packages does.
+_STANDARD = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
+_PACKAGES = ("site-packages", "dist-packages")
+
+
+def search_path() -> list[str]:
+    """`sys.path` as another process can use it: what is no text is of no use to Python either, and "" is a folder."""
+    folder = ""
+    with contextlib.suppress(FileNotFoundError):  # it is gone
+        folder = os.getcwd()
+    return [part or folder for part in sys.path if isinstance(part, str) and (part or folder)]
+
+
+def standard_first(path: Iterable[str]) -> list[str]:
+    """A search path in which Python's own modules come first, then installed ones, then all others.
+
+    A kernel has imported `queue` before a project with a `queue.py` enters its `sys.path`. A process that has that path
+    from the start would import the project's.
+    """
+
+    def place(part: str) -> int:
+        name = os.path.basename(part)
+        if name in _PACKAGES:
+            return 1
+        return 0 if part.startswith(_STANDARD) or re.fullmatch(r"python3\d+\.zip", name) else 2
+
+    return sorted(path, key=place)
+
+
+def shadowed(path: Iterable[str]) -> list[str]:
+    """The modules of Python's own that this process has, and that another one would find elsewhere on `path` first."""
+    found: set[str] = set()
+    for part in path:
+        if part.startswith(_STANDARD) and os.path.basename(part) not in _PACKAGES:
+            break
+        if os.path.basename(part) not in _PACKAGES:
+            with contextlib.suppress(OSError):
+                found |= _standard_names_in(part, os.stat(part).st_mtime_ns)
+    return sorted(name for name in found if _is_standard(sys.modules.get(name)))
+
+
+@functools.lru_cache(maxsize=256)
+def _standard_names_in(folder: str, changed: int) -> frozenset[str]:
+    """The names of Python's own modules among the files in a folder that has `changed` then."""
+    return sys.stdlib_module_names.intersection(name.partition(".")[0] for name in os.listdir(folder))
+
+
+def _is_standard(module: types.ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    return module is not None and (file is None or file.startswith(_STANDARD))
+
+
+class StandardFinder(importlib.abc.MetaPathFinder):
+    """Finds modules of the standard library that the notebook has, though a project has files of these names."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.names:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, standard_first(sys.path), target)

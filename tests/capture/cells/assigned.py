@@ -1,0 +1,86 @@
+"""Cells of test_assigned.py."""
+
+# %% begin
+import pathlib
+import string
+import sys
+
+from nbdist import Session, in_ddp
+
+pathlib.Path("own_settings.py").write_text("RATE = 1\nSIZES = {'a': [1]}\nclass Net:\n    width = 1\nnet = Net()\n")
+pathlib.Path("own_package").mkdir()
+pathlib.Path("own_package/__init__.py").write_text("")
+pathlib.Path("own_package/inner.py").write_text("DEPTH = 1\ndef depth(): return DEPTH\n")
+sys.path.insert(0, "")
+import own_package.inner
+import own_settings
+
+session = Session(1)
+
+
+def answer():
+    mine = own_settings
+    return mine.RATE, mine.SIZES, mine.Net.width, mine.net.width, own_package.inner.depth(), string.capwords("a b")
+
+
+def agree():
+    mine = answer()
+    assert (session.run(answer), in_ddp(1, answer)) == (mine, mine), (mine, session.run(answer), in_ddp(1, answer))
+
+
+agree()
+
+# %% values
+own_settings.RATE = 2
+own_settings.SIZES["a"].append(2)
+own_settings.SIZES.update(b=[3])
+own_settings.net.width = 5
+setattr(own_package.inner, "DEPTH", 4)  # noqa: B010
+agree()
+own_settings.RATE += 1
+own_settings.Net.width = 7
+agree()
+
+# %% the same cell
+capwords = string.capwords
+session.run(answer)
+string.capwords = lambda text: "patched"
+agree()
+string.capwords = capwords
+agree()
+
+# %% taken back
+import importlib
+
+string.capwords = lambda text: "patched once more"
+agree()
+string.capwords = capwords
+importlib.reload(own_settings)
+importlib.reload(own_package.inner)
+agree()
+assert own_settings.RATE == 1
+
+# %% too large
+own_settings.RATE = bytes(2_000_000)
+in_ddp(1, int)
+
+# %% threads
+import string
+from concurrent.futures import ThreadPoolExecutor
+
+from nbdist import Session
+
+sessions = [Session(1) for _ in range(3)]
+
+
+def use():
+    return string.capwords("a b")
+
+
+for session in sessions:
+    session.run(use)
+
+
+def call_all():
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda session: session.run(use), sessions))

@@ -1,0 +1,58 @@
+"""What cells assign to attributes of modules and classes holds in ranks, until it is taken back."""
+
+from __future__ import annotations
+
+import pytest
+from cells import cells
+from conftest import Kernel
+
+from nbdist.capture.assigned import assigned_in
+
+CELLS = cells("capture/cells/assigned.py")
+
+
+@pytest.mark.parametrize(
+    "cell, chains",
+    [
+        ("mod.CFG = 2", [("mod", "CFG")]),
+        ("a.b.c, other = 1, 2", [("a", "b", "c")]),
+        ("mod.CFG += 1", [("mod", "CFG")]),
+        ("mod.CFG: int = 1", [("mod", "CFG")]),
+        ("mod.CFG['lr'] = 1", [("mod", "CFG", "")]),
+        ("mod.CFG[0].lr = 1", [("mod", "CFG", "", "lr")]),
+        ("del mod.CFG['lr']", [("mod", "CFG", "")]),
+        ("setattr(mod, 'CFG', 2)", [("mod", "CFG")]),
+        ("setattr(mod, name, 2)", []),
+        ("mod.CFG.update(lr=1)", [("mod", "CFG", "update")]),
+        ("mod.train(1)", []),
+        ("with x:\n    if y:\n        mod.CFG = 2", [("mod", "CFG")]),
+        ("for mod.CFG in x: pass", [("mod", "CFG")]),
+        ("class A:\n    mod.CFG = 2", [("mod", "CFG")]),
+        ("def f():\n    mod.CFG = 2", []),
+        ("f = lambda: setattr(mod, 'CFG', 2)", []),
+        ("f().CFG = 2", []),
+        ("x = mod.CFG", []),
+        ("not python.", []),
+    ],
+)
+def test_what_a_cell_assigns(cell: str, chains: list[tuple[str, ...]]) -> None:
+    assert list(assigned_in(cell)) == chains
+
+
+def test_what_is_set_in_modules_holds_in_ranks(kernel: Kernel) -> None:
+    kernel.ok(CELLS["begin"])
+    for name in ("values", "the same cell", "taken back"):
+        kernel.ok(CELLS[name])
+
+
+def test_what_cannot_go_along_is_said_once(kernel: Kernel) -> None:
+    kernel.ok(CELLS["begin"])
+    said = kernel.ok(CELLS["too large"]).text
+    assert "own_settings.RATE, which the notebook has set, is not set in the ranks: it has 2 MB" in said
+    assert "own_settings.RATE" not in kernel.ok("in_ddp(1, int)").text
+
+
+def test_threads_that_call_at_once_have_the_same_patches(kernel: Kernel) -> None:
+    kernel.ok(CELLS["threads"])
+    for number in range(3):
+        kernel.ok(f"string.capwords = lambda text: {number}\nassert call_all() == [{number}] * 3, call_all()")

@@ -1,0 +1,98 @@
+"""Systems of other kinds: long folders, full disks, projects with names of the standard library, strict sandboxes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import cells
+from conftest import poll
+
+from nbdist.engines import forkserver, watching
+from nbdist.system.search_path import search_path, shadowed, standard_first
+
+CELLS = cells("server/cells/odd_systems.py")
+
+
+def run(code: str, folder: Path, env: dict[str, str] | None = None, **how: Any) -> str:
+    """What a script prints."""
+    (folder / "script.py").write_text(code)
+    environ = {**os.environ, **(env or {})}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True, **how
+    )
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_sockets_in_a_long_temporary_folder(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = os.path.join(base, "x" * (63 - len(base)))
+        os.mkdir(folder)
+        assert run(CELLS["sockets in a rank"], tmp_path, {"TMPDIR": folder}) == "(2, 800.0)\n"
+
+
+@pytest.mark.parametrize("length", [20, 64, 90, 200])
+def test_the_ranks_folder_leaves_room_for_the_names_of_sockets(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        folder = os.path.join(base, "x" * max(1, length - len(base) - 1))
+        os.mkdir(folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        name = forkserver._name_scratch()
+    assert name and len(name) + len("/4194304/listener-12345678") <= 103
+    assert name.startswith(folder) == (length == 20)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_server_that_cannot_say_anything(tmp_path: Path) -> None:
+    """polars starts threads when it is imported, of which the server tells."""
+    with open("/dev/full", "w") as full:
+        code = "from nbdist import in_ddp\nprint(in_ddp(2, lambda: 5, imports='import polars'))"
+        assert run(code, tmp_path, stderr=full) == "5\n"
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("a project with names of the standard library", "done\n"),
+        ("a module of the notebook's own that has a name of the standard library", "own own\n"),
+    ],
+)
+def test_names_of_the_standard_library(name: str, said: str, tmp_path: Path) -> None:
+    assert run(CELLS[name], tmp_path) == said
+
+
+def test_a_search_path_for_another_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", ["", Path("no text"), *sys.path, "relative"])
+    monkeypatch.chdir(tmp_path)
+    assert search_path()[0] == str(tmp_path) and "relative" in search_path() and Path("no text") not in search_path()
+    first = standard_first(search_path())
+    assert first[0].startswith(os.path.dirname(os.__file__)) or first[0].endswith(".zip")
+    assert sorted(first) == sorted(search_path())
+    (tmp_path / "queue.py").touch()
+    (tmp_path / "shelve").mkdir()
+    assert shadowed(search_path()) == ["queue"] + ["shelve"] * ("shelve" in sys.modules)
+
+
+def test_signals_go_by_pid_where_a_sandbox_refuses_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, signum: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", refuse, raising=False)
+    process = subprocess.Popen(["sleep", "1000"])
+    watch = watching.Watch(1)
+    try:
+        watch.pids[0] = process.pid
+        watch._processes[0] = os.open(os.devnull, os.O_RDONLY)
+        watch.signal(0, signal.SIGTERM)
+        assert poll(lambda: process.poll() == -signal.SIGTERM)
+    finally:
+        process.kill()
+        os.close(watch._processes.pop(0))
+        watch.close()
