@@ -137,6 +137,7 @@ docs: setup
 
 pictures: setup
 	@mkdir -p docs/pictures
+	@$(PY) notebooks/pages.py gallery
 	@NBDIST_PICTURES=docs/pictures $(PY) -m pytest -q -p no:xdist tests/browser/test_pictures.py $(PYTEST_ARGS)
 
 lint: setup

@@ -1,6 +1,7 @@
 """The notebooks as pages of the documentation: docs/notebooks/NAME.md, with the outputs that a reader would see.
 
-python notebooks/pages.py
+python notebooks/pages.py            # the pages
+python notebooks/pages.py gallery    # the pictures of docs/notebooks/index.md: the last plot of each notebook
 
 A notebook that the tests have executed (build/notebooks/) is taken from there, as long as its cells are still the same;
 the others are executed, with small data. None is executed twice.
@@ -8,6 +9,7 @@ the others are executed, with small data. None is executed twice.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -93,6 +95,15 @@ def write(name: str) -> None:
     (PAGES / f"{name}.md").write_text(f"{title}\n\n{origin}\n\n{rest}", encoding="utf-8")
 
 
+def write_gallery() -> None:
+    """Write the last plot of each notebook into docs/pictures/. A notebook without plots has no picture."""
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        outputs = [output for cell in executed(path.stem).cells for output in cell.get("outputs", [])]
+        plots = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+        if plots:
+            (ROOT / "docs" / "pictures" / f"{path.stem}.png").write_bytes(base64.b64decode(plots[-1]))
+
+
 def main() -> None:
     for old in PAGES.glob("0*"):
         shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -101,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_gallery() if sys.argv[1:] == ["gallery"] else main()

@@ -313,7 +313,7 @@ def page(table: list[tuple[str, str, str]]) -> str:
     lines = [
         "# What travels",
         "",
-        "After this page you can tell whether an object arrives in the ranks, and as what.",
+        "After this page you know whether an object arrives in the ranks, and as what.",
         "",
         f"Each of these {len(table)} objects was sent as a call sends its arguments: {count} arrive equal, "
         f"{sum(fate == 'refused' for _, _, fate in table)} are refused with a `CaptureError` that names them, before any "

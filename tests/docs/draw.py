@@ -64,11 +64,12 @@ def paragraphs() -> list[Text]:
     """Collect paragraphs, list items and rows of tables of README and docs, without code."""
     found = []
     for file in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if file.name.startswith("0"):
-            continue  # a notebook's page
+        if file.name.startswith("0") or file.name == "objects.md":
+            continue  # a notebook's page, or a table of code
         text = re.sub(r"^```.*?^```|<!--.*?-->", "", file.read_text(encoding="utf-8"), flags=re.M | re.S)
         for part in re.split(r"\n\s*\n|\n(?=[-|] ?)", text):
-            if len(re.findall(r"[A-Za-z]{2,}", part)) > 7 and not part.startswith((":::", "#", "|--")):
+            words = re.findall(r"[A-Za-z]{2,}", re.sub(r"`[^`]*`", "", part))
+            if len(words) > 7 and not part.startswith((":::", "#", "|--")):
                 found.append((str(file.relative_to(ROOT)), part.strip()))
     return found
 

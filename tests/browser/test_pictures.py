@@ -1,0 +1,77 @@
+"""The pictures of the documentation: what its pages show is what a JupyterLab shows.
+
+`make pictures` keeps them, in `docs/pictures/`, light and dark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from cells import cells
+from conftest import poll
+from nbformat.v4 import new_code_cell, new_notebook
+from test_jupyterlab import Notebook, browser, lab, pytestmark  # noqa: F401 (fixtures, and the marks of this file)
+
+CELLS = cells("browser/cells/pictures.py")
+FOLDER = os.environ.get("NBDIST_PICTURES", "")
+#: A text in each picture.
+SHOWN = {
+    "failure": "ZeroDivisionError",
+    "tabs": "rank 1",
+    "status": "epoch 3: loss 0.127",
+    "profile": "rank 1 waited",
+    "training": "auc",
+    "plan": "row_wise",
+}
+#: JupyterLab's settings: colors follow the system's, and no question about news covers the page.
+SETTINGS = {"themes": {"adaptive-theme": True}, "notification": {"fetchNews": "false"}}
+#: What a picture leaves out.
+HIDDEN = ".jp-cell-toolbar, .jp-Collapser { display: none !important }"
+
+
+@pytest.fixture
+def page(lab: tuple[str, Path], browser: Any) -> Iterator[Any]:  # noqa: F811
+    """A page whose colors follow the system's."""
+    folder = lab[1] / "settings" / "@jupyterlab" / "apputils-extension"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, settings in SETTINGS.items():
+        (folder / f"{name}.jupyterlab-settings").write_text(json.dumps(settings))
+    page = browser.new_page(viewport={"width": 1250, "height": 1000})
+    page.set_default_timeout(60_000)
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def take(page: Any, cell: Any, name: str) -> None:
+    """Keep a picture of a cell in both color schemes."""
+    page.add_style_tag(content=HIDDEN)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        is_light = str(scheme == "light").lower()
+        page.wait_for_selector(f'body[data-jp-theme-light="{is_light}"]', state="attached")
+        cell.screenshot(path=f"{FOLDER}/{name}-{scheme}.png")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_picture(name: str, page: Any, lab: tuple[str, Path]) -> None:  # noqa: F811
+    url, folder = lab
+    texts = [re.sub(r"\n{3,}", "\n\n", CELLS[part]).strip() for part in (f"before {name}", name)]
+    node = new_notebook(cells=[new_code_cell(text) for text in texts])
+    node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(node, folder / f"{name}.ipynb")
+    book = Notebook(page, url, folder / f"{name}.ipynb")
+    book.run(0)
+    book.run(1)
+    assert poll(lambda: SHOWN[name] in book.shown(1)), book.shown(1)
+    if FOLDER:
+        page.locator(".jp-Notebook").click(position={"x": 5, "y": 5})  # no cell is being edited
+        take(page, book.cell(1), name)
