@@ -1,4 +1,4 @@
-"""Which device each rank of this machine works with, what it sees of the GPUs, and by what backend ranks talk."""
+"""The device of each rank of this machine, the GPUs that the rank sees, and the backend of the process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .checks import shown
 if TYPE_CHECKING:
     import torch
 
-#: By which CUDA, and so everything that uses it, is told its GPUs: numbers, or names as `nvidia-smi -L` has them.
+#: The variable that names the GPUs for CUDA: numbers, or names as `nvidia-smi -L` has them.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: torch's own choice for ranks with a GPU each: collectives of CPU tensors, and of objects, work as well.
 NCCL = "cpu:gloo,cuda:nccl"
@@ -36,7 +36,7 @@ _NCCL_ON_SHARED = (
 
 
 class Place(NamedTuple):
-    """What a rank sees of the GPUs, and which of them is its own."""
+    """The GPUs that a rank sees, and its own device."""
 
     visible: str | None
     """Its CUDA_VISIBLE_DEVICES; None leaves it as it is."""
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def visible_gpus() -> int:
-    """How many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
+    """Return how many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
     if "torch" not in sys.modules:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return 0  # without the seconds that importing it takes
@@ -133,7 +133,7 @@ def _listed(
 
 
 def _uuid(name: str, entries: Sequence[str] | None) -> str:
-    """The whole name of a GPU of which the beginning is given."""
+    """Return the whole name of a GPU, given its beginning."""
     known = gpu_names()
     allowed = known
     if entries is not None:
@@ -148,7 +148,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
 
 
 def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
-    """How many GPUs, or parts of GPUs, ranks with this environment may use."""
+    """Return how many GPUs, or parts of GPUs, ranks with this environment may use."""
     if entries is not None and all(entry.startswith("MIG-") for entry in entries):
         return len(entries)  # of parts, of which a process sees the first only
     if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
@@ -178,7 +178,7 @@ def _entries(visible: str | None) -> list[str] | None:
 
 
 def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
-    """What each rank sees, of devices that `choose_devices` gave. `visible` is the CUDA_VISIBLE_DEVICES that holds.
+    """Return what each rank sees, given devices of `choose_devices` and the CUDA_VISIBLE_DEVICES of the ranks.
 
     As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of their own among these:
     what chooses by it chooses right. Where ranks share a GPU, and with parts of GPUs (MIG), of which CUDA shows a
@@ -205,7 +205,7 @@ def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
 
 
 def shared(devices: Sequence[str]) -> bool:
-    """Whether several ranks use one GPU, or one of its parts each."""
+    """Return whether several ranks use one GPU, or parts of GPUs."""
     return len(set(devices)) < len(devices) or devices[0].startswith("MIG-")
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a call, as the user meets it.
+"""Errors of a call, as users see them.
 
 Exception
 └── NbdistError          base of everything nbdist raises on its own account
@@ -200,9 +200,9 @@ def entry_class(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _is_meant(exc: BaseException) -> bool:
-    """Whether an exception says all by itself: it is a rank's, an interrupt, or one that nbdist raises on purpose.
+    """Return whether an exception is complete without nbdist's frames: a rank's, an interrupt, or one raised on purpose.
 
-    Any other may be a defect of nbdist, or come out of the user's own code, such as a `__reduce__`: its frames stay.
+    Any other may be a defect of nbdist, or of the user's own code, such as a `__reduce__`: its frames stay.
     """
     if isinstance(exc, (NbdistError, KeyboardInterrupt)) or isinstance(exc.__cause__, RemoteTraceback):
         return True
@@ -218,7 +218,7 @@ def let_notebook_render(exc: BaseException) -> None:
 
 
 def render(exc: BaseException) -> list[str]:
-    """What the notebook shows of an exception from a rank: where the call was, then the rank's own traceback."""
+    """Return what the notebook shows of an exception from a rank: the line of the call, then the rank's traceback."""
     _let_debug_begin_in_users_code(exc.__traceback__)
     site = _call_site(exc.__traceback__)
     remote = exc.__cause__
@@ -268,8 +268,8 @@ def text_of(exc: BaseException) -> str:
 
 
 def stand_ins(exc: BaseException) -> list[BaseException]:
-    """What an exception that cannot be pickled or rebuilt as it is arrives as: one of its own type without what was
-    attached to it, or else of its base types, nearest first, with its name and text."""
+    """Return substitutes for an exception that cannot be pickled or rebuilt: one of its own type without what was
+    attached to it, then of its base types, nearest first, with its name and text."""
     text = f"{type(exc).__qualname__}: {text_of(exc)}"
     found: list[BaseException] = []
     for base in type(exc).__mro__:

@@ -1,4 +1,4 @@
-"""What an engine is: it starts ranks and says how they end. Everything else is the same for all engines."""
+"""The contract of an engine: it starts ranks and reports how they end. Everything else is the same for all engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OnOutput = Callable[[int, int, bytes], None]
 
 
 def drop(rank: int, which: int, data: bytes) -> None:
-    """Take what a rank has written, for nobody to see."""
+    """Discard what a rank has written."""
 
 
 class Exit(NamedTuple):
-    """A rank's process is gone: its wait status is an exit code, minus a signal, or None where nobody knows."""
+    """The end of a rank's process: its status is an exit code, minus a signal, or None where it is unknown."""
 
     rank: int
     status: int | None
@@ -34,7 +34,7 @@ class OpenRendezvous(Protocol):
 
     @property
     def address(self) -> RendezvousAddress:
-        """What ranks are told of it."""
+        """The address of the store, for the ranks."""
 
     def fds(self, rank: int) -> list[int]:
         """The descriptors that a rank has to be given from here."""
@@ -63,7 +63,7 @@ class Listening(Protocol):
         """Do something whenever there is something to read at a descriptor."""
 
     def select(self, seconds: float) -> None:
-        """Pass on what there is, or the first that comes within so many seconds."""
+        """Pass on what there is, or the first event that comes within a number of seconds."""
 
     def close(self) -> None:
         """Pass on no more."""
@@ -79,7 +79,7 @@ class Ranks(Protocol):
 
     @property
     def pids(self) -> Sequence[int | None]:
-        """By rank; None as long as the process has not been heard of."""
+        """Process numbers by rank; None until the process has been reported."""
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -99,10 +99,10 @@ class Ranks(Protocol):
         """Gives what waits for all that ranks say and write, and for their ends."""
 
     def inherited(self) -> Mapping[str, str]:
-        """Those of the notebook's environment variables that hold in the ranks, too."""
+        """Return the environment variables of the notebook that hold in the ranks, too."""
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        """What a rank finds around it, `environ` above all."""
+        """Return the surroundings of a rank, `environ` above all."""
 
     def rendezvous(self) -> OpenRendezvous:
         """Open a store for a new process group. Raises `NbdistError` where that cannot be; then `exits` may say why."""
@@ -114,15 +114,15 @@ class Ranks(Protocol):
         """Send a signal to a rank's process, if it still lives."""
 
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
-        """Let a rank break off what it waits for in its process groups, if it is still in the one of the number
-        `group` (see `World`). `peers` are the other ranks' ends of its connections to them."""
+        """Abort what a rank waits for in its process groups, if it is still in the group with the number `group` (see
+        `World`). `peers` are the other ranks' ends of its connections."""
 
     def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-        """Let a widget of a rank hear at once what was done to it in the page, whatever the rank is busy with; whether
-        it has got that, as far as is known. From any thread."""
+        """Pass a change of a widget in the page to the rank at once, whatever the rank does; return whether the rank
+        has it, as far as is known. From any thread."""
 
     def connections(self) -> list[list[Connection]]:
-        """By rank: its TCP connections, so that a rank which leaves the others can cut itself off from them."""
+        """Return the TCP connections of each rank, so that a rank which leaves the others can close them."""
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
@@ -131,7 +131,7 @@ class Ranks(Protocol):
         """Bytes of memory that each of these ranks has for itself; None where that is not known."""
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
-        """Let the ranks leave, kill after `grace` seconds those that have not, with everything that they started,
+        """Ask the ranks to leave, kill after `grace` seconds those that have not, with everything that they started,
         and give up all descriptors. What ranks write meanwhile goes to `on_output`, as far as the engine can."""
 
 
@@ -154,7 +154,7 @@ class Engine(Protocol):
         """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""
 
     def warm(self, modules: Iterable[str]) -> None:
-        """Get ready to start ranks that will import `modules`, beside torch. Returns at once."""
+        """Get ready to start ranks that will import `modules` and torch. Returns at once."""
 
     def idle(self, seconds: float) -> None:
         """Keep what `warm` has started on this machine for so long while nothing uses it."""

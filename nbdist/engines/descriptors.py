@@ -1,4 +1,4 @@
-"""What connects the kernel with a rank: a channel, and pipes for what the rank writes."""
+"""The connection of the kernel with a rank: a channel, and pipes for what the rank writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Described(Protocol):
 
 
 def make_room(ranks: int, each: int) -> None:
-    """Let this process open `each` descriptors for so many ranks.
+    """Raise this process's limit of open files to `each` for each rank.
 
     Raises `NbdistError`, which says how many ranks fit, where the system does not allow it.
     """

@@ -48,7 +48,7 @@ Variables = frozenset[tuple[str, str]]
 
 
 def read_at_import(environ: Mapping[str, str]) -> Variables:
-    """Those of these variables that ranks can only inherit."""
+    """Return the variables in `environ` that ranks can only inherit."""
     names = [name for name in environ if name.startswith(READ_AT_IMPORT) and not _HOLD.fullmatch(name)]
     return frozenset((name, environ[name]) for name in names)
 
@@ -154,7 +154,7 @@ def remove_if_killed(folder: str) -> None:
 
 
 def for_notebook(is_one: bool) -> None:
-    """Say for whom ranks are started from here on, in a process that is no notebook itself."""
+    """Set which notebook later ranks work for, in a process that is no notebook itself."""
     global _works_for_notebook
     _works_for_notebook = is_one
 
@@ -214,7 +214,7 @@ def stop() -> None:
 
 
 def installed(module: str) -> bool:
-    """Whether `module` is installed, and so does not change while the notebook runs.
+    """Return whether `module` is installed, and so does not change while the notebook runs.
 
     The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import.
     """

@@ -19,7 +19,7 @@ from ..wire.protocol import FromRank
 from .contract import Exit, OnOutput
 from .descriptors import Described
 
-#: Seconds that a process whose channel is at its end may take until it has ended, too: GPUs take a while to let go.
+#: Seconds that a process whose channel is closed may take until it has ended: freeing GPUs takes a while.
 _PATIENCE = 3.0
 #: Bytes that are read at once where ranks write much: pauses become so short. A pipe has room for more.
 _AT_ONCE = 32 << 10
@@ -48,12 +48,12 @@ def drain(ranks: Described, rank: int, which: int, on_output: OnOutput) -> None:
 
 
 class Listener:
-    """Waits for all that comes from ranks of this machine, and passes it on.
+    """A listener that waits for events of ranks of this machine, and passes them on.
 
-    What a rank wrote before a message is heard before it, and what it wrote and said before its end before that.
+    The output of a rank is passed on before a message that the rank sent later, and both before its end.
 
     Args:
-        ranks: Whom to hear.
+        ranks: The ranks to listen to.
         on_output: Takes what a rank has written.
         on_message: Takes a rank's message and its parcel.
         on_exit: Takes the end of a rank.
@@ -107,7 +107,7 @@ class Listener:
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def select(self, seconds: float) -> None:
-        """Pass on what there is, or the first that comes within so many seconds."""
+        """Pass on what there is, or the first event that comes within a number of seconds."""
         due = self.due()
         for key, _ in self._selector.select(seconds if due is None else min(seconds, due)):
             with postponed_interrupts():  # what was read of a message would be lost

@@ -99,7 +99,7 @@ class LocalEngine:
         with_server(lambda server: server.preload(self._modules), self._variables())
 
     def idle(self, seconds: float) -> None:
-        """How long the fork server stays when nothing uses it."""
+        """Set the seconds after which the fork server ends when nothing uses it."""
         with_server(lambda server: server.ask("idle", seconds), self._variables())
 
     def _variables(self) -> Variables:
@@ -254,7 +254,7 @@ class LocalRanks:
             return rank in self._watch.alive and bool(self._stacks) and stacks.order(self._stacks[rank], *order)
 
     def tell_preemption(self) -> None:
-        """Tell all ranks that a machine of theirs will be taken away."""
+        """Notify all ranks that one of their machines will be taken away."""
         for rank in list(self._watch.alive):
             self._order(rank, "preemption")
 
@@ -308,13 +308,13 @@ class LocalRanks:
 
 
 def _close_parcel(rank: int, message: FromRank, parcel: Parcel | None) -> None:
-    """Leave an answer that nobody waits for."""
+    """Discard an answer for which no call waits."""
     if parcel is not None:
         parcel.close()
 
 
 def _inherited() -> dict[str, str]:
-    """What of this process's environment holds in ranks of this machine."""
+    """Return the variables of this process that hold in ranks of this machine."""
     return {name: value for name, value in os.environ.items() if name not in INTERFACE_VARIABLES}
 
 

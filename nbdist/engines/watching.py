@@ -80,7 +80,7 @@ class Watch:
         self._reports = self.fd = -1
 
     def _reported(self) -> list[Exit]:
-        """What the fork server has reported."""
+        """Return the ends of ranks that the fork server has reported."""
         exits: list[Exit] = []
         while self.alive:
             try:
@@ -108,7 +108,7 @@ class Watch:
         return exits
 
     def _unreported(self) -> list[Exit]:
-        """The ranks whose processes have ended, and of which the fork server says nothing."""
+        """Return the ends of ranks that have ended without a report of the fork server."""
         exits: list[Exit] = []
         deadline = time.monotonic() + _DELAY
         while gone := self._gone():

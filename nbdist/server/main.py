@@ -1,4 +1,4 @@
-"""Where the fork server's process begins."""
+"""The entry point of the fork server's process."""
 
 from __future__ import annotations
 

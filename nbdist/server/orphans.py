@@ -1,4 +1,4 @@
-"""What ranks leave behind: the server finds it, and ends it."""
+"""Processes that ranks leave behind: the server finds and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server has imported for its ranks, and what it must not import."""
+"""Modules that the server imports for its ranks, and modules that it must not import."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def tell(text: str) -> None:
 
 
 def _imported_at_use(modules: list[str]) -> list[str]:
-    """What these modules import later, when they are used."""
+    """Return modules that these modules import later, when they are used."""
     return [
         later
         for user, others in _IMPORTED_AT_USE.items()
@@ -79,7 +79,7 @@ def _imported_at_use(modules: list[str]) -> list[str]:
 
 
 def _spoilt() -> str:
-    """What keeps this process from being forked; empty where nothing does."""
+    """Return why this process cannot be forked; an empty string where it can."""
     if psutil.Process().num_threads() > 1:
         return "starts threads"
     return "initialises CUDA" if driver.initialised() else ""

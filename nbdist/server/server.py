@@ -53,7 +53,7 @@ class Server:
         """
         Args:
             control: The server's end of its connection to the kernel.
-            kind: Whom ranks work for: "notebook" or "script".
+            kind: What ranks work for: "notebook" or "script".
             kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
             scratch: A folder to make when there are ranks: each has one in it, by its pid, for its processes' sockets.
         """
@@ -103,7 +103,7 @@ class Server:
                     return
 
     def _select(self, selector: selectors.BaseSelector, seconds: float | None) -> list[Any] | None:
-        """What is ready within so many seconds; None when the kernel is gone."""
+        """Return what is ready within a number of seconds; None when the kernel is gone."""
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         while True:
             left = None if seconds is None else max(0.0, deadline - time.monotonic())
@@ -169,7 +169,7 @@ class Server:
         return self._scratch if self._scratch_made else ""
 
     def _remove_scratch(self, rank: str = "") -> None:
-        """Remove the folder of a rank that has ended; that of all, where there is no other."""
+        """Remove the folder of a rank that has ended; after the last rank, the folder of all."""
         if self._scratch_made:
             self._scratch_made = bool(self._ranks and rank)
             folder = os.path.join(self._scratch, rank) if self._scratch_made else self._scratch
@@ -209,11 +209,11 @@ class Server:
         self.preload(modules, path)
 
     def _launch(self, number: int, size: int, report: int) -> None:
-        """Ranks are about to be asked for, all of which are reported on at one place."""
+        """Begin a launch: note where the ends of its ranks are reported."""
         self._launches[number] = Launch(report, size)
 
     def _abandon(self, number: int, missing: int) -> None:
-        """Kill the ranks of a launch, of which so many are not asked for any more."""
+        """Kill the ranks of a launch; `missing` ranks of it will not be asked for any more."""
         for pid, (_, own) in self._ranks.items():
             if own == number:
                 os.kill(pid, signal.SIGKILL)

@@ -43,7 +43,7 @@ def connections(pids: Sequence[int | None]) -> list[list[Connection]]:
 
 
 def between(connections: Sequence[Sequence[Connection]]) -> list[list[Address]]:
-    """Of each process: the other ends of its connections to the others."""
+    """Return for each process the other ends of its connections to the others."""
     owners = {connection.own: number for number, own in enumerate(connections) for connection in own}
     return [
         [connection.peer for connection in own if owners.get(connection.peer, number) != number]

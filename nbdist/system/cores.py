@@ -1,4 +1,4 @@
-"""Which cores a rank may use: its own share, on one NUMA node where the shares allow it."""
+"""The cores that a rank may use: its own share, on one NUMA node where the shares allow it."""
 
 from __future__ import annotations
 

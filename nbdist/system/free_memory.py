@@ -1,7 +1,7 @@
 """How much memory is free: of the machine, of the container, of this process's address space.
 
-The kernel's killer asks nobody: in a container whose limit is reached it takes the largest process, which may be the
-notebook. So what is about to fill much memory is compared with what is free first.
+In a container whose limit is reached, the system kills the largest process, which may be the notebook. So a write of
+much memory is compared with the free memory first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the driver says of GPUs: memory, load, and who uses them. By nvidia-ml-py, where that is installed."""
+"""Memory, load and processes of GPUs, from the driver. By nvidia-ml-py, where that is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNKNOWN = 999
 
 
 class GpuUse(NamedTuple):
-    """How a GPU is used at one moment."""
+    """The use of a GPU at one moment."""
 
     name: str
     used: int
@@ -31,7 +31,7 @@ class GpuUse(NamedTuple):
 
 
 def look(gpu: str) -> GpuUse | None:
-    """How a GPU is used now. None where that cannot be told.
+    """Return the present use of a GPU; None where it is unknown.
 
     `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA counts the fastest GPU first, and the driver by
     the bus, so a number is no use where GPUs differ, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
@@ -102,7 +102,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def in_words(use: GpuUse, ranks: Mapping[int, int]) -> str:
-    """Who uses a GPU, and how much of it. `ranks` are this session's: pid → rank."""
+    """Return a text with the processes that use a GPU, and their memory. `ranks` are this session's: pid → rank."""
     users = [f"{_who(pid, ranks)} {'?' if size is None else gib(size)}" for pid, size in use.processes.items()]
     by = f": {', '.join(users)}" if users else ""
     return f"{use.name}, {gib(use.used)} of {gib(use.total)} in use{by}"

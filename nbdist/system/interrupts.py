@@ -14,7 +14,7 @@ _count = 0
 
 @contextlib.contextmanager
 def postponed_interrupts() -> Iterator[None]:
-    """In the main thread, a SIGINT that comes in this block is heard at its end; a second one at once.
+    """Postpone a SIGINT in the main thread to the end of this block; a second one interrupts at once.
 
     To block the signal would not do: another thread of the process takes it then, and Python calls its handler in the
     main thread all the same.

@@ -1,4 +1,4 @@
-"""Processes seen from others: descriptors that tell their end, and what their children must not keep."""
+"""Processes seen from others: descriptors that become readable at their end, and what children must not keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def open_pidfd(pid: int) -> int:
 
 @contextlib.contextmanager
 def own_pidfd() -> Iterator[int]:
-    """That of this process, to be handed to one that must not outlive it."""
+    """Return a descriptor of this process, for a process that must not outlive it."""
     fd = open_pidfd(os.getpid())
     try:
         yield fd
@@ -29,7 +29,7 @@ def own_pidfd() -> Iterator[int]:
 
 
 def exit_status(pid: int) -> int | None:
-    """How a process has ended that its parent has not asked yet: as `subprocess` says it. None where nobody knows."""
+    """Return the exit status of a process whose parent has not waited, as `subprocess` gives it; None if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -39,7 +39,7 @@ def exit_status(pid: int) -> int | None:
 
 
 class Holder(Protocol):
-    """Has descriptors that tell others whether this process lives."""
+    """An owner of descriptors that show others whether this process lives."""
 
     def after_fork(self) -> None:
         """In a child of this process: give them up, and leave alone what they are connected with."""

@@ -59,7 +59,7 @@ class Segment:
             view, position = view[done:], position + done
 
     def private(self) -> memoryview:
-        """A new mapping whose writes nobody else sees. Raises `MemoryError` where no address space is left for it."""
+        """Return a new mapping with private writes. Raises `MemoryError` where no address space is left for it."""
         return memoryview(self._map(mmap.ACCESS_COPY))
 
     def shared(self) -> mmap.mmap:
@@ -75,7 +75,7 @@ class Segment:
             raise refused(self.size, "shared memory", exc.errno) from exc
 
     def holds(self, view: memoryview, position: int) -> bool:
-        """Whether the bytes at `position` are those of `view`."""
+        """Return whether the bytes at `position` equal `view`."""
         if self._view is None:
             self._view = memoryview(self._map(mmap.ACCESS_READ))
         return same_bytes(self._view[position : position + view.nbytes], view)
@@ -93,7 +93,7 @@ class Segment:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Let the system find the memory of a segment now."""
+    """Reserve the memory of a segment now."""
     if hasattr(os, "posix_fallocate"):
         for start, length in pieces(size, _RESERVED):
             try:
@@ -126,7 +126,7 @@ def _address(buffer: memoryview) -> int:
 
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Whether two buffers hold the same bytes: memcmp, at the speed of the memory, on several cores if it is much."""
+    """Return whether two buffers hold the same bytes: by memcmp, on several cores if there are many."""
     if a.nbytes != b.nbytes:
         return False
     left, right = _address(a), _address(b)

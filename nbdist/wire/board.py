@@ -1,6 +1,6 @@
-"""Where the workers of a call note which item they are at, and see that it is over: both ends of that.
+"""A board in shared memory: workers note the item that they work on, and see that the call is over. Both ends.
 
-A worker that is killed cannot say any more what it was doing, and one that is between two items hears no interrupt.
+A worker that is killed cannot say what it was doing, and a worker between two items gets no interrupt.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Board:
         self.cells[worker + 1] = item
 
     def item(self, worker: int) -> int | None:
-        """What a worker has noted last."""
+        """Return the last item that a worker has noted."""
         item = self.cells[worker + 1]
         return None if item == _NONE else item
 
     def end(self) -> None:
-        """Let no worker begin another item."""
+        """Mark the call as over: no worker begins another item."""
         self.cells[0] = 1
 
     def close(self) -> None:

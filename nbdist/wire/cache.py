@@ -1,4 +1,4 @@
-"""What a session has sent last, so that it is not sent again while it is the same, byte for byte."""
+"""Data that a session has sent: what is the same, byte for byte, is not sent again."""
 
 from __future__ import annotations
 

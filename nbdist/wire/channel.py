@@ -28,7 +28,7 @@ class LostDescriptors(OSError):
 
 
 def readable(fd: Any, seconds: float = 0.0) -> bool:
-    """Whether there is something to read, or the end, at `fd` within so many seconds."""
+    """Return whether `fd` becomes readable, or is closed, within a number of seconds."""
     poll = select.poll()  # select.select knows only the first 1024 descriptors
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

@@ -1,4 +1,4 @@
-"""What the fork server is given for ranks, and how it reports on them."""
+"""Requests for ranks to the fork server, and its reports."""
 
 from __future__ import annotations
 

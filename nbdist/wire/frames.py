@@ -1,4 +1,4 @@
-"""What ranks write, on its way to the kernel, in frames. Both ends of the pipes are here.
+"""Frames with the output of ranks, on the way to the kernel. Both ends of the pipes are here.
 
 A rank's descriptors 1 and 2 are pipes to the kernel. What Python writes, to either stream, and what it displays goes
 down the first as frames, so that it stays in order; C code and child processes write raw bytes between them. A frame
@@ -106,7 +106,7 @@ class FrameWriter:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know, as a notebook's kernel sends it: numbers of NumPy as numbers, times in ISO's form."""
+    """Convert what JSON does not know, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO's form."""
     if isinstance(value, datetime.datetime):
         aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
         return aware.isoformat().replace("+00:00", "Z")
@@ -201,7 +201,7 @@ class FrameReader:
 
 
 def _overlap(data: bytes, position: int) -> int:
-    """How many bytes at the end of `data` could be the beginning of `MAGIC`."""
+    """Return how many bytes at the end of `data` could be the beginning of `MAGIC`."""
     for size in range(min(len(MAGIC) - 1, len(data) - position), 0, -1):
         if data.endswith(MAGIC[:size]):
             return size

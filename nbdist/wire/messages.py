@@ -1,4 +1,4 @@
-"""What the kernel tells a rank of its place in the world, and of the call to come."""
+"""Parts of messages: the place of a rank in the process group, the kernel's settings, and the head of a call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from .rendezvous import RendezvousAddress
 
-#: The variable that is set in ranks which may be told that a machine of theirs will be taken away: those on a cluster.
+#: A variable of ranks on a cluster, which are notified when one of their machines will be taken away.
 NOTICES = "NBDIST_NOTICES"
 
 
 class Slot(NamedTuple):
-    """Where a rank runs, in the words of torchrun, and what of the node is its own."""
+    """The place of a rank, in the words of torchrun, and its share of the node."""
 
     node: int
     local_rank: int
@@ -53,7 +53,7 @@ class World:
 
 @dataclass(frozen=True)
 class Setting:
-    """What of the kernel holds in its ranks."""
+    """The state of the kernel that its ranks take over."""
 
     environ: Mapping[str, str]
     cwd: str
@@ -74,7 +74,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank has to know before it can open the parcel of a call."""
+    """The head of a call, which a rank reads before it can open the parcel."""
 
     imports: str
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Header:
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """What a process of a context has to know before it can open its parcel."""
+    """The head of a process of a context, which the process reads before it can open its parcel."""
 
     library: str
     """Whose process it is: "multiprocessing" or "multiprocess"."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a process group find each other: a store that only they can reach. Both ends are here.
+"""The store by which the ranks of a process group find each other, and that only they can reach. Both ends.
 
 On one Linux machine the store is a file without a name. Elsewhere a file cannot be opened by its descriptor, and other
 machines have no file: there the store is a `TCPStore` at a socket that listens beforehand.
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-#: The variables by which process groups are told their network interface.
+#: The variables that name the network interface of process groups.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LINUX = sys.platform == "linux"
 
 
 class RendezvousAddress(NamedTuple):
-    """What ranks are told of their rendezvous."""
+    """The address of a store, for the ranks."""
 
     host: str
     port: int
@@ -32,7 +32,7 @@ class RendezvousAddress(NamedTuple):
     """0 where the store is a file."""
 
     def environ(self) -> dict[str, str]:
-        """What a group that `fn` makes itself (`init_method="env://"`) has to know."""
+        """Return the variables for a group that `fn` makes itself (`init_method="env://"`)."""
         variables = {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
         if self.port == self.store_port:  # the port is taken: by our store
             variables["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -40,7 +40,7 @@ class RendezvousAddress(NamedTuple):
 
 
 class Rendezvous:
-    """On the machine of rank 0: a store, and a port that nobody else is given.
+    """A store on the machine of rank 0, and a port that no other process gets.
 
     Args:
         host: The address of this machine that the ranks of other machines know; None if there are none.
@@ -66,7 +66,7 @@ class Rendezvous:
         return sock
 
     def fds(self, rank: int) -> list[int]:
-        """What a rank has to be given; it keeps them as long as the group lives, but for the socket that listens."""
+        """Return the descriptors for a rank; it keeps them as long as the group lives, but for the listening socket."""
         file = [self._file] if self._file >= 0 else []
         return file + ([sock.fileno() for sock in self._sockets] if rank == 0 else [])
 
@@ -101,7 +101,7 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
 
 @contextlib.contextmanager
 def _no_name_server() -> Iterator[None]:
-    """Let this process find the names of hosts in /etc/hosts alone.
+    """Look names of hosts up in /etc/hosts alone, in this process.
 
     A `TCPStore` asks for the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), for its own
     log only. Where the name server is slow, away, or drops some of many questions at once, each rank would wait for it
@@ -119,7 +119,7 @@ def _no_name_server() -> Iterator[None]:
 
 
 def _host_services() -> str:
-    """Where this machine looks for hosts, in the words of nsswitch.conf."""
+    """Return the sources in which this machine looks names of hosts up, in the words of nsswitch.conf."""
     with contextlib.suppress(OSError), open("/etc/nsswitch.conf", errors="replace") as file:
         found = re.search(r"^\s*hosts:([^#\n]*)", file.read(), re.M)
         if found and found[1].strip():

@@ -1,10 +1,10 @@
-"""What a rank does whatever its main thread is busy with: it tells that thread's Python stack, and takes orders, such
-as to break off what it waits for in a process group. Both ends of that.
+"""A channel to a rank that works whatever its main thread does: it answers with the Python stack of that thread, and
+takes orders, such as to abort what the thread waits for in a process group. Both ends.
 
-`faulthandler` alone would do, at any moment, but it reads frames that a thread is just changing, and a rank that is
-busy in Python code may die of that (python/cpython#116008; with 3.13 some asking is enough). So a thread of the rank's
-own answers, which has the GIL then: the frames are at rest. Where it does not get the GIL, the main thread is in C code
-that keeps it, under frames that nobody changes, and a signal lets `faulthandler` write those.
+`faulthandler` alone would do at any moment, but it reads frames that a thread may be changing, and a rank that is busy
+in Python code may crash (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers,
+which then has the GIL: the frames do not change. Where the thread does not get the GIL, the main thread is in C code
+that keeps it, under frames that do not change, and a signal makes `faulthandler` write them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ANSWER = struct.Struct("<ccI")
 PATIENCE = 1.0
 #: Seconds that an order waits for a rank that takes none: C code has its GIL, or it is stopped.
 _PATIENCE_TO_ORDER = 1.0
-#: Frames that are told of a stack, innermost first.
+#: Frames of a stack that are sent, innermost first.
 _MOST = 100
 
 
