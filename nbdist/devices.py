@@ -25,8 +25,8 @@ NCCL = "cpu:gloo,cuda:nccl"
 
 _NAME = re.compile(r"cpu|cuda:\d+|GPU-[\w-]+|MIG-[\w/-]+")
 _SUPPORTED = (
-    "'cpu', 'cuda', or a list with a device for each rank ('cpu', 'cuda:1', or a name of `nvidia-smi -L`, such as "
-    "'GPU-6e5f...' or 'MIG-8f1c...')"
+    "devices must be 'cpu', 'cuda', or a list with a device for each rank ('cpu', 'cuda:1', or a name of "
+    "`nvidia-smi -L`, such as 'GPU-6e5f...' or 'MIG-8f1c...')"
 )
 
 _NCCL_ON_SHARED = (
@@ -90,11 +90,11 @@ def choose_devices(
         return ["cpu"] * nranks
     entries = _entries(environ.get(VISIBLE))
     if not isinstance(devices, str | Sequence | None):
-        raise TypeError(f"devices must be {_SUPPORTED}, got {shown(devices)}")
+        raise TypeError(f"{_SUPPORTED}, got {shown(devices)}")
     if devices is not None and not isinstance(devices, str):
         return _listed(nranks, devices, entries, environ)
     if devices not in (None, "cuda"):
-        raise ValueError(f"devices must be {_SUPPORTED}, got {devices!r}")
+        raise ValueError(f"{_SUPPORTED}, got {devices!r}")
     gpus = _count(entries, environ)
     if gpus == 0 and devices is None:
         return ["cpu"] * nranks
@@ -115,7 +115,7 @@ def _listed(
         raise ValueError(f"devices must be one for each of {nranks} ranks, got {len(names)}: {names!r}")
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"devices must be {_SUPPORTED}, got {name!r}")
+            raise ValueError(f"{_SUPPORTED}, got {name!r}")
     if len({re.split("[:-]", name)[0] for name in names}) > 1:
         raise ValueError(f"devices must be of one kind (CPUs, numbers of GPUs, or names of GPUs), got {names!r}")
     if names[0].startswith("GPU-"):

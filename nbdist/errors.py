@@ -200,7 +200,7 @@ def entry_class(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _is_meant(exc: BaseException) -> bool:
-    """Return whether an exception is complete without nbdist's frames: a rank's, an interrupt, or one raised on purpose.
+    """Return whether an exception is complete without nbdist's frames: a rank's, an interrupt, one raised on purpose.
 
     Any other may be a defect of nbdist, or of the user's own code, such as a `__reduce__`: its frames stay.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from ..checks import shown
 
 IMPORTS_FILE = "<nbdist imports>"
-_IMPORTS = "import statements, in a string or a list of strings"
+_IMPORTS = "imports must be import statements, in a string or a list of strings"
 
 
 def parse_imports(imports: str | Iterable[str]) -> str:
@@ -22,21 +22,19 @@ def parse_imports(imports: str | Iterable[str]) -> str:
     if not isinstance(imports, str):
         imports = list(imports) if isinstance(imports, Iterable) else [imports]
         if not all(isinstance(line, str) for line in imports):
-            raise TypeError(f"imports must be {_IMPORTS}, got {shown(imports)}")
+            raise TypeError(f"{_IMPORTS}, got {shown(imports)}")
         imports = "\n".join(textwrap.dedent(line) for line in imports)
     block = textwrap.dedent(imports).strip("\n")
     try:
         statements = _statements(block)
     except SyntaxError as exc:
         line = (exc.text or _line(block, exc.lineno or 1)).strip()
-        raise ValueError(
-            f"imports must be {_IMPORTS}, and line {exc.lineno} is no Python ({exc.msg}): {line}"
-        ) from None
+        raise ValueError(f"{_IMPORTS}, and line {exc.lineno} is no Python ({exc.msg}): {line}") from None
     for statement in statements:
         line = _line(block, statement.lineno)
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
             advice = f'. Did you mean "import {line}"?' if line.replace(".", "").isidentifier() else ""
-            raise ValueError(f"imports must be {_IMPORTS}, got in line {statement.lineno}: {line}{advice}")
+            raise ValueError(f"{_IMPORTS}, got in line {statement.lineno}: {line}{advice}")
         if isinstance(statement, ast.ImportFrom) and statement.level:
             raise ValueError(f"imports must be absolute, and line {statement.lineno} is a relative import: {line}")
     return block

@@ -14,7 +14,7 @@ from .imports import run_imports
 
 #: What `need=` takes.
 Names = str | Iterable[str] | Mapping[str, Any]
-_NAMES = "names of variables (a string or a list), or a mapping name → value"
+_NAMES = "need must be names of variables (a string or a list), or a mapping name → value"
 
 
 def main_namespace() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
             _check_name(name)
         return dict(need)
     if not isinstance(need, Iterable):
-        raise TypeError(f"need must be {_NAMES}, got {shown(need)}")
+        raise TypeError(f"{_NAMES}, got {shown(need)}")
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
     namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
@@ -81,6 +81,6 @@ def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
 
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"need must be {_NAMES}, got the name {shown(name)}")
+        raise TypeError(f"{_NAMES}, got the name {shown(name)}")
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"need must be {_NAMES}, got {name!r}")
+        raise ValueError(f"{_NAMES}, got {name!r}")

@@ -213,7 +213,8 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
     assert len(quoted) > 60
     for message in set(quoted) - NOT_OURS:
         text = re.sub(r"^\w*(Error|Warning|Died|Timeout): |^nbdist: ", "", message)
-        parts = re.split(r"…|'[^']*'|\b[A-Z]+\b|\d[\d.,]*|\b(?:GPUs|all_reduce|adam|nranks|node|rank)\b", text)
+        names = r"\b(?:GPUs|all_reduce|adam|nranks|node|rank)\b|\w+(?= must be )"
+        parts = re.split(rf"…|'[^']*'|\b[A-Z]+\b|\d[\d.,]*|{names}", text)
         longest = max((part.strip(" :;,().") for part in parts), key=len)
         assert longest in texts, message
 
