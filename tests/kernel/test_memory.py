@@ -43,6 +43,7 @@ def removed(group: Path) -> bool:
     return not group.exists()
 
 
+@pytest.mark.started  # in the container, as all that it starts
 @pytest.mark.long("fills the memory of a container")
 def test_a_container_whose_memory_ends(tmp_path: Path) -> None:
     with container(3 * GB) as group, contextlib.closing(Kernel(tmp_path)) as kernel:
