@@ -1,8 +1,8 @@
-"""What a call needs of memory at its peak, in the kernel and in a rank, by size of captured data and of the answer.
+"""Peak memory of a call, in the kernel and in a rank, by size of captured data and of the answer.
 
 A script of its own for each row holds an array of that size, or has rank 0 make one. While the call runs, a thread
 looks at the proportional set size (PSS) of the kernel and of both ranks every few milliseconds: what is shared counts
-once for all. What is told is the growth over the same processes before the call.
+once in all. The table has the growth since the moment before the call.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class LocalRanks:
 
 
 def _close_parcel(rank: int, message: FromRank, parcel: Parcel | None) -> None:
-    """Leave an answer that nobody waits for."""
+    """Close the parcel of an answer that comes too late."""
     if parcel is not None:
         parcel.close()
 
