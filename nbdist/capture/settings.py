@@ -179,8 +179,10 @@ def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
 
 
 def _stream(stream: Any) -> str | tuple[str, str] | None:
-    """What a handler's stream is in a rank: the name of a standard one, or a file's path and encoding; None where the
-    rank has none, since it is a text in the notebook's memory."""
+    """Find a handler's stream in a rank: the name of a standard one, or a file's path and encoding.
+
+    None where a rank has none: the stream is a text in the notebook's memory, an archive, or a file without a name.
+    """
     names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout", id(sys.stderr): "stderr"}
     if id(stream) in names:
         return names[id(stream)]

@@ -17,7 +17,7 @@ OnOutput = Callable[[int, int, bytes], None]
 
 
 def drop(rank: int, which: int, data: bytes) -> None:
-    """Discard what a rank has written."""
+    """Ignore what a rank has written."""
 
 
 class Exit(NamedTuple):

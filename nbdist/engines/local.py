@@ -308,7 +308,7 @@ class LocalRanks:
 
 
 def _close_parcel(rank: int, message: FromRank, parcel: Parcel | None) -> None:
-    """Discard an answer for which no call waits."""
+    """Close the parcel of an answer that comes too late."""
     if parcel is not None:
         parcel.close()
 

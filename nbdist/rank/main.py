@@ -75,7 +75,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
 
 
 def _be_killed_first() -> None:
-    """Where memory ends, let the system kill this process, and what it starts, before the notebook: that has the data.
+    """Let the system kill this process and its children before the notebook, which has the data, where memory ends.
 
     Of several ranks the system takes the largest.
     """

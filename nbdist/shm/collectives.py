@@ -226,12 +226,12 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Return `size` bytes of zeros in memory that all ranks share; `size` is the same on all.
+        """Map `size` bytes, zeros, that all ranks share; `size` is the same on all.
 
         Raises `MemoryError` where they do not fit.
         """
         if self.rank == 0:
-            check_fits(size, "memory that all ranks have in common")
+            check_fits(size, "memory that all ranks share")
         segment = Segment.create(size if self.rank == 0 else 0)
         with contextlib.closing(segment):
             offers: list[Any] = [(os.getpid(), _file(segment.fd)) if self.rank == 0 else None]

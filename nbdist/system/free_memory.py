@@ -1,7 +1,7 @@
-"""How much memory is free: of the machine, of the container, of this process's address space.
+"""Free memory of the machine, of the container and of this process's address space.
 
-In a container whose limit is reached, the system kills the largest process, which may be the notebook. So a write of
-much memory is compared with the free memory first.
+In a container whose limit is reached, the system kills the largest process, which may be the notebook. So the size of
+what is about to be written is compared with what is free first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def refused(size: int, what: str, number: int) -> MemoryError:
 
 
 def too_large(size: int, what: str, limit: Limit | None) -> MemoryError:
-    """The error for `size` bytes of `what` that do not fit. The limit is None where the system does not tell it."""
+    """The error for `size` bytes of `what` that do not fit. The limit is None where it is not known."""
     why = "the system does not give them"
     if limit is not None:
         why = f"{_in_mb(max(0, limit.free))} are free of the {_in_mb(limit.size)} of {limit.what}"
@@ -71,7 +71,7 @@ def _in_mb(size: int) -> str:
 
 
 def memory_limits() -> list[Limit]:
-    """The bounds of memory that hold for this process, as far as the system tells."""
+    """The bounds of memory that hold for this process, as far as they are known."""
     found = []
     if (machine := _machine()) is not None:
         found.append(machine)
@@ -115,7 +115,7 @@ def _cgroups() -> Iterator[Limit]:
 def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
     """The bounds of a group and of those above it.
 
-    A container sees its own group at the root, and may be told of a path that only the machine has.
+    A container sees its own group at the root, and `/proc` may have a path that exists on the machine alone.
     """
     folder = root + path.rstrip("/")
     while folder.startswith(root):

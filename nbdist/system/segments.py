@@ -32,10 +32,10 @@ class Segment:
 
     @staticmethod
     def create(size: int, what: str = "shared memory") -> Segment:
-        """Make a segment whose memory is reserved: a write to it that finds none would be a SIGBUS.
+        """Make a segment whose memory is reserved: a write that finds none would be a SIGBUS.
 
-        Raises `MemoryError`, which calls the content `what`, where the system does not give so many bytes. It may call
-        the kernel's killer instead: see `free_memory.check_fits`.
+        Raises `MemoryError`, which calls the content `what`, where the system refuses. In a full container the system
+        kills a process instead: call `free_memory.check_fits` before.
         """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("nbdist", os.MFD_CLOEXEC)
@@ -93,7 +93,7 @@ class Segment:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserve the memory of a segment now."""
+    """Allocate the memory of a segment now."""
     if hasattr(os, "posix_fallocate"):
         for start, length in pieces(size, _RESERVED):
             try:

@@ -106,7 +106,7 @@ class FrameWriter:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON does not know, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO's form."""
+    """Convert what JSON has no form for, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO."""
     if isinstance(value, datetime.datetime):
         aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
         return aware.isoformat().replace("+00:00", "Z")

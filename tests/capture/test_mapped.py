@@ -199,7 +199,7 @@ def test_a_file_in_dev_shm_is_opened_again(in_shm: Path, session: Session) -> No
 
 
 def test_memory_that_a_library_shares_in_dev_shm_is_copied(in_shm: Path, session: Session) -> None:
-    """Such as that of multiprocessing's `SharedMemory`: nobody asked that ranks write to it."""
+    """The memory of multiprocessing's `SharedMemory`, for example: a write of a rank stays in the rank."""
     with open(in_shm / "z", "w+b") as file:
         file.truncate(mapped.LEAST)
         memory = mmap.mmap(file.fileno(), mapped.LEAST)

@@ -17,7 +17,7 @@ GB = 1 << 30
 
 @contextlib.contextmanager
 def container(limit: int) -> Iterator[Path]:
-    """A control group with so many bytes of memory."""
+    """Make a control group with a limit of memory in bytes."""
     name = f"nbdist-test-{secrets.token_hex(4)}"
     for root, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(root, name)
@@ -37,12 +37,13 @@ def container(limit: int) -> Iterator[Path]:
 
 
 def removed(group: Path) -> bool:
-    """Whether a control group is gone; one with processes stays."""
+    """Remove a control group; returns whether it is gone. One with processes stays."""
     with contextlib.suppress(OSError):
         group.rmdir()
     return not group.exists()
 
 
+@pytest.mark.started  # in the container, as all that it starts
 @pytest.mark.long("fills the memory of a container")
 def test_a_container_whose_memory_ends(tmp_path: Path) -> None:
     with container(3 * GB) as group, contextlib.closing(Kernel(tmp_path)) as kernel:

@@ -222,7 +222,7 @@ def test_a_log_keeps_the_last_text(texts: list[str], kept: int) -> None:
 
 
 def test_a_pipe_that_does_not_block() -> None:
-    """Something that a function runs may set that for all who have the pipe: nothing is lost, and nobody raises."""
+    """A program that the function runs may set O_NONBLOCK for all who share the pipe: nothing is lost or raised."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     writer = FrameWriter()
@@ -248,7 +248,7 @@ def test_a_pipe_that_does_not_block() -> None:
 
 
 def displayed(**content: Any) -> dict[str, Any]:
-    """What a display's content is for the kernel."""
+    """Send a display, and return its content as the kernel reads it."""
     writes: list[bytes] = []
     writer = FrameWriter()
     with mock.patch.object(writer, "_write", writes.append):

@@ -1,4 +1,4 @@
-"""How much memory is free, as a machine, a container and limits say; and what does not fit is refused."""
+"""Free memory of machines, containers and limits is read; what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tell
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the place of the system's: of the control groups, and of what is told of processes and memory."""
+    """Replace the system's files about control groups and memory by files in a folder."""
     monkeypatch.setattr(free_memory, "_CGROUPS", str(tmp_path))
     monkeypatch.setattr(free_memory, "_OWN_GROUPS", str(tmp_path / "own"))
     monkeypatch.setattr(free_memory, "_MEMORY", str(tmp_path / "meminfo"))

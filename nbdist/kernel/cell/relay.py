@@ -45,7 +45,7 @@ class Log:
 
 
 class _Line:
-    """What a rank has written of a line that it has not finished."""
+    """An unfinished line of a rank."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

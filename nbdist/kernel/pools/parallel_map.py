@@ -131,7 +131,7 @@ def _here(fn: Callable[[T], R], items: list[T], block: str, names: Mapping[str, 
 
 @contextlib.contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
-    """Gives what is told of each so many items that are done."""
+    """Gives a function that takes how many further items are done."""
     if not (wanted and total and importlib.util.find_spec("tqdm")):
         yield lambda count: None
         return
