@@ -1,1 +1,1 @@
-"""What runs in the notebook's kernel."""
+"""Code that runs in the notebook's kernel."""

@@ -34,7 +34,7 @@ class Cluster:
         return f"<nbdist.cluster: {self._where}, {state}>"
 
     def running(self) -> bool:
-        """Whether Ray runs on all machines, as far as is known here."""
+        """Return whether Ray runs on all machines, as far as is known here."""
         return not self._closed and self._machines.alive()
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Launcher(SessionOptions):
 
 
 class _InDdp(Protocol):
-    """What `in_ddp` is: a function that has `options`."""
+    """The type of `in_ddp`: a function that has `options`."""
 
     options: type[Launcher]
 
@@ -229,7 +229,7 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
 
 @contextlib.contextmanager
 def _breakpoints() -> Iterator[None]:
-    """Let `breakpoint()` open pdb. A kernel hands it to the front end's debugger, and does nothing if there is none."""
+    """Make `breakpoint()` open pdb. A kernel passes it to the front end's debugger; without one it does nothing."""
     hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
     if debugpy is not None and not debugpy.is_client_connected():
         sys.breakpointhook = sys.__breakpointhook__

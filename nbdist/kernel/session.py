@@ -38,7 +38,7 @@ from .status import Snapshot, Status, look
 
 T = TypeVar("T")
 
-#: Names of the options, none of which a function is given.
+#: Names of the options.
 _OPTIONS = [field.name for field in dataclasses.fields(SessionOptions)]
 
 
@@ -162,7 +162,7 @@ class Session:
 
     @property
     def nranks(self) -> int:
-        """How many ranks there are: after a restart with `min_ranks=`, perhaps fewer than were asked for."""
+        """The number of ranks: after a restart with `min_ranks=`, perhaps fewer than were asked for."""
         return len(self._executor.layout.devices)
 
     @entry
@@ -182,7 +182,7 @@ class Session:
             fn: A function of the notebook, of a script, or of an installed package.
             *args, **kwargs: Its arguments. `per_rank([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
-            need: Names of notebook variables to take along beside those that `fn` is seen to use; or a mapping
+            need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
                 from names to values.
             ranks: Who runs `fn`, and the lowest of them gives the value. None: all. A collective of all ranks that only
                 some call waits for the others.
@@ -306,10 +306,10 @@ class Session:
         Args:
             ranks: Who runs `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
-            output: Like that of the session, for this call.
+            output: Like the option of the session, for this call.
 
         Returns:
-            The values of the `ranks` in their order, or that of the first of them alone.
+            The values of the `ranks` in their order, or the value of the first rank alone.
         """
         return self._call(fn, args, dict(kwargs or {}), imports, need, ranks, everyone, output)
 
@@ -320,7 +320,7 @@ class Session:
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
     def logs(self, rank: int) -> str:
-        """What a rank has written, shown or not: the last million characters since the ranks started."""
+        """Return what a rank has written, shown or not: the last million characters since the ranks started."""
         self._check_rank(rank)
         return self._executor.logs[rank].text() if self._executor.logs else ""
 
@@ -350,7 +350,7 @@ class Session:
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
-        """Where each rank is right now: a line for each, then their Python stacks. May be asked from any thread."""
+        """Return where each rank is now: a line for each rank, then their Python stacks. From any thread."""
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
 
@@ -380,14 +380,14 @@ class Session:
         self._executor.debug(rank, commands, Cell())
 
     def _debug_raised(self, remote: RemoteTraceback) -> bool:
-        """What `%debug` does after a call has raised: whether there was anything to look at."""
+        """Carry out `%debug` after a call has raised; return whether there was anything to look at."""
         if remote is not self._raised or not self._executor.raised():
             return False
         self.post_mortem()
         return True
 
     def idle(self) -> bool:
-        """Whether the ranks run, and have nothing to do."""
+        """Return whether the ranks run and are idle."""
         return self._executor.state() == "running" and not self._lock.busy()
 
     @entry
@@ -399,7 +399,7 @@ class Session:
 
     @entry
     def empty_cache(self) -> None:
-        """Let the ranks give back memory of their GPUs that torch keeps for later calls, once they are idle.
+        """Make the ranks give back memory of their GPUs that torch keeps for later calls, once they are idle.
 
         What variables of the ranks refer to stays, and so does a context of some hundred megabytes for each rank, until
         `close`.
@@ -454,7 +454,7 @@ class Session:
         return sorted(set(named))
 
     def _hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
-        """Let a widget of a rank hear what was done to it in the page; False while a call runs."""
+        """Pass a change of a widget in the page to its rank; return False while a call runs."""
         if self._lock.busy():
             return False
         self._lock.in_turn(lambda: self._executor.hear_widget(rank, said, buffers, cell))

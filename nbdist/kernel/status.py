@@ -1,4 +1,4 @@
-"""What the ranks of a session are doing, as a table."""
+"""The table of a session's ranks: `Session.status`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapsho
 
 
 def _with_use(layout: Layout) -> list[str]:
-    """The ranks' devices, with memory and load of GPUs where these can be told."""
+    """Return the ranks' devices, with memory and load of GPUs where they are known."""
     gpus = layout.gpus()
     if not gpus:
         return [*layout.devices]

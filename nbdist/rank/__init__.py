@@ -1,1 +1,1 @@
-"""What runs in a rank."""
+"""Code that runs in a rank."""

@@ -1,4 +1,4 @@
-"""What the magics have a rank do: run a cell, hand over variables."""
+"""Functions that the magics run in a rank: run a cell, hand over variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .debugger import Debugger
 
 #: Of this rank.
 debugger: Debugger | None = None
-#: What a cell may have beside what a module may.
+#: What a cell may contain and a module may not.
 FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
@@ -54,12 +54,12 @@ def who() -> dict[str, str]:
 
 
 def complete(line: str, cursor: int) -> list[str]:
-    """What may stand at the cursor in a line, of the rank's variables and what they have."""
+    """Return completions at the cursor in a line, from the rank's variables and their attributes."""
     return shell.complete(line, cursor)
 
 
 def describe(name: str, detail: int) -> dict[str, Any]:
-    """What is known of one of the rank's variables, or of what they have: see `shell.inspect`."""
+    """Return the help for one of the rank's variables, or an attribute: see `shell.inspect`."""
     return shell.inspect(name, detail)
 
 

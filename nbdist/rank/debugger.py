@@ -17,7 +17,7 @@ _OWN = os.path.dirname(__file__) + os.sep
 
 
 class Debugger:
-    """What `breakpoint()` opens in a rank, and `post_mortem` in the kernel."""
+    """The debugger that `breakpoint()` opens in a rank, and `post_mortem` in the kernel."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
@@ -31,7 +31,7 @@ class Debugger:
             _RankPdb(self._keyboard).set_trace(sys._getframe(1))
 
     def post_mortem(self, tb: types.TracebackType) -> None:
-        """Let the user look at the frames of a traceback, until `quit`."""
+        """Show the user the frames of a traceback, until `quit`."""
         shell = _RankPdb(self._keyboard)
         shell.reset()
         shell.interaction(None, tb)
@@ -47,7 +47,7 @@ class _RankPdb(pdb.Pdb):
         self.prompt = ""  # the kernel has one
 
     def line(self, prompt: str = "") -> str:
-        """What the user types."""
+        """Return the line that the user types."""
         shown = self._shown.getvalue()
         self._shown.seek(0)
         self._shown.truncate()

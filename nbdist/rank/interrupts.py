@@ -14,7 +14,7 @@ from typing import Any
 
 from ..system.interrupts import postpone
 
-#: Seconds from one interrupt to the next, until one is heard.
+#: Seconds from one interrupt to the next, until one is noticed.
 _PAUSE = 0.05
 #: Seconds that one waits for the end of what it would leave by half, at most.
 _MOST = 30.0
@@ -111,7 +111,7 @@ class Interrupts:
 
 
 def _left_by_half(frame: types.FrameType | None) -> str:
-    """What a frame is part of, if an interrupt would leave that by half, in words; empty if it would not."""
+    """Return in words what an interrupt in this frame would leave by half; an empty string if nothing."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>":

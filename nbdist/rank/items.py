@@ -1,4 +1,4 @@
-"""What a worker of `parallel_map` does: it keeps the function, and calls it with the items that come."""
+"""A worker of `parallel_map`: it keeps the function, and calls it with the items that arrive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Mapper:
         self._failed = False
 
     def begin(self, begin: Begin, parcel: Parcel, fds: list[int]) -> None:
-        """Take the function. The descriptor is that of the board; on another machine there is none."""
+        """Take the function, and the descriptor of the board; on another machine there is no board."""
         self._worker, self._board = (begin.worker, Board.of(fds[0], begin.workers)) if fds else (0, Board.create(1))
         enter_setting(begin.setting)
         take_share(begin.threads)

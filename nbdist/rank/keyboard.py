@@ -35,7 +35,7 @@ class Keyboard:
     def ask(self, prompt: str, shown: str = "", debugger: bool = False, hidden: bool = False) -> str:
         """The line that the user types, maybe hidden, at a prompt, after he was shown a text.
 
-        Raises `EOFError` at the end of the input, and `NbdistError` where nobody can type.
+        Raises `EOFError` at the end of the input, and `NbdistError` where no input is possible.
         """
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             raise NbdistError("only the main thread of a rank can ask for input, no other thread or process of it")

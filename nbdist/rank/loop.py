@@ -29,7 +29,7 @@ from .world import Membership, abort, enter_setting, let_go, process_groups, see
 
 
 class Rank:
-    """One rank: its channel to the kernel, its process group, and what it remembers between calls."""
+    """A rank: its channel to the kernel, its process group, and its state between calls."""
 
     def __init__(self, channel: Channel) -> None:
         self._membership = Membership()

@@ -75,7 +75,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
 
 
 def _be_killed_first() -> None:
-    """Let the system kill this process and its children before the notebook, which has the data, where memory ends.
+    """Make the system kill this process and its children before the notebook, which has the data, when memory ends.
 
     Of several ranks the system takes the largest.
     """

@@ -1,4 +1,4 @@
-"""What becomes of a call: the value or the exception, on its way back to the kernel."""
+"""The outcome of a call: the value or the exception, on its way back to the kernel."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Outcomes:
         return parcel
 
     def _offer(self, views: Sequence[memoryview]) -> bool:
-        """Let the kernel copy an answer's buffers out of this process's memory; whether it has."""
+        """Offer the kernel an answer's buffers to copy from this process's memory; return whether it has."""
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()

@@ -1,4 +1,4 @@
-"""Whether a machine of the ranks is about to be taken away: each rank may have been told, and all ask together."""
+"""Preemption: whether a machine of the ranks is about to be taken away. Any rank may know; all ask together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tell() -> None:
 
 
 def preempted() -> bool:
-    """In a rank: whether a node of the cluster was told that it will be taken away. All ranks have to call it.
+    """Return, in a rank, whether a node of the cluster is about to be taken away. All ranks have to call it.
 
     All of them get the same answer, at the same step of a loop: time for a snapshot. Then go on; once the node is gone,
     `restarts=` starts the function again. `fit(..., snapshots=...)` does so by itself. The notice is that Ray drains a

@@ -22,7 +22,7 @@ _FORKABLE = ("queues", "synchronize", "util")
 
 
 class _Process:
-    """This process: its channel to the notebook, and a pool's functions if it is a worker."""
+    """The state of this process: its channel to the notebook, and a pool's functions if it is a worker."""
 
     def __init__(self, channel: KernelChannel, caller: Caller, name: str) -> None:
         self._channel, self._caller, self._name = channel, caller, name
@@ -54,7 +54,7 @@ class _Process:
         self._functions = {number: fn}  # the last one: it may hold much
 
     def heed_interrupts(self) -> None:
-        """Let an interrupt end the task that runs, and those that follow; not what the worker does between them."""
+        """Make an interrupt end the task that runs, and later ones; not what the worker does between them."""
 
         def on_interrupt(signum: int, frame: Any) -> None:
             self._stopped = True
@@ -65,7 +65,7 @@ class _Process:
         signal.signal(signal.SIGINT, on_interrupt)
 
     def returned(self) -> None:
-        """Tell the notebook that the worker ends because it is done."""
+        """Report to the notebook that the worker ends because it is done."""
         self._channel.send(protocol.Returned())
 
 
@@ -114,7 +114,7 @@ def run(
 
 
 def _prepare_for_forks(library: str) -> None:
-    """Let queues and locks that come by pickle work in what this process forks.
+    """Make queues and locks that come by pickle work in what this process forks.
 
     The library sees to that when they are made, and takes it that what came by pickle goes on by pickle.
     """
@@ -133,7 +133,7 @@ def _prepare_for_forks(library: str) -> None:
 
 
 def work(worker: Callable[..., None], *args: Any) -> None:
-    """A worker of a pool: what the library's `worker` does, until it is told to end or interrupted."""
+    """Run the library's `worker` in a worker of a pool, until a request to end or an interrupt."""
     _this.heed_interrupts()
     try:
         worker(*args)
@@ -153,7 +153,7 @@ class PoolFunction:
 
 
 class PoolMapper:
-    """What a worker does with a chunk of items: as the library's own `mapper`, but with the function itself."""
+    """The mapper of a chunk of items: as the library's own `mapper`, but with the function itself."""
 
     def __init__(self, mapper: Callable[[tuple[Any, Any]], Any]) -> None:
         self._mapper = mapper

@@ -72,7 +72,7 @@ class _Window:
                 self._profiler.__exit__(None, None, None)
 
     def trace(self) -> bytes:
-        """What was profiled. Written when the function has returned: nobody shall wait for that in the middle."""
+        """Return the trace. It is written after the function has returned, so that no rank waits for it in between."""
         if not self._done:
             return b""
         with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ class _Window:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing is written to descriptor 2: the profiler tells there, in C++, that it begins and ends."""
+    """Discard what is written to descriptor 2: the profiler reports there, in C++, that it begins and ends."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:

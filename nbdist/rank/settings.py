@@ -20,7 +20,7 @@ from ..capture.settings import SURROUNDINGS, current, describe_handler, pickle_s
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
-#: A logger's settings where nobody has set anything: level, disabled, propagate, handlers.
+#: The default settings of a logger: level, disabled, propagate, handlers.
 _PLAIN: tuple[int, bool, bool, list[Any]] = (0, False, True, [])
 
 _MISSING = object()
@@ -30,7 +30,7 @@ _inherited_pickles: dict[str, bytes] = {}
 
 
 def note_inherited() -> None:
-    """In the fork server: what holds there is not set in its ranks, each of which would copy the pages for that."""
+    """Note, in the fork server, which settings hold there: setting them again in ranks would copy the pages."""
     for name, value in current().items():
         if name in SURROUNDINGS:
             continue
@@ -63,7 +63,7 @@ class Settings:
         self._patched.clear()
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
-        """Let the settings hold, given as they were pickled. Globals that come with them enter where `keep` allows."""
+        """Apply settings, given as they were pickled. Globals that come with them enter where `keep` allows."""
         for name, pickled in settings.items():
             if self._pickled.get(name) == pickled:
                 continue

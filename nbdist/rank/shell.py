@@ -70,13 +70,13 @@ def enter() -> None:
 
 
 def after_call() -> None:
-    """What a notebook does at the end of a cell: show the figures that are open."""
+    """Show the open figures, as a notebook does at the end of a cell."""
     if _shell is not None:
         _shell.events.trigger("post_execute")
 
 
 def _page(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
-    """What `name?` tells goes to the cell: a rank has no pager of the front end's."""
+    """Show the help of `name?` in the cell: a rank has no pager of the front end."""
     print(data["text/plain"] if isinstance(data, dict) else data)
 
 
@@ -86,7 +86,7 @@ def transform(cell: str) -> str:
 
 
 def complete(line: str, cursor: int) -> list[str]:
-    """What may stand at the cursor, of what is in `main`."""
+    """Return completions at the cursor, from what is in `main`."""
     if _shell is None:
         return []
     with _shell.builtin_trap:
@@ -96,7 +96,7 @@ def complete(line: str, cursor: int) -> list[str]:
 
 
 def inspect(name: str, detail: int) -> dict[str, Any]:
-    """What `name?` (0) or `name??` (1) shows, by MIME type; nothing for a name that is not there."""
+    """Return what `name?` (0) or `name??` (1) shows, by MIME type; nothing for an unknown name."""
     if _shell is None:
         return {}
     try:
@@ -106,7 +106,7 @@ def inspect(name: str, detail: int) -> dict[str, Any]:
 
 
 def show(value: Any) -> None:
-    """Display a value as a notebook displays that of a cell's last expression."""
+    """Display a value as a notebook displays the value of a cell's last expression."""
     if value is not None:
         builtins.display(value) if _shell is not None else print(repr(value))  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ from ..capture.reading import read
 
 
 def install() -> None:
-    """Let `multiprocessing` send by value, to processes that it spawns, what is defined in `__main__`."""
+    """Make `multiprocessing` send what is defined in `__main__` by value to processes that it spawns."""
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign]
 
 

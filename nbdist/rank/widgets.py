@@ -1,4 +1,4 @@
-"""What is done in the page to a rank's widgets while a call runs: a thread of its own hears it, in order.
+"""Changes of a rank's widgets in the page while a call runs: a thread applies them, in order.
 
 The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell hears such things in a
 thread, too.
@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 
 def hear(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-    """Let the widgets hear what the page says, soon. Always called by the same thread."""
+    """Pass messages of the page to the widgets, soon. Always called by the same thread."""
     global _listens
     _heard.put((content, buffers))
     if not _listens:  # most calls have no widget that anybody touches
@@ -44,7 +44,7 @@ def _listen() -> None:
 
 
 def _tell(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-    """Whether there is nothing to be told again later."""
+    """Pass on a message; return False where it has to be passed on again later."""
     try:
         return hear_comm(content, buffers)
     except Exception:  # of a handler: the next one may be another's

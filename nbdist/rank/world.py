@@ -24,7 +24,7 @@ from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
 
-#: Tells gloo (torch 2.8 or newer) to connect ranks when they first speak to each other.
+#: The variable with which gloo (torch 2.8 or newer) connects ranks at their first exchange.
 LATE = "TORCH_GLOO_LAZY_INIT"
 #: Ranks from which on that is so unless the user says otherwise: connecting each with every other takes seconds then.
 MANY = 128
@@ -51,7 +51,7 @@ def enter_setting(setting: Setting) -> None:
 
 
 def take_share(count: int) -> None:
-    """In a process that is no rank: let the libraries that compute use so many threads."""
+    """Limit the libraries that compute to `count` threads, in a process that is no rank."""
     os.environ.update(threads.variables(count))
     threads.resize_pools(count)
     torch = sys.modules.get("torch")
@@ -81,7 +81,7 @@ def environ(world: World) -> dict[str, str]:
     if world.visible is not None:
         variables[VISIBLE] = world.visible
     if world.device == "cpu":
-        # Accelerate (and so fastai) takes CPU ranks for single processes unless it is told.
+        # Accelerate (and so fastai) takes CPU ranks for single processes without this variable.
         variables["ACCELERATE_USE_CPU"] = "true"
     elif world.device.startswith("cuda:") and world.device != f"cuda:{slot.local_rank}":
         # Of ranks that share a GPU each sees nothing but that one. Accelerate would have DDP take cuda:{LOCAL_RANK}.
@@ -121,7 +121,7 @@ def join(world: World, store: Any) -> Any:
 
 
 def process_groups() -> dict[Any, str]:
-    """Those of this rank, with their names."""
+    """Return the process groups of this rank, with their names."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     return {} if c10d is None else dict(c10d._world.pg_names)
 
@@ -129,7 +129,7 @@ def process_groups() -> dict[Any, str]:
 def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
     """End, from any thread, what waits in process groups of this rank: it fails, or goes on without its result.
 
-    A rank that waits in NCCL, or for a result of it, hears no signal, and does not notice that another has left.
+    A rank that waits in NCCL, or for a result of it, reacts to no signal, and does not notice that another has left.
 
     Args:
         groups: With their names.
@@ -154,7 +154,7 @@ def _cut_off(peers: Sequence[Address]) -> None:
 
 
 def _nccl_backend() -> Any:
-    """That of the default process group; None where it has none."""
+    """Return the NCCL backend of the default process group; None where there is none."""
     dist = sys.modules.get("torch.distributed")
     return nccl.backend_of(dist.group.WORLD) if dist is not None and dist.is_initialized() else None
 
@@ -184,7 +184,7 @@ def _end(held: list[Any]) -> None:
 
 
 def tells(torch_version: str) -> bool:
-    """Whether the gloo of this torch writes to standard output that a rank has found the others."""
+    """Return whether the gloo of this torch writes to standard output that a rank has found the others."""
     major, minor = torch_version.split(".")[:2]
     return (2, 7) <= (int(major), int(minor)) < (2, 11)
 
@@ -227,7 +227,7 @@ class Membership:
         self._file_stores: list[Any] = []
 
     def join(self, world: World, fds: list[int]) -> None:
-        """Leave the group that there is, and enter that of `world`."""
+        """Leave the present process group, and enter the group of `world`."""
         self.number = world.group
         self.leave()
         if self._leaving is not None and self._leaving.is_alive():

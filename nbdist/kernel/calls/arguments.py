@@ -1,4 +1,4 @@
-"""What `in_ddp` and `Session` are given, checked before any process starts."""
+"""Checks of the arguments of `in_ddp` and `Session`, before any process starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...checks import check_choice, check_count, check_function, check_mapping, 
 OUTPUTS = ("rank0", "all", "tabs", "none")
 #: Backends of torch and of packages that torch lists; others are looked up in torch, which takes a second to import.
 _BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "fake"}
-#: Ranks for each core from which on the cell is told what so many cost.
+#: The number of ranks for each core above which the cell shows what they cost.
 _MANY = 16
 
 

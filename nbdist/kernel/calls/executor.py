@@ -78,12 +78,12 @@ class Executor:
 
     @property
     def layout(self) -> Layout:
-        """That of the ranks which there are; of those which are wanted, where there are none."""
+        """The layout of the running ranks; without any, the layout that is wanted."""
         group = self.group  # which another thread may end
         return self.wanted if group is None else group.layout
 
     def state(self) -> str:
-        """What can be expected of the next call, in a few words."""
+        """Return the state of the session in a few words."""
         if self.closed:
             return "closed"
         if self._dead:
@@ -208,7 +208,7 @@ class Executor:
                 self._kill()
 
     def ready(self, cell: Cell, needed: int = 1) -> Group:
-        """The running ranks, started if there are none: then so many at least.
+        """Return the running ranks; without any, start them: at least `needed`.
 
         Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
         """
@@ -253,7 +253,7 @@ class Executor:
             self.end(grace=0.0)
 
     def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
-        """Let a rank's debugger look at the frames that it keeps, until its user leaves."""
+        """Open the debugger of a rank on the frames that it keeps, until the user leaves."""
         group = self.group
         assert group is not None
         group.relay.begin(cell, "rank0", rank)
@@ -265,7 +265,7 @@ class Executor:
         self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
 
     def hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
-        """Let a widget of a rank hear what was done to it in the page, and show what comes of that."""
+        """Pass a change of a widget in the page to its rank, and show what follows from it."""
         group = self.group
         if group is not None and not self._dead:
             group.relay.begin(cell, "rank0", rank)
@@ -273,7 +273,7 @@ class Executor:
             self._have_done(group, lambda: group.send(rank, message), [rank], "widget")
 
     def empty_cache(self, cell: Cell) -> None:
-        """Let the ranks, if there are any, give back memory of their GPUs that is free."""
+        """Make the ranks, if there are any, give back free memory of their GPUs."""
         if self.group is None or self._dead:
             return
         group = self.ready(cell)

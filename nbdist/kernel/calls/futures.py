@@ -28,7 +28,7 @@ _LOOK = 0.2
 
 
 class FairLock:
-    """One call at a time: first come, first served.
+    """A lock that gives turns in the order of the requests.
 
     An interrupt of the notebook may come between any two steps, and on the way into any function written in Python: a
     turn that is given back there could be lost. So it is given back by a single call into C (`dict.pop`), and those
@@ -44,7 +44,7 @@ class FairLock:
         self._queue.clear()
 
     def busy(self) -> bool:
-        """Whether a call runs, or waits for its turn."""
+        """Return whether a call runs, or waits for its turn."""
         return bool(self._queue)
 
     def draw(self) -> Ticket:
@@ -54,7 +54,7 @@ class FairLock:
         return ticket
 
     def in_turn(self, action: Callable[[], T], ticket: Ticket | None = None) -> T:
-        """What `action` returns, called when all are done that have come before.
+        """Call `action` after all earlier ones are done, and return its value.
 
         An interrupt while it waits gives its place up.
         """
@@ -124,15 +124,15 @@ class CallFuture(concurrent.futures.Future[T]):
 
     @entry
     def result(self, timeout: float | None = None) -> T:
-        """What the call has returned, when it has, or within so many seconds. Raises what `Session.run` would."""
+        """Wait, at most `timeout` seconds, and return the value of the call. Raises what `Session.run` would."""
         return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
-        """What `result` returns, for `await`. To cancel what awaits it is to cancel the call."""
+        """Return what `result` returns, for `await`. Cancelling the task that awaits it cancels the call."""
         return asyncio.wrap_future(self).__await__()
 
     def cancelled(self) -> bool:
-        """Whether the call was stopped by `cancel`, before it started or while it ran."""
+        """Return whether the call was stopped by `cancel`, before it started or while it ran."""
         if super().cancelled():
             return True
         return self.done() and isinstance(self.exception(), concurrent.futures.CancelledError)

@@ -1,4 +1,4 @@
-"""What the user is told of a rank's CUDA error beside its text: the GPU, who uses its memory, what its kernel said."""
+"""Lines shown under a rank's CUDA error: the GPU, the processes that use its memory, the output of its kernel."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def explain_gpu_error(
     *,
     lost: bool = False,
 ) -> list[str]:
-    """What to show under the exception of a rank; nothing for one that is not CUDA's.
+    """Return lines to show under the exception of a rank; none for an exception that is not CUDA's.
 
     Args:
         error: What the rank raised.

@@ -34,7 +34,7 @@ MEMORY_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Layout:
-    """What ranks are started with."""
+    """The devices and options with which ranks are started."""
 
     devices: Sequence[str]
     """One for each rank."""
@@ -51,18 +51,18 @@ class Layout:
     """What the cell is told when ranks are started."""
 
     def gpus(self) -> list[str]:
-        """Of each rank, as CUDA_VISIBLE_DEVICES names it; nothing for CPU ranks, and for those of a cluster."""
+        """Return each rank's GPU, as CUDA_VISIBLE_DEVICES names it; nothing for CPU ranks and ranks of a cluster."""
         if self.devices[0] in ("cpu", "cuda"):
             return []
         return own_gpus(self.devices, {**os.environ, **self.env}.get(VISIBLE))
 
     def seeds(self, rank: int, seeds: Sequence[int] | None) -> Sequence[int] | None:
-        """Those of one rank."""
+        """Return the seeds of one rank."""
         return [seed + rank for seed in seeds] if seeds is not None and self.seed_ranks else seeds
 
 
 class Doing(NamedTuple):
-    """What a rank is doing: its state in a word, the name of the function, since when (seconds since the epoch)."""
+    """The state of a rank in a word, the name of the function, and since when (seconds since the epoch)."""
 
     state: str
     what: str
@@ -103,7 +103,7 @@ class Group:
             self.relay.failed(rank)
 
     def join(self) -> None:
-        """Let the ranks enter a process group, unless they are in a good one."""
+        """Make the ranks enter a process group, unless they are in a usable one."""
         if self._joined:
             return
         layout = self.layout
@@ -193,7 +193,7 @@ class Group:
         return died
 
     def end(self, grace: float) -> None:
-        """Let the ranks leave, kill after `grace` seconds those that have not."""
+        """Ask the ranks to leave, and kill after `grace` seconds those that have not."""
         if self._end.detach() is not None:
             try:
                 self.relay.comms.close()
@@ -205,7 +205,7 @@ class Group:
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:
-    """End ranks that nobody refers to any more, or whose kernel ends."""
+    """End ranks that are not referred to any more, or whose kernel ends."""
     with contextlib.suppress(Exception):  # where the kernel ends, nothing can be shown any more
         comms.close()
     ranks.close(0.0 if any(one.state == "running" for one in doing) else GRACE_TO_LEAVE)

@@ -1,4 +1,4 @@
-"""What ranks ask to be typed: the lines of `input()`, passwords, and the commands of debuggers."""
+"""Input that ranks ask for: lines of `input()`, passwords, and commands of debuggers."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Keyboard:
             self._answer(rank, None)
 
     def soon(self, seconds: float) -> float:
-        """How long to wait for ranks at most, when one may be waiting for an answer."""
+        """Return how long to wait for ranks at most, when a rank may be waiting for input."""
         return min(0.1, seconds) if self._questions else seconds
 
     def ready(self) -> bool:
-        """Whether somebody is to be asked now."""
+        """Return whether a rank waits for input."""
         stays = self._rank is not None and time.monotonic() < self._answered + _STAYS
         return bool(self._questions) and (self._rank in self._questions or not stays)
 

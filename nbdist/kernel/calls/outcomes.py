@@ -1,4 +1,4 @@
-"""What ranks answer, made into objects of the notebook again: values and exceptions."""
+"""Values and exceptions of ranks, rebuilt as objects of the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks are: their Python stacks, and one line for each that a person can act on."""
+"""The Python stacks of ranks, and a line for each rank that says what it does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FEW = 8
 
 @dataclass(frozen=True)
 class Frame:
-    """One line of a stack."""
+    """A line of a stack."""
 
     file: str
     line: str
@@ -67,7 +67,7 @@ def main_thread(dump: str) -> list[Frame]:
 
 
 def describe(frames: list[Frame] | None) -> str:
-    """What a rank is doing, in a few words."""
+    """Return what a rank is doing, in a few words."""
     if frames is None:
         return "has returned"
     if not frames:
@@ -95,7 +95,7 @@ def of_user(frames: Iterable[Frame]) -> Frame | None:
 
 
 def raised_at(text: str) -> Frame | None:
-    """Where in the user's code the exception was raised whose traceback, as Python prints it, this is."""
+    """Return the innermost frame of the user's code in a traceback, given as Python prints it."""
     text = text[max(text.rfind("Traceback (most recent call last)"), 0) :]
     return of_user(reversed([Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(text)]))
 

@@ -1,4 +1,4 @@
-"""What the user is told when a call was stopped, or a rank left by `sys.exit`."""
+"""Texts for the user when a call was stopped, or a rank has left by `sys.exit`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...errors import RemoteTraceback
 from ...notebook.shell import cell_numbers
 from . import stacks
 
-#: Ranks that are told of one by one.
+#: The number of ranks up to which each is named.
 _MOST = 8
 _LOST = "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
 
 
 @contextlib.contextmanager
 def nothing_sent() -> Iterator[None]:
-    """What is done before any rank hears of a call; one that is stopped here costs nothing, and says so."""
+    """Guard the work before a call is sent: a stop here affects no rank, and the text of the interrupt says so."""
     try:
         yield
     except KeyboardInterrupt:
@@ -25,14 +25,14 @@ def nothing_sent() -> Iterator[None]:
 
 
 def early_stop(killed: bool) -> KeyboardInterrupt:
-    """That of a call which was stopped before its ranks had all got it, and whether they were killed for that."""
+    """Return the interrupt of a call that was stopped before all ranks had it; `killed`: the ranks were ended."""
     if not killed:
         return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
 
 
 def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
-    """That of a call which was stopped and whose `pending` ranks did not leave, so that they are about to be killed.
+    """Return the interrupt of a call that was stopped and whose `pending` ranks did not leave: they will be killed.
 
     Args:
         ranks: Still alive: they are asked where they are.
@@ -53,7 +53,7 @@ def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Such as "rank 3", "ranks 0 and 2", "20 ranks"."""
+    """Return names of ranks, such as "rank 3", "ranks 0 and 2", "20 ranks"."""
     numbers = sorted(ranks)
     if len(numbers) > _MOST:
         return f"{len(numbers)} ranks"
@@ -62,7 +62,7 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Which rank has left by `sys.exit`, and where. Of the exception itself the notebook shows the number alone."""
+    """Return which rank has left by `sys.exit`, and where: of the exception the notebook shows the number alone."""
     cause = error.__cause__
     if not isinstance(cause, RemoteTraceback):
         return f"left by sys.exit({error.code!r})"

@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def in_notebook(self) -> bool:
-        """Whether it is a cell, and no terminal."""
+        """Return whether output goes to a notebook's cell, and not to a terminal."""
         return self._shell is not None
 
     def text(self, text: str, kind: int) -> None:
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def watched(self) -> bool:
-        """Whether a person sees it."""
+        """Return whether a person sees the output."""
         return self._shell is not None and is_watched(self.parent)
 
     @property
@@ -95,7 +95,7 @@ class Cell:
 
 
 class Gap:
-    """The time between two cells of a notebook that a program runs: what is sent then, it does not hear."""
+    """The time between two cells of a notebook that a program runs: the program does not receive what is sent then."""
 
     def __init__(self, shell: Any) -> None:
         self._events = shell.events

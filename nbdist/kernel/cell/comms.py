@@ -40,7 +40,7 @@ class _View(NamedTuple):
 
 
 class Comms:
-    """Those of the ranks of a session, as long as these live.
+    """The comms of the ranks of a session, as long as the ranks live.
 
     Args:
         ranks: Whose they are.
@@ -63,7 +63,7 @@ class Comms:
         self.between: Callable[[], Between | None] = lambda: None
 
     def live(self) -> bool:
-        """Whether the page may have something to say to these ranks."""
+        """Return whether the page may send something to these ranks."""
         return bool(self._models or self._shared)
 
     # ----------------------------------------------------------------------------------------- from ranks to the page
@@ -122,7 +122,7 @@ class Comms:
             self._views.pop(transient.get("display_id", ""), None)
 
     def _share(self, comm_id: str, own: Any) -> None:
-        """Let a widget of the notebook's hear the page, and these ranks with it."""
+        """Pass messages of the page to a widget of the notebook and to these ranks."""
         heard = own._msg_callback
         if not isinstance(heard, _Shared):
             heard = _Shared(heard)
@@ -205,7 +205,7 @@ class Comms:
             self._freeze(list(self._views), list(self._models), Cell())
 
     def _freeze(self, displays: Sequence[str], models: Sequence[str], cell: Cell | None = None) -> None:
-        """Let pictures take the place of views, and forget the models, unless somebody still needs them.
+        """Replace views by pictures and drop the models, unless they are still needed.
 
         `cell` shows that; None: those that show the views.
         """
@@ -257,7 +257,7 @@ class Model:
 
 
 class _Shared:
-    """Hears the page in the place of a widget of the notebook's that ranks have, too."""
+    """A receiver of messages of the page, in the place of a widget of the notebook that ranks have, too."""
 
     def __init__(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
         self.heard = heard
@@ -270,7 +270,7 @@ class _Shared:
 
 
 class Page:
-    """The page, heard while a call has the kernel's main thread wait.
+    """The page, whose messages are read while a call makes the kernel's main thread wait.
 
     Args:
         comms: Of the call's ranks.
@@ -282,7 +282,7 @@ class Page:
         self._requests: Requests | None = None
 
     def soon(self, seconds: float) -> float:
-        """How long to wait for ranks at most."""
+        """Return how long to wait for ranks at most."""
         return min(_LOOK, seconds) if self._listens and self._comms.live() else seconds
 
     def look(self) -> None:
@@ -293,6 +293,6 @@ class Page:
             self._requests.look()
 
     def close(self) -> None:
-        """What comes from now on is the notebook's."""
+        """Leave later messages to the notebook."""
         if self._requests is not None:
             self._requests.close()

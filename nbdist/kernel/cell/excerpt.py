@@ -1,4 +1,4 @@
-"""What a cell shows of a call that prints more than anybody reads: the head, the tail, and how much there was."""
+"""The excerpt that a cell shows of a call with much output: the head, the tail, and the number of lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES = 2000
 _CHARACTERS = 500
 #: Lines that are shown of the end, and characters of each.
 TAIL, _WIDTH = 100, 500
-#: Seconds from one look at the tail to the next: a page that is drawn anew with each line cannot be used.
+#: Seconds from one update of the tail to the next: a page that is drawn again with each line cannot be used.
 _INTERVAL = 1.0
 
 

@@ -1,4 +1,4 @@
-"""What ranks write: kept in a log for each, and passed on to the cell as far as it is to be seen there."""
+"""The output of ranks: kept in a log for each rank, and passed on to the cell as far as the cell shows it."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Relay:
 
 
 def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """The frames but for updates of a display that is updated again after them: nobody would see those."""
+    """Yield the frames without updates of a display that is updated again later."""
     updates = {}
     for number, (kind, what) in enumerate(frames):
         if kind == MESSAGE and what[0] == "display" and what[1]["update"]:

@@ -1,4 +1,4 @@
-"""What ranks write and display side by side: a column for each, in one display that is HTML without a script."""
+"""Output and displays of ranks side by side: a column for each rank, in one display of HTML without a script."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class _Text:
 
 
 def _drawn(line: str) -> str:
-    """What is to be seen of a line; with the carriage return at its end, if what follows is to be drawn over it."""
+    """Return the visible part of a line; with the carriage return at its end where the next text is drawn over it."""
     *_, before, last = ["", *line.split("\r")]
     return (last or (f"{before}\r" if before else ""))[-_WIDTH:]
 
 
 class _Column:
-    """What one rank has shown, in order: texts, and displays by their ids."""
+    """The output of one rank, in order: texts, and displays by their ids."""
 
     def __init__(self) -> None:
         self.parts: list[_Text | tuple[str, Mapping[str, Any]]] = []

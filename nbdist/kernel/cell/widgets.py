@@ -1,4 +1,4 @@
-"""The widgets of ranks as the kernel has heard of them: their state, and a picture of it that needs no widget."""
+"""The widgets of ranks in the kernel: their state, and a picture of it that needs no widget."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Widgets:
         self._models.pop(model_id, None)
 
     def take_input(self, model_ids: Iterable[str]) -> bool:
-        """Whether there are widgets among these that somebody can do something to."""
+        """Return whether some of these widgets take input."""
         return any(_takes_input(self._model(model_id)) for model_id in model_ids)
 
     def picture(self, model_id: str) -> str | None:
-        """A widget as HTML, which says of what takes input that nobody hears it. None for widgets of other packages."""
+        """Return a widget as HTML, which says that input has no effect any more. None for widgets of other packages."""
         drawn = self._drawn(model_id)
         if drawn is None or not any(_takes_input(model) for model in self._with_children(model_id)):
             return drawn
@@ -127,7 +127,7 @@ def _control(model: Mapping[str, Any]) -> str | None:
 
 
 def _with_buffers(state: Mapping[str, Any], paths: Iterable[Sequence[Any]], buffers: Sequence[bytes]) -> dict[str, Any]:
-    """The state with what was sent beside it in its place; containers on the way there are copied."""
+    """Return the state with its buffers, which were sent apart, put in; containers on the way are copied."""
     whole = dict(state)
     for path, buffer in zip(paths, buffers, strict=False):
         place: Any = whole

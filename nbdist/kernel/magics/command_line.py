@@ -87,7 +87,7 @@ class Parser(ArgumentParser):
 
 
 def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
-    """That of `%ddp`, and those of its commands, which `magics` carries out."""
+    """Return the parser of `%ddp`, and the parsers of its commands, which `magics` carries out."""
     parser = Parser("%ddp", add_help=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -124,7 +124,7 @@ def start_options(arguments: Namespace) -> dict[str, Any]:
 
 
 def cell_parser() -> Parser:
-    """That of `%%ddp`."""
+    """Return the parser of `%%ddp`."""
     parser = Parser("%%ddp", add_help=False)
     parser.add_argument("--ranks", type=numbers, help="who runs the cell, such as 0,2-3; all if not said")
     parser.add_argument("--output", **_OUTPUT)

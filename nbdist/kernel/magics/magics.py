@@ -26,7 +26,7 @@ _OWN = ("%%", "%ddp", "%autoddp", "%load_ext", "%unload_ext", "%reload_ext")
 
 
 def load(shell: Any) -> None:
-    """What `%load_ext nbdist` does: warm the fork server, and give the notebook its magics."""
+    """Carry out `%load_ext nbdist`: warm the fork server, and add the magics to the notebook."""
     warm()
     unload(shell)  # loaded again, it has one session, and checks each cell once
     magics = DdpMagics(shell)
@@ -39,7 +39,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """What `%unload_ext nbdist` does: end the session of the magics."""
+    """Carry out `%unload_ext nbdist`: end the session of the magics."""
     magics = shell.magics_manager.registry.get("DdpMagics")
     if magics is not None and magics.undo:
         magics.stop(Namespace())
@@ -202,7 +202,7 @@ class DdpMagics(Magics):
             session.close()
 
     def check_syntax(self, lines: list[str]) -> list[str]:
-        """Let a `%%ddp` cell that is no Python fail as any such cell does: before it runs, without a traceback.
+        """Reject a `%%ddp` cell that is not valid Python as IPython does: before it runs, without a traceback.
 
         A transformer of IPython's, which must raise `SyntaxError` for that.
         """
@@ -233,7 +233,7 @@ class DdpMagics(Magics):
         return profiled(session.call, cells.run, given, {}, skip=arguments.skip, steps=arguments.profile, **options)
 
     def complete_cell(self, text: str, line: str, cursor: int) -> list[str]:
-        """What rank 0 offers inside a `%%ddp` cell, while the ranks have nothing else to do."""
+        """Return the completions of rank 0 inside a `%%ddp` cell, while the ranks are idle."""
         if not text.startswith("%%ddp") or line.startswith("%%ddp"):
             return []
         if self.session is None or not self.session.idle():
@@ -242,7 +242,7 @@ class DdpMagics(Magics):
         return found
 
     def inspect_cell(self, text: str, cursor: int, detail: int) -> dict[str, Any]:
-        """What rank 0 knows of the name at the cursor of a `%%ddp` cell, while the ranks have nothing else to do."""
+        """Return the help of rank 0 for the name at the cursor of a `%%ddp` cell, while the ranks are idle."""
         if not text.startswith("%%ddp") or "\n" not in text[:cursor]:
             return {}
         if self.session is None or not self.session.idle():
@@ -252,7 +252,7 @@ class DdpMagics(Magics):
         return found
 
     def complete(self, line: str, token: str) -> list[str]:
-        """What may come next on the line, for the Tab key; `token` is what there is of it."""
+        """Return completions of the line for the Tab key; `token` is the beginning of the word."""
         words = line[: len(line) - len(token)].split()
         parser = self._cell if words[0] == "%%ddp" else self._line
         if parser is self._line:

@@ -148,7 +148,7 @@ def _make(library: str) -> Any:
                     raise
 
         def _news(self) -> bool:
-            """Whether a process has died since this was last asked."""
+            """Return whether a process has died since the last call."""
             before, self._deaths = self._deaths, starter.deaths
             return before != starter.deaths
 

@@ -148,7 +148,7 @@ class _Chunk(NamedTuple):
 
 
 class _Map:
-    """One call: the workers, who has which items, and what has come back."""
+    """A call of `parallel_map`: the workers, the items of each, and the values that have arrived."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class _Map:
         return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
-        """Interrupt the workers, and give them so many seconds to clean up."""
+        """Interrupt the workers, and give them `grace` seconds to clean up."""
         self._board.end()
         self._next = len(self._items)
         for worker, has in enumerate(self._has):
@@ -311,7 +311,7 @@ class _Map:
         self._error = self._error or died
 
     def _where(self, worker: int) -> str:
-        """Which item a worker is at, as a part of a sentence."""
+        """Return the item that a worker works on, as a part of a sentence."""
         number = self._board.item(worker)
         if number is not None:
             return f", at item {number} ({reprlib.repr(self._items[number])})"

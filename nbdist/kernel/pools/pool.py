@@ -194,7 +194,7 @@ def _on_exit(pool_ref: weakref.ref[Any], running: Running) -> None:
 
 
 def _set_failed(result: Any, error: Exception | None) -> None:
-    """Let a result of a pool raise `error` now."""
+    """Make a result of a pool raise `error` now."""
     outcome = False, error
     if hasattr(result, "_cond"):  # an iterator: what it has comes first
         with result._cond:

@@ -1,4 +1,4 @@
-"""The processes of contexts while they run: a thread hears what they write and say, and how they end."""
+"""The processes of contexts while they run: a thread reads their output and messages, and notes their ends."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ..calls.waiting import OUTPUT_INTERVAL
 from ..cell.cell import Cell
 from ..cell.relay import Relay
 
-#: What `multiprocessing` says of a process whose end nobody has seen.
+#: The exit code that `multiprocessing` gives a process whose end was not seen.
 _UNKNOWN = 255
 
 
 @dataclass
 class Role:
-    """What a process is started for: by itself, or for a pool."""
+    """The purpose of a process: by itself, or for a pool."""
 
     cell: Cell
     """Where its output goes."""
@@ -92,18 +92,18 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Of the process. Waits for its start, raises `OSError` where it cannot be started."""
+        """The process number. Waits for the start; raises `OSError` where the process cannot be started."""
         self._started.wait()
         if self._pid is None:
             raise OSError(f"{self.name} {self._reason}")
         return self._pid
 
     def setting(self) -> Setting:
-        """What it finds around it."""
+        """Return the surroundings of the process."""
         return self._ranks.setting(0, self._ranks.inherited())
 
     def send(self, message: protocol.ToRank, **parts: Any) -> None:
-        """Tell it something. That it is dead is heard otherwise."""
+        """Send the process a message. Its death is noticed elsewhere."""
         with self._lock, contextlib.suppress(OSError, IndexError):
             self._ranks.send(0, message, **parts)
 
@@ -177,7 +177,7 @@ class Running:
 
 
 class Hearing:
-    """The thread that hears all processes of contexts; there as long as there are any."""
+    """The thread that reads from all processes of contexts; it runs as long as there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -190,7 +190,7 @@ class Hearing:
         self.__init__()  # type: ignore[misc]
 
     def add(self, running: Running) -> None:
-        """Hear a process, to its end."""
+        """Read from a process, to its end."""
         with self._lock:
             self._running[running] = None
             if self._wake < 0:
@@ -200,7 +200,7 @@ class Hearing:
             os.write(self._wake, b"!")
 
     def processes(self) -> list[Running]:
-        """Those that run."""
+        """Return the running processes."""
         with self._lock:
             return list(self._running)
 
@@ -260,7 +260,7 @@ def show_output(*args: Any) -> None:
 
 
 def interrupt() -> None:
-    """Let the processes know of an interrupt, as they would if they were in the notebook's process group."""
+    """Pass an interrupt on to the processes, as if they were in the notebook's process group."""
     for running in hearing.processes():
         if running.role.busy():
             running.signal(signal.SIGINT)
@@ -305,7 +305,7 @@ def _heed_no_interrupts() -> None:
 
 
 def follow_cells() -> None:
-    """Let each cell show what processes have written until its end."""
+    """Make each cell show what processes have written until its end."""
     found = shell()
     if found is not None and show_output not in found.events.callbacks["post_run_cell"]:
         found.events.register("post_run_cell", show_output)
