@@ -9,11 +9,13 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
 from ..system.processes import blind, forget_in_children, own_pidfd
 from ..wire.channel import Channel
+from ..wire.forking import BREAK_OFF
 
 T = TypeVar("T")
 
@@ -39,6 +42,8 @@ _HOLD = re.compile(
 )
 #: Seconds after which a server that is not the first one ends when nothing uses it.
 _IDLE = 300.0
+#: Seconds that it may import while ranks wait. Then a stop of their call is a stop of the import.
+_LONG_IMPORT = 25.0
 
 Variables = frozenset[tuple[str, str]]
 
@@ -57,6 +62,9 @@ class ForkServer:
 
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
+        self.importing: Sequence[str] = ()
+        """The modules that it was asked for last;"""
+        self._importing_since, self._broken_off = 0.0, False
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         self._launches = itertools.count()
@@ -107,6 +115,13 @@ class ForkServer:
         new = [name for name in new if installed(name)]
         if new:
             self.ask("preload", new, sys.path)
+            self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
+
+    def break_off(self) -> None:
+        """Have it leave the modules to ranks that it has imported for long, if ranks wait for that; or end it."""
+        if time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
+            self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
+            self._broken_off = True
 
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""

@@ -21,6 +21,7 @@ from ..system.limits import allow_open_files
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
+from .own_groups import OwnGroups
 
 #: Tells gloo (torch 2.8 or newer) to connect ranks when they first speak to each other.
 LATE = "TORCH_GLOO_LAZY_INIT"
@@ -218,6 +219,7 @@ class Membership:
         # Those of all groups. The last that a `FileStore` does is to write into its file and to read it. That is the
         # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
         self._file_stores: list[Any] = []
+        self._own_groups = OwnGroups()
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the group that there is, and enter that of `world`."""
@@ -243,7 +245,9 @@ class Membership:
                 os.close(fd)
         if not world.rendezvous.store_port:
             self._file_stores.append(store)
+        self._own_groups.install()
         self.kept = store, join(world, store)
+        self._own_groups.enter(world, store)
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
         """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.
@@ -255,7 +259,7 @@ class Membership:
         if not joined and self.kept is None:
             return
         _cut_off(peers)
-        held = [self.kept, process_groups()]
+        held = [self.kept, process_groups(), self._own_groups.leave()]
         self.kept = None
         if joined:
             if self._leaving is None or not self._leaving.is_alive():

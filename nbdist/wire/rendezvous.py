@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-#: The variables by which process groups are told their network interface.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: The variables by which process groups, and torch's remote procedure calls, are told their network interface.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LINUX = sys.platform == "linux"
 
 

@@ -24,6 +24,7 @@ from ...capture.pickler import Pickler, dumps_plain
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, text_of
 from ...system.cores import usable_cores
+from ...system.interrupts import heard_interrupts
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -169,7 +170,7 @@ class _Map:
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,
             )
-            with contextlib.closing(listener):
+            with contextlib.closing(listener), heard_interrupts():
                 try:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
