@@ -76,5 +76,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
 def _keep_sockets_in(folder: str) -> None:
     """multiprocessing's, such as loader workers have: they would stay in /tmp where its processes are killed."""
     with contextlib.suppress(OSError):  # a full disk
-        os.makedirs(folder)  # and what it lies in, for a system may empty /tmp now and then
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(folder), 0o700)  # a system may empty /tmp now and then
+        os.mkdir(folder, 0o700)
         vars(multiprocessing.current_process())["_config"]["tempdir"] = folder
