@@ -127,6 +127,9 @@ class Ranks(Protocol):
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
 
+    def starting(self) -> str:
+        """What keeps ranks from their start, in words; empty where all have started, or nothing is known of that."""
+
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Bytes of memory that each of these ranks has for itself; None where that is not known."""
 

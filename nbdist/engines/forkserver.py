@@ -9,11 +9,13 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from ..system import ending, interpreter
 from ..system.processes import blind, forget_in_children, own_pidfd
 from ..system.search_path import search_path
 from ..wire.channel import Channel
+from ..wire.forking import BREAK_OFF
 
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ _IDLE = 300.0
 #: Bytes that the path of the ranks' folder may have. A socket's may have 107 on Linux and 103 on macOS; in that folder
 #: each rank has one named by its pid, and in this multiprocessing names a socket `listener-` and eight letters.
 _LONGEST = 103 - len("/4194304") - len("/listener-12345678")
+#: Seconds that it may import while ranks wait. Then a stop of their call is a stop of the import.
+_LONG_IMPORT = 25.0
 
 Variables = frozenset[tuple[str, str]]
 
@@ -61,6 +66,9 @@ class ForkServer:
 
     def __init__(self, variables: Variables) -> None:
         self._asked: set[str] = set()
+        self.importing: Sequence[str] = ()
+        """The modules that it was asked for last;"""
+        self._importing_since, self._broken_off = 0.0, False
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         self._launches = itertools.count()
@@ -111,6 +119,13 @@ class ForkServer:
         new = [name for name in new if installed(name)]
         if new:
             self.ask("preload", new, search_path())
+            self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
+
+    def break_off(self) -> None:
+        """Have it leave the modules to ranks that it has imported for long, if ranks wait for that; or end it."""
+        if time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
+            self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
+            self._broken_off = True
 
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""

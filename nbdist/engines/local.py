@@ -261,7 +261,14 @@ class LocalRanks:
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         return {rank: _private_memory(self.pids[rank]) for rank in ranks}
 
+    def starting(self) -> str:
+        if all(self.pids[rank] is not None for rank in self._watch.alive):
+            return ""
+        return f"the fork server imports {', '.join(self._server.importing)}" if self._server.importing else ""
+
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
+        if self.starting():
+            self._server.break_off()
         try:
             for channel in self.channels:
                 with contextlib.suppress(OSError):

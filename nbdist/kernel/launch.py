@@ -18,6 +18,7 @@ from ..devices import choose_backend, choose_devices
 from ..errors import NbdistError, entry, entry_class
 from ..fastai.patches import patched
 from ..rank import world as rank_world
+from ..rank.own_groups import OwnGroups
 from ..wire.messages import Slot, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, Rendezvous, open_store
 from .calls.arguments import check_call, check_platform
@@ -251,7 +252,7 @@ def _group_of_one() -> Iterator[None]:
     device = choose_devices(1, None)[0]
     if device != "cpu":  # the one that the notebook works with
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else device
-    environ = dict(os.environ)
+    environ, own_groups = dict(os.environ), OwnGroups()
     with contextlib.closing(Rendezvous()) as rendezvous:
         world = World(
             rank=0,
@@ -268,11 +269,14 @@ def _group_of_one() -> Iterator[None]:
         os.environ.update(rank_world.environ(world))
         try:
             store = open_store(0, 1, rendezvous.address, ())
+            own_groups.install()
             group = rank_world.join(world, store)
+            own_groups.enter(world, store)
             yield
         finally:
+            own_groups.uninstall()
             if dist.is_initialized():
                 dist.destroy_process_group()
             os.environ.clear()
             os.environ.update(environ)
-    del group, store
+    del group, store, own_groups

@@ -17,11 +17,11 @@ from typing import NoReturn
 
 from ..wire import stacks
 from ..wire.channel import Channel
-from ..wire.forking import RankDescriptors
+from ..wire.forking import BREAK_OFF, RankDescriptors
 from . import leaving, preemption, streams, widgets
 from .loop import Rank
 
-_PR_SET_PDEATHSIG = 1
+PDEATHSIG = 1
 
 
 def prctl(option: int, argument: int) -> None:
@@ -42,7 +42,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
     status, pid = 1, os.getpid()
     try:
         os.setsid()  # an interrupt of the notebook's process group is passed on by the kernel, in order
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PDEATHSIG, signal.SIGKILL)
         _be_killed_first()
         if os.getppid() != server:
             os._exit(1)
@@ -50,6 +50,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
         gc.enable()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(BREAK_OFF, signal.SIG_DFL)
         for fd in of_server:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -86,5 +87,7 @@ def _be_killed_first() -> None:
 def _keep_sockets_in(folder: str) -> None:
     """multiprocessing's, such as loader workers have: they would stay in /tmp where its processes are killed."""
     with contextlib.suppress(OSError):  # a full disk
-        os.makedirs(folder)  # and what it lies in, for a system may empty /tmp now and then
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(folder), 0o700)  # a system may empty /tmp now and then
+        os.mkdir(folder, 0o700)
         vars(multiprocessing.current_process())["_config"]["tempdir"] = folder

@@ -23,6 +23,7 @@ from ..system.search_path import StandardFinder
 from ..wire.messages import Setting, World
 from ..wire.rendezvous import INTERFACE_VARIABLES, open_store
 from . import nccl, threads
+from .own_groups import OwnGroups
 
 #: The variable with which gloo (torch 2.8 or newer) connects ranks at their first exchange.
 LATE = "TORCH_GLOO_LAZY_INIT"
@@ -225,6 +226,7 @@ class Membership:
         # Those of all groups. The last that a `FileStore` does is to write into its file and to read it. That is the
         # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
         self._file_stores: list[Any] = []
+        self._own_groups = OwnGroups()
 
     def join(self, world: World, fds: list[int]) -> None:
         """Leave the present process group, and enter the group of `world`."""
@@ -251,7 +253,9 @@ class Membership:
                 os.close(fd)
         if not world.rendezvous.store_port:
             self._file_stores.append(store)
+        self._own_groups.install()
         self.kept = store, join(world, store)
+        self._own_groups.enter(world, store)
 
     def restore_environ(self) -> None:
         """Set again what a call has removed of the variables that say who this rank is: some libraries do so."""
@@ -268,7 +272,7 @@ class Membership:
         if not joined and self.kept is None:
             return
         _cut_off(peers)
-        held = [self.kept, process_groups()]
+        held = [self.kept, process_groups(), self._own_groups.leave()]
         self.kept = None
         if joined:
             if self._leaving is None or not self._leaving.is_alive():

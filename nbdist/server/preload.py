@@ -11,6 +11,7 @@ import psutil
 
 from ..system.search_path import standard_first
 from . import cuda_driver as driver
+from .importing import BrokenOff
 
 #: What modules import only when they are used, which each rank would do for itself, in every launch: a second or two.
 #: `DistributedDataParallel` asks torch._dynamo how it is compiled, torch's optimizers ask it not to be, accelerate's
@@ -49,6 +50,10 @@ class Preloaded:
                 tell(traceback.format_exc())
                 self.refused.append(name)
                 continue
+            except BrokenOff:  # half of it may be there: a fresh process goes on
+                print(f"nbdist: {name} takes long to import: ranks import it themselves", file=sys.stderr)
+                self.refused.append(name)
+                return False
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name

@@ -31,8 +31,9 @@ from ..system.huge_pages import gather
 from ..system.interpreter import command
 from ..wire.channel import Channel, LostDescriptors, readable
 from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
+from .importing import find_crash, ignore_break_off, watched
 from .memory import HUGE, huge_pages
-from .orphans import end_leftovers
+from .orphans import end_all, end_leftovers
 from .preload import Preloaded, tell
 
 #: Seconds after which a server without ranks ends, unless the kernel says otherwise.
@@ -70,6 +71,7 @@ class Server:
     def serve(self) -> None:
         """Do what the kernel asks until it is gone."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_break_off()
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # or it would kill a rank that is not ready to answer it
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
@@ -178,13 +180,32 @@ class Server:
     def preload(self, modules: list[str], path: list[str]) -> None:
         """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
         before = len(sys.modules), len(self._preloaded.loaded)
-        if not self._preloaded.load(modules, path):
+        with watched(self._end_without_kernel):
+            if self._ranks:
+                self._refuse_crashes(modules, path)
+            fit = self._preloaded.load(modules, path)
+        if not fit:
             self._restart([*self._preloaded.loaded, *modules])
         if (len(sys.modules), len(self._preloaded.loaded)) != before:
             find_pools()
             note_inherited()
             gc.freeze()  # or the first collection in each rank would copy every page that holds an object
             self._scattered = huge_pages()
+
+    def _refuse_crashes(self, modules: list[str], path: list[str]) -> None:
+        """Refuse the modules whose import would end this process, and with it the ranks of others."""
+        new = [name for name in modules if name not in sys.modules and name not in self._preloaded.refused]
+        while new and (crash := find_crash(new, path)):
+            print(f"nbdist: {crash.module} {crash.why} when imported: ranks import it themselves", file=sys.stderr)
+            self._preloaded.refused.append(crash.module)
+            new.remove(crash.module)
+
+    def _end_without_kernel(self) -> None:
+        """End this process, and all others that descend from it, if the kernel is gone."""
+        if readable(self._kernel) if self._kernel >= 0 else os.getppid() != self._parent:
+            end_all()
+            self.remove_folders()
+            os._exit(1)
 
     def _restart(self, modules: list[str]) -> None:
         """Become a fresh server with the same children: what an import has started cannot be undone."""

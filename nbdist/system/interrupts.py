@@ -1,8 +1,9 @@
-"""Interrupts that wait for the end of what must not be torn in two, such as a message."""
+"""Interrupts: those that wait for the end of a step, such as a message, and those that would raise nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Iterator
@@ -45,3 +46,35 @@ def postpone(signum: int, frame: Any) -> None:
     _count += 1
     if _count > 1 and callable(_handler):
         _handler(signum, frame)
+
+
+@contextlib.contextmanager
+def heard_interrupts() -> Iterator[None]:
+    """In the main thread, let a SIGINT in this block raise `KeyboardInterrupt`, also within an event loop.
+
+    In a cell with a top-level `await`, and under `asyncio.run`, the handler of SIGINT only cancels a task. The task
+    would hear of that at its next `await`, and a call of nbdist in it has none.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    handler: Any = signal.getsignal(signal.SIGINT) if here else None
+    if not _only_cancels(handler):
+        yield
+        return
+
+    def cancel_and_raise(signum: int, frame: Any) -> None:
+        handler(signum, frame)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, cancel_and_raise)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _only_cancels(handler: Any) -> bool:
+    """Whether a handler of SIGINT is the one of an event loop: ipykernel's, or that of `asyncio.Runner`."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    module = getattr(handler, "__module__", None) or ""
+    return callable(handler) and module.partition(".")[0] in ("ipykernel", "asyncio")

@@ -14,6 +14,9 @@ STARTED = -(2**31)
 #: Makes a rank write its stack while it is in C code that keeps the GIL. Not one that people use for themselves.
 STACK_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
+#: Makes the server break off what it imports.
+BREAK_OFF = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR1
+
 
 class RankDescriptors(NamedTuple):
     """The rank's ends of what it is connected with to the kernel."""

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-#: The variables that name the network interface of process groups.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: The variables that name the network interface of process groups, and of torch's remote procedure calls.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _LINUX = sys.platform == "linux"
 
 

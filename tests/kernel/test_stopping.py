@@ -25,13 +25,15 @@ from cells import cells
 from conftest import NUMBERS_CELLS, Kernel, Result, poll
 
 from nbdist import Session, in_ddp
+from nbdist.errors import NbdistError
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.calls.stopping import ranks_named
+from nbdist.system.interrupts import heard_interrupts
 from nbdist.wire.protocol import Call, ToRank
 
 ROOT = str(Path(__file__).parent.parent.parent)
 CELLS = cells("kernel/cells/stopping.py")
-FIRST_CELL = "import sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp"
+FIRST_CELL = "import asyncio, sys, time, torch.distributed as dist\nfrom nbdist import Session, in_ddp"
 
 
 def is_short(result: Result) -> bool:
@@ -344,3 +346,131 @@ def test_a_defect_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     with Session(1) as session, pytest.raises(ZeroDivisionError) as caught:
         session.run(int)
     assert "_capture" in [entry.name for entry in caught.traceback]
+
+
+# ------------------------------------------------------------------------- waits that ended with the kernel alone
+
+
+@pytest.mark.parametrize("wait", ["run", "result", "map"])
+def test_the_stop_button_in_a_cell_with_await(notebook: Kernel, wait: str) -> None:
+    result = stopped(notebook, CELLS[f"await and {wait}"], begun=1 if wait == "result" else 2)
+    assert result.error in ("KeyboardInterrupt", "CancelledError"), result
+    assert notebook.run("print(in_ddp(2, lambda: 5))").stdout == "5\n"
+
+
+def signal_when_begun(folder: Path, signum: int) -> threading.Thread:
+    """Send this process a signal when two ranks have made their files."""
+
+    def send() -> None:
+        poll(lambda: len(list(folder.glob("begun*"))) == 2)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_an_interrupt_under_asyncio_run_is_heard(session: Session, tmp_path: Path) -> None:
+    def endless() -> None:
+        (tmp_path / f"begun{dist.get_rank()}").touch()
+        time.sleep(1000)
+
+    async def main() -> None:
+        session.run(endless)
+
+    thread = signal_when_begun(tmp_path, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    thread.join()
+    assert session.run(lambda: 5) == 5
+
+
+def test_the_handler_of_an_interrupt_is_as_before() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    for own in (handler, lambda *_: None):
+        signal.signal(signal.SIGINT, own)
+        try:
+            with heard_interrupts():
+                assert signal.getsignal(signal.SIGINT) is own
+            assert signal.getsignal(signal.SIGINT) is own
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
+def test_awaiting_a_call_that_raises_stop_iteration_ends(session: Session) -> None:
+    async def main(fn: Any) -> Any:
+        return await session.submit(fn)
+
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        asyncio.run(main(lambda: next(iter([]))))
+    assert isinstance(caught.value.__cause__, StopIteration)
+    with pytest.raises(KeyError):
+        asyncio.run(main(lambda: {}[1]))
+    assert asyncio.run(main(lambda: 5)) == 5
+
+
+def test_a_task_that_is_cancelled_cancels_the_call_that_it_awaits(session: Session, tmp_path: Path) -> None:
+    def endless() -> None:
+        (tmp_path / "begun").touch()
+        time.sleep(1000)
+
+    async def main() -> None:
+        future = session.submit(endless)
+        task = asyncio.ensure_future(future)
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(poll, future.cancelled)
+        with pytest.raises(asyncio.CancelledError):
+            await future
+
+    asyncio.run(main())
+    assert session.run(lambda: 5) == 5
+
+
+class Lazy:
+    """Asks for its state where it is pickled, or for its value where it is rebuilt."""
+
+    def __init__(self, session: Session | None) -> None:
+        self.session = session
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self.session and self.session.run(max, 3, 4)}
+
+
+def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> None:
+    lazy = Lazy(session)
+    for call in (session.run, session.submit):
+        with pytest.raises(NbdistError, match=r"`__getstate__`.*hand its value over"):
+            call(lambda: lazy.value)
+    assert session.run(lambda: 5) == 5
+
+
+@pytest.mark.parametrize("uses_session", [False, True])
+def test_what_a_signal_handler_raises_lets_ranks_clean_up(session: Session, tmp_path: Path, uses_session: bool) -> None:
+    def late(*_: Any) -> None:
+        if uses_session:
+            session.run(lambda: 1)
+        raise TimeoutError("the user's")
+
+    def train() -> None:
+        try:
+            (tmp_path / f"begun{dist.get_rank()}").touch()
+            time.sleep(1000)
+        finally:
+            (tmp_path / f"saved{dist.get_rank()}").touch()
+
+    pids = session.run_all(os.getpid)
+    before = signal.signal(signal.SIGUSR1, late)
+    thread = signal_when_begun(tmp_path, signal.SIGUSR1)
+    error, text = (NbdistError, "or by a signal handler") if uses_session else (TimeoutError, "the user's")
+    try:
+        with pytest.raises(error, match=text):
+            session.run(train)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert len(list(tmp_path.glob("saved*"))) == 2
+    assert session.run_all(os.getpid) == pids

@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-from ...errors import entry
+from ...errors import NbdistError, entry
+from ...system.interrupts import heard_interrupts
 from ...system.limits import allow_more_above
 from ...system.processes import forget_in_children
 from ...wire.parcel import Parcel
@@ -36,7 +37,7 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._queue: dict[Ticket, None] = {}
+        self._queue: dict[Ticket, int] = {}  # with the thread that has a turn, or waits for it; 0 as long as none does
         forget_in_children(self)
 
     def after_fork(self) -> None:
@@ -50,21 +51,28 @@ class FairLock:
     def draw(self) -> Ticket:
         """A place at the end of the queue, for a later `in_turn`."""
         ticket = Ticket()
-        self._queue[ticket] = None
+        self._queue[ticket] = 0
         return ticket
 
     def in_turn(self, action: Callable[[], T], ticket: Ticket | None = None) -> T:
         """Call `action` after all earlier ones are done, and return its value.
 
-        An interrupt while it waits gives its place up.
+        An interrupt while it waits gives its place up. Raises `NbdistError` in a thread that would wait for itself.
         """
-        ticket = ticket or Ticket()
+        ticket, thread = ticket or Ticket(), threading.get_ident()
+        if thread in list(self._queue.values()):
+            raise NbdistError(
+                "the session is used while a call of the same thread captures, sends or awaits something: by an object "
+                "that is pickled or rebuilt (`__getstate__`, `__reduce__`, `__setstate__`), or by a signal handler. "
+                "Make that call before, and hand its value over"
+            )
         try:
-            self._queue[ticket] = None  # those that have drawn it keep their place
-            while self._first() is not ticket:
-                with contextlib.suppress(queue.Empty):
-                    ticket.get(timeout=_LOOK)
-            return action()
+            self._queue[ticket] = thread  # those that have drawn it keep their place
+            with heard_interrupts():
+                while self._first() is not ticket:
+                    with contextlib.suppress(queue.Empty):
+                        ticket.get(timeout=_LOOK)
+                return action()
         finally:
             self._queue.pop(ticket, None)
             self._wake()
@@ -125,11 +133,27 @@ class CallFuture(concurrent.futures.Future[T]):
     @entry
     def result(self, timeout: float | None = None) -> T:
         """Wait, at most `timeout` seconds, and return the value of the call. Raises what `Session.run` would."""
-        return super().result(timeout)
+        with heard_interrupts():
+            return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Return what `result` returns, for `await`. Cancelling the task that awaits it cancels the call."""
-        return asyncio.wrap_future(self).__await__()
+        """Return what `result` returns, for `await`. Cancelling the task that awaits it cancels the call.
+
+        A `StopIteration` of the call is the cause of a `RuntimeError`, as in any coroutine.
+        """
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()  # asyncio's take no StopIteration
+
+        def end(_: object) -> None:
+            if over.set_running_or_notify_cancel():
+                over.set_result(None)
+
+        self.add_done_callback(end)
+        over.add_done_callback(lambda _: over.cancelled() and self.cancel())
+        yield from asyncio.wrap_future(over).__await__()
+        try:
+            return self.result()
+        except concurrent.futures.CancelledError as exc:
+            raise asyncio.CancelledError(*exc.args) from None
 
     def cancelled(self) -> bool:
         """Return whether the call was stopped by `cancel`, before it started or while it ran."""

@@ -127,7 +127,8 @@ class Waiting:
         self._begin = time.monotonic()
         self._tells_of_late_ones = True
         self._deadline = None if timeout is None else self._begin + timeout
-        self._interrupted = False  # by the user
+        self._interrupted = False  # by the user, or by what a signal's handler has raised:
+        self._raised: BaseException | None = None
         self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
         self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
         self._grace = 0.0  # seconds that they get after that
@@ -156,6 +157,8 @@ class Waiting:
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
+            if self._raised is not None:
+                raise self._raised
             if self._interrupted or self._failures:
                 raise self._failure()
             self._tell_of_waiting()
@@ -193,7 +196,9 @@ class Waiting:
                     while self.pending and not self._given_up:
                         self._step(listener)
                     return
-                except KeyboardInterrupt:
+                except BaseException as exc:
+                    if not isinstance(exc, KeyboardInterrupt):  # of a handler of SIGALRM, say: a timeout of the user's
+                        self._raised = self._raised or exc
                     if self._interrupted:  # a second one: no more patience
                         return
                     interrupted = True
@@ -268,6 +273,11 @@ class Waiting:
         self._tells_of_late_ones = self._tells_of_late_ones and not self._leaving and not self.pending <= self._begun
         if not self._tells_of_late_ones or time.monotonic() < self._begin + LONG_START:
             return
+        if starting := self._ranks.starting():
+            self._tells_of_late_ones = False
+            self._relay.cell.notice(
+                f"no ranks after {LONG_START:g} s: {starting}. If it never ends, stop the call: later calls do without"
+            )
         late = {rank for rank in self.pending - self._begun if self._ranks.pids[rank] is not None}
         if late:
             self._tells_of_late_ones = False

@@ -25,6 +25,7 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
+from ...system.interrupts import heard_interrupts
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -179,7 +180,7 @@ class _Map:
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,
             )
-            with contextlib.closing(listener):
+            with contextlib.closing(listener), heard_interrupts():
                 try:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):

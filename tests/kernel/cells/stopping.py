@@ -29,7 +29,7 @@ session.run(holds_the_gil)
 import os
 import signal
 
-from nbdist import parallel_map  # noqa: F401
+from nbdist import parallel_map
 
 
 def sleep(_):
@@ -109,3 +109,32 @@ def fails():
 
 def test():
     in_ddp(1, fails)
+
+
+# %% await and run
+await asyncio.sleep(0)  # noqa: F704
+
+
+def endless():
+    open(f"begun{dist.get_rank()}", "w").close()
+    time.sleep(1000)
+
+
+in_ddp(2, endless)
+
+# %% await and result
+await asyncio.sleep(0)  # noqa: F704
+Session(1).submit(lambda: (open("begun", "w").close(), time.sleep(1000))).result()
+
+# %% await and map
+from nbdist import parallel_map
+
+await asyncio.sleep(0)  # noqa: F704
+
+
+def endless_item(item):
+    open(f"begun{item}", "w").close()
+    time.sleep(1000)
+
+
+parallel_map(endless_item, [0, 1], 2, progress=False)

@@ -26,7 +26,7 @@ from ....system.processes import forget_in_children
 from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
 from ....wire.protocol import ToRank
-from ....wire.rendezvous import LOOPBACK_INTERFACE, RendezvousAddress
+from ....wire.rendezvous import INTERFACE_VARIABLES, LOOPBACK_INTERFACE, RendezvousAddress
 from ...contract import Exit, OnOutput, drop
 from ..node.agent import Node
 from ..options import RayOptions
@@ -172,13 +172,17 @@ class RayRanks:
     def _interface(self, node: Node) -> str:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
+    def _may_have(self, name: str) -> bool:
+        """Whether ranks take over a variable. Those of one machine speak to each other over loopback alone."""
+        return self._several or name not in INTERFACE_VARIABLES
+
     def inherited(self) -> Mapping[str, str]:
         """Return the variables that the notebook has set since its start; all others belong to its machine."""
         started_with = psutil.Process().environ()
         return {
             name: value
             for name, value in os.environ.items()
-            if started_with.get(name) != value and not name.startswith("RAY_")
+            if started_with.get(name) != value and not name.startswith("RAY_") and self._may_have(name)
         }
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
@@ -187,7 +191,8 @@ class RayRanks:
         number = self.slots[rank].node
         node, known = self._nodes[number], self._settings[1]
         if number not in known:  # all ranks of a node find the same
-            variables = {**node.environ, **environ, NOTICES: "1"}
+            own = {name: value for name, value in node.environ.items() if self._may_have(name)}
+            variables = {**own, **environ, NOTICES: "1"}
             known[number] = Setting(variables, node.cwd, node.path, tuple(sys.argv))
         return known[number]
 
@@ -240,6 +245,9 @@ class RayRanks:
             rank: text for node in self.driver.ask_all("stacks", list(ranks)) for rank, text in (node or {}).items()
         }
         return {rank: found.get(rank, "") for rank in ranks}
+
+    def starting(self) -> str:
+        return ""
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         nodes = self.driver.ask_all("memory", list(ranks))

@@ -1,0 +1,114 @@
+"""Process groups that the function makes itself, as scripts written for torchrun do.
+
+torch has rank 0 open a store at `MASTER_PORT` for each of them, on all network interfaces, and close it with the group:
+a rank that is slower finds nobody there, or the keys of the group before. Here these groups meet at the store that the
+session has anyway, each under a prefix of its own; and a group's connections are closed when its successor is made, or
+the call is over, for only then all ranks are through with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+from ..wire.messages import World
+
+
+class OwnGroups:
+    """Makes torch find the store, in this process."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._store: Any = None
+        self._made: Counter[int] = Counter()
+        """How many groups were made, by the port that they were to meet at."""
+        self._replaced: tuple[Any, Any] | None = None
+        """What torch calls by itself to open a store, and to end a group."""
+        self._shares = False
+        """Whether the group that was made last meets at the session's store."""
+        self._last: Any = None
+
+    def install(self) -> None:
+        """Replace what torch calls to open a store, and to end a group."""
+        if self._replaced is not None:
+            return
+        self._replaced = create, destroy = _rendezvous()._create_c10d_store, _dist().destroy_process_group
+
+        @functools.wraps(destroy)
+        def keep_and_destroy(group: Any = None) -> None:
+            if self._shares and _dist().is_initialized() and group in (None, _dist().group.WORLD):
+                self._last = _dist().group.WORLD
+            destroy(group)
+
+        _replace(functools.partial(self._open, create), keep_and_destroy)
+
+    def uninstall(self) -> None:
+        """Give torch its own back."""
+        if self._replaced is not None:
+            _replace(*self._replaced)
+            self._replaced = None
+
+    def enter(self, world: World, store: Any) -> None:
+        """Let the groups that are made from now on meet at `store`."""
+        self._world, self._store = world, store
+        self._made.clear()
+
+    def leave(self) -> list[Any]:
+        """Forget the store, and give what holds a group's connections open."""
+        held = [self._store, self._last]
+        self._world = self._store = self._last = None
+        return held
+
+    def _open(
+        self, create: Any, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The store of a group of `world_size` that is to meet at a port of a machine."""
+        self._shares = self._is_ours(hostname, rank, world_size)
+        if self._shares:
+            self._made[port] += 1
+            return _dist().PrefixStore(f"own/{port}/{self._made[port]}", self._store)
+        if rank == 0:
+            with contextlib.suppress(OSError):  # torch says what is wrong, or has a store there already
+                return _listening(hostname, port, world_size, *args, **kwargs)
+        return create(hostname, port, rank, world_size, *args, **kwargs)
+
+    def _is_ours(self, hostname: str, rank: int, world_size: int) -> bool:
+        """Whether a group is one of all ranks of this session, on their machine or the one of rank 0."""
+        world = self._world
+        if world is None or (rank, world_size) != (world.rank, world.world_size):
+            return False
+        return hostname in ("localhost", "127.0.0.1", "::1", socket.gethostname(), world.rendezvous.host)
+
+
+def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+    """A store that listens at the address of this name alone: some of the ranks, or other processes, are to meet at it.
+
+    Raises `OSError` where nobody can listen there.
+    """
+    sock = socket.create_server((hostname, port))
+    about: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": True}
+    with sock:
+        port = sock.getsockname()[1]
+        try:
+            fd = socket.dup(sock.fileno())
+            return _dist().TCPStore(hostname, port, world_size, use_libuv=use_libuv, master_listen_fd=fd, **about)
+        except NotImplementedError:  # that of torch 2.5 takes no socket that listens already
+            return _dist().TCPStore(hostname, port, world_size, use_libuv=False, master_listen_fd=fd, **about)
+
+
+def _dist() -> Any:
+    """torch.distributed, which is there where ranks are."""
+    return import_module("torch.distributed")
+
+
+def _rendezvous() -> Any:
+    return import_module("torch.distributed.rendezvous")
+
+
+def _replace(create: Any, destroy: Any) -> None:
+    _rendezvous()._create_c10d_store = create
+    _dist().destroy_process_group = _dist().distributed_c10d.destroy_process_group = destroy

@@ -1,0 +1,110 @@
+"""Process groups that the function makes itself: they meet, last as long as any rank needs them, and are not reached
+from the network."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d, rendezvous
+
+from nbdist import Session, in_ddp
+
+
+def open_to_others() -> list[str]:
+    """Addresses at which this process listens and which are not of the loopback interface."""
+    process = psutil.Process()
+    found = process.net_connections("tcp") if hasattr(process, "net_connections") else process.connections("tcp")
+    return [one.laddr.ip for one in found if one.status == "LISTEN" and one.laddr.ip not in ("127.0.0.1", "::1")]
+
+
+def remade() -> list[str]:
+    """As scripts for torchrun do."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return open_to_others()
+
+
+def remade_as_in_tutorials() -> list[str]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.destroy_process_group()
+    for root in range(size):  # in turn, so that another rank is through first
+        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        values = torch.full((2_000_000,), float(rank))
+        dist.broadcast(values, root)
+        assert values[-1] == root
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:29500", rank=rank, world_size=size)
+    return open_to_others()
+
+
+def in_halves() -> list[str]:
+    rank = int(os.environ["RANK"])
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{int(os.environ['MASTER_PORT']) + rank // 2}"
+    dist.init_process_group("gloo", init_method=address, rank=rank % 2, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    return open_to_others()
+
+
+def by_remote_calls() -> list[str]:
+    import torch.distributed.rpc as rpc
+
+    rank = dist.get_rank()
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    assert rpc.rpc_sync(f"w{1 - rank}", torch.add, args=(torch.ones(1), 1)) == 2
+    found = open_to_others()
+    rpc.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("fn", [remade, remade_as_in_tutorials, by_remote_calls])
+def test_groups_of_the_functions_own(fn: Any) -> None:
+    with Session(2, timeout=120) as session:
+        for _ in range(4):
+            assert session.run_all(fn) == [[], []]
+
+
+def test_groups_of_some_ranks_listen_on_loopback() -> None:
+    with Session(4, timeout=120) as session:
+        assert session.run_all(in_halves) == [[], [], [], []]
+
+
+def test_a_group_of_the_functions_own_in_the_notebook() -> None:
+    before = rendezvous._create_c10d_store, dist.destroy_process_group, distributed_c10d.destroy_process_group
+    assert in_ddp(0, remade) == []
+    assert in_ddp(0, remade) == []
+    assert before == (
+        rendezvous._create_c10d_store,
+        dist.destroy_process_group,
+        distributed_c10d.destroy_process_group,
+    )
+
+
+def test_after_a_failure_groups_meet_again() -> None:
+    def one_fails() -> None:
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "1":
+            raise KeyError("no group")
+        dist.init_process_group("gloo")
+
+    with Session(2, timeout=120) as session:
+        with pytest.raises(KeyError, match="no group"):
+            session.run(one_fails)
+        assert session.run_all(remade) == [[], []]
+
+
+@pytest.mark.long("40 sessions")
+def test_groups_made_anew_never_miss_each_other() -> None:
+    for _ in range(40):
+        with Session(2, timeout=120) as session:
+            for _ in range(4):
+                assert session.run_all(remade) == [[], []]

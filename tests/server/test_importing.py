@@ -1,0 +1,106 @@
+"""Imports in the server that hang or crash: no other session loses its ranks, and all ends with the kernel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import living, poll
+
+from nbdist import Session, in_ddp
+from nbdist.engines import forkserver
+from nbdist.wire.forking import BREAK_OFF
+
+
+@pytest.fixture
+def spared() -> Iterator[Session]:
+    """A session that must not notice."""
+    with Session(2) as session:
+        pids = session.run_all(os.getpid)
+        yield session
+        assert session.run(total) == 2.0 and session.run_all(os.getpid) == pids
+
+
+def total() -> float:
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return ones.item()
+
+
+def load_in_server(code: str, name: str, folder: Path) -> None:
+    (folder / f"{name}.py").write_text(code)
+    forkserver.server().ask("preload", [name], [*sys.path, str(folder)])
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("crashes_at_import", "import ctypes\nctypes.string_at(0)\n", "crashes_at_import was killed by SIGSEGV"),
+        ("leaves_at_import", "import os\nos._exit(3)\n", "leaves_at_import left with exit code 3"),
+        ("leaves_well", "import os\nos._exit(0)\n", "leaves_well left with exit code 0"),
+        ("aborts_at_import", "import os\nos.abort()\n", "aborts_at_import was killed by SIGABRT"),
+    ],
+)
+def test_a_module_that_ends_the_process_which_imports_it(
+    spared: Session, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, code: str, says: str
+) -> None:
+    before = forkserver.server().process.pid
+    load_in_server(code, name, tmp_path)
+    assert in_ddp(2, total) == 2.0 and forkserver.server().process.pid == before
+    assert f"nbdist: {says}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_an_import_that_hangs_is_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], others: bool
+) -> None:
+    monkeypatch.setattr(forkserver, "_LONG_IMPORT", 0.0)
+    forkserver.stop()  # one without ranks of other tests
+    with Session(2) as session:
+        if others:
+            pids = session.run_all(os.getpid)
+        else:
+            forkserver.server()
+        used, begun, name = forkserver.server(), tmp_path / "begun", f"hangs_at_import_{others}"
+        load_in_server(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(100000)\n", name, tmp_path)
+        assert poll(begun.exists)
+        used.break_off()
+        assert in_ddp(2, total) == 2.0 and forkserver.server() is used
+        assert f"nbdist: {name} takes long" in capfd.readouterr().err
+        if others:
+            assert session.run_all(os.getpid) == pids
+    used.break_off()  # when nothing is imported, it does nothing
+    assert in_ddp(2, total) == 2.0
+
+
+def test_the_kernel_ends_while_the_server_imports(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "hangs.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(100000)\n")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            session = Session(2)
+            session.run(total)
+            forkserver.server().ask("preload", ["hangs"], [*sys.path, str(tmp_path)])
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert poll(begun.exists)
+        family = psutil.Process(pid).children(recursive=True)
+        assert len(family) >= 3
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert poll(lambda: not living(family)), family
+
+
+def test_ranks_may_use_that_signal_themselves() -> None:
+    assert in_ddp(2, lambda: signal.getsignal(BREAK_OFF)) == signal.SIG_DFL
