@@ -19,7 +19,6 @@ from ..capture.modules import checksum, own_file, version
 from ..errors import NbdistError
 from ..notebook.shell import reloader
 
-
 #: The file of a module, and the folders of its sub-modules.
 Place = tuple[str | None, list[str] | None]
 
