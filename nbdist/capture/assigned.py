@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import types
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Assigned:
         self._chains: dict[Chain, None] = {}
 
     def find(self) -> Iterator[Patch]:
-        """What the notebook has put there, of the modules and classes that ranks import."""
+        """Yield the attributes that the notebook has set in modules and classes that ranks import."""
         cells = getattr(shell(), "user_ns", {}).get("_ih")
         if cells is None:
             cells = [] if self._read else [script()]
@@ -42,9 +43,10 @@ class Assigned:
         for cell in new:
             self._chains.update(dict.fromkeys(assigned_in(cell)))
         for chain in self._chains:
-            patch = _look_up(chain)
-            if patch is not None:
-                yield patch
+            with contextlib.suppress(Exception):  # what a metaclass raises, say: it is only help
+                patch = _look_up(chain)
+                if patch is not None:
+                    yield patch
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
@@ -94,7 +96,7 @@ def _look_up(chain: Chain) -> Patch | None:
         value = vars(owner).get(name, _MISSING)
         last = place == len(chain) - 1
         if last or not isinstance(value, (types.ModuleType, type)):
-            # What is inside an object is changed where that is the user's own: of others nobody knows what it holds.
+            # An object inside a module is sent where the module is the user's own: a library's may hold anything.
             known = last or _is_own(owner)
             known = known and value is not _MISSING and not _is_at_home(owner, name, value)
             return (owner, name, value) if known else None
@@ -103,7 +105,7 @@ def _look_up(chain: Chain) -> Patch | None:
 
 
 def _is_at_home(owner: Any, name: str, value: Any) -> bool:
-    """Whether a function or class is where it was defined: put back there, say. Ranks have it."""
+    """Return whether a function or class is where it was defined, such as one that was put back: ranks have it."""
     value = getattr(value, "__func__", value) if type(value) in (classmethod, staticmethod) else value
     if not isinstance(value, (types.FunctionType, type)):
         return False

@@ -171,7 +171,7 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
 
 @functools.lru_cache(maxsize=4096)
 def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
-    """Whether the `path` leads to the loaded module."""
+    """Return whether the `path` leads to the loaded module."""
     found = importlib.machinery.PathFinder.find_spec(name, path)
     return found is not None and _same_place(sys.modules[name], found)
 

@@ -40,7 +40,11 @@ class Patches:
         # Within a cell, too, a patch may be made and taken back.
         holding = [(owner, name, value) for owner, name, value in self._found if vars(owner).get(name) is value]
         found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
-        return [patch for patch in found.values() if self._can_travel(patch, refused)]
+        # A class that no import gives travels by value, with all that it has, or not at all.
+        patches = [patch for patch in found.values() if not isinstance(patch[0], type) or importable(patch[0])]
+        if not patches or not refused(patches):
+            return patches
+        return [patch for patch in patches if self._can_travel(patch, refused)]
 
     def _may_have(self) -> bool:
         cells = getattr(shell(), "user_ns", {}).get("_ih")
@@ -52,8 +56,6 @@ class Patches:
 
     def _can_travel(self, patch: Patch, refused: Callable[[Any], str]) -> bool:
         owner, name, value = patch
-        if isinstance(owner, type) and not importable(owner):
-            return False  # no library's: it travels by value, with all that it has, or not at all
         why = refused(value)
         if not why:
             return True

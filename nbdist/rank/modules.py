@@ -31,8 +31,8 @@ class SourceFinder(importlib.abc.MetaPathFinder):
         self.places: dict[str, Place] = {}
 
     def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int]]) -> None:
-        """Take over the `places` of a call. Those of earlier calls stay, but where the notebook has the module from
-        another place now, as `sources` say."""
+        """Take over the `places` of a call. Earlier ones stay, unless the notebook has the module from another place
+        now, as `sources` say."""
         for name, (file, _) in sources.items():
             if name in self.places and self.places[name][0] != file:
                 del self.places[name]
@@ -79,7 +79,7 @@ class Reloader(importlib.abc.MetaPathFinder):
         self._new.append(name)
 
     def look(self) -> None:
-        """Look at the sources of modules that were imported lately; a warning names each that the notebook lacks."""
+        """Look at the sources of modules that were imported lately; say which differ from the notebook's."""
         new, self._new = self._new, []
         for name in new:
             file = own_file(sys.modules.get(name), name)
@@ -87,15 +87,14 @@ class Reloader(importlib.abc.MetaPathFinder):
             if file is None or imported is None:
                 continue
             now, executed = version(file), checksum(file)
-            unchanged = _changed(file) < imported.moment
+            unchanged = not _changed_since(file, imported.moment)
             self._imported[name] = _Imported(imported.moment, now, executed if unchanged else None)
             its, wanted = self._sources.get(name, (file, executed))
             if unchanged and wanted != executed:
                 what = "was edited after the notebook had imported it" if _same_file(its, file) else f"is not {its}"
-                warnings.warn(
-                    f"the module {name!r} is another one here than in the notebook: {file} {what}. "
-                    f"importlib.reload({name}) in the notebook makes them one",
-                    stacklevel=2,
+                _tell(
+                    f"nbdist: the module {name!r} is another one here than in the notebook: {file} {what}. "
+                    f"importlib.reload({name}) in the notebook makes them one\n"
                 )
 
     def refresh(self, sources: Mapping[str, tuple[str, int]]) -> bool:
@@ -146,6 +145,7 @@ class Reloader(importlib.abc.MetaPathFinder):
         importlib.invalidate_caches()
         moment = _now()
         reloader()(sys.modules[name])
+        self._new = [new for new in self._new if new != name]
         self._imported[name] = _Imported(moment, now, executed)
 
     def _forget(self, name: str) -> None:
@@ -169,19 +169,29 @@ def import_beside(names: Sequence[str]) -> None:
                 )
 
 
+def _tell(text: str) -> None:
+    """Write to standard error. No warning: the notebook's filters may make that an error, and the call has returned."""
+    with contextlib.suppress(Exception):
+        sys.stderr.write(text)
+
+
 def _now() -> int:
     """Nanoseconds since the epoch, by the clock that files are stamped with: on Linux, one that moves in ticks."""
     coarse = 5  # CLOCK_REALTIME_COARSE, for which Python has no name
     return time.clock_gettime_ns(coarse) if sys.platform == "linux" else time.time_ns()
 
 
-def _changed(file: str) -> int:
-    """Return when a file was written, or put in its place, as `_now` has it; 0 where there is no file."""
+def _changed_since(file: str, moment: int) -> bool:
+    """Return whether a file was written, or put in its place, since then, as `_now` has it.
+
+    A time in the future comes from another clock, such as a file server's.
+    """
     try:
         found = os.stat(file)
     except OSError:
-        return 0
-    return max(found.st_mtime_ns, found.st_ctime_ns)
+        return False
+    now = _now()
+    return any(moment <= stamp <= now for stamp in (found.st_mtime_ns, found.st_ctime_ns))
 
 
 def _same_file(one: str, other: str) -> bool:

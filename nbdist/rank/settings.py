@@ -17,6 +17,7 @@ from typing import Any
 from ..capture import torch_modes
 from ..capture.reading import Keep, Unreadable, read
 from ..capture.settings import SURROUNDINGS, current, describe_handler, pickle_setting, same
+from ..devices import VISIBLE
 
 #: Empty while all is at its default: a library need not be imported for that.
 _OPTIONAL = ("patches", "pandas", "matplotlib")
@@ -82,7 +83,7 @@ class Settings:
     def _environ(self, value: Mapping[str, str]) -> None:
         before = self._last.get("environment")
         if before is None:  # as the rank has started
-            self._own = {name for name in {*value, *os.environ} if os.environ.get(name) != value.get(name)}
+            self._own = {name for name in {*value, *os.environ} if os.environ.get(name) != value.get(name)} | {VISIBLE}
             return
         for name in {*value, *before} - self._own:
             if name not in value:

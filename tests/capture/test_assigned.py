@@ -1,4 +1,4 @@
-"""What cells assign to attributes of modules and classes holds in ranks, until it is taken back."""
+"""Values that cells assign to attributes of modules and classes: they hold in ranks until they are taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever changes in the notebook, or is gone, the next call sees: a machine of random steps beside the notebook."""
+"""Changes in the notebook, seen by the next call: a machine of random steps compares the notebook with its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causes that are told, groups of exceptions, functions that take away what a rank needs, many calls, many threads."""
+"""Causes of failures, groups of exceptions, functions that take away what a rank needs, many calls, many threads."""
 
 from __future__ import annotations
 

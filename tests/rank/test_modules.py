@@ -233,6 +233,22 @@ def test_a_module_that_an_older_file_replaces(way: str, tmp_path: Path) -> None:
         assert session.run(ask) == 22
 
 
+def test_a_file_from_the_future_is_executed_once(tmp_path: Path) -> None:
+    file = tmp_path / "own_a.py"
+    file.write_text("times = []")
+    os.utime(file, (time.time() + 86400,) * 2)
+    time.sleep(0.012)  # a tick of the clock that stamps files
+
+    def count() -> int:
+        sys.path.insert(0, str(tmp_path))
+        times = __import__("own_a").times
+        times.append(1)
+        return len(times)
+
+    with Session(1) as session:
+        assert [session.run(count) for _ in range(3)] == [1, 2, 3]
+
+
 def test_modules_of_one_name_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("first", "second", "empty"):
         (tmp_path / name).mkdir()

@@ -21,7 +21,7 @@ CELLS = cells("server/cells/odd_systems.py")
 
 
 def run(code: str, folder: Path, env: dict[str, str] | None = None, **how: Any) -> str:
-    """What a script prints."""
+    """Run a script and return what it prints."""
     (folder / "script.py").write_text(code)
     environ = {**os.environ, **(env or {})}
     done = subprocess.run(
@@ -51,7 +51,7 @@ def test_the_ranks_folder_leaves_room_for_the_names_of_sockets(length: int, monk
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_server_that_cannot_say_anything(tmp_path: Path) -> None:
-    """polars starts threads when it is imported, of which the server tells."""
+    """polars starts threads when it is imported, and the server reports that on standard error."""
     with open("/dev/full", "w") as full:
         code = "from nbdist import in_ddp\nprint(in_ddp(2, lambda: 5, imports='import polars'))"
         assert run(code, tmp_path, stderr=full) == "5\n"

@@ -75,7 +75,7 @@ class _Failure:
     """Whether the rank had been asked to leave by then."""
 
     def is_consequence(self) -> bool:
-        """Whether the failure only follows from that of another rank: it was asked to leave, or lost its peer.
+        """Return whether this failure follows from another rank's: the rank was asked to leave, or lost its peer.
 
         A function may raise another exception then; the traceback has the one that it follows from.
         """

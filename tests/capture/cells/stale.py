@@ -70,7 +70,7 @@ def answer():
 
 
 def compare(where):
-    """The notebook's answer, and that of ranks: their last part is the module's own value."""
+    """Print the notebook's answer and the ranks' answer: the last part is the module's own value."""
     mine = answer(), own_state.value()
     theirs = where(lambda: (answer(), own_state.value()))
     print("same" if mine == theirs else "module" if mine[0] == theirs[0] else "other", mine, theirs)
