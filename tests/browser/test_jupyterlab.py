@@ -70,7 +70,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         return False
 
     try:
-        assert poll(answers), (folder / "log").read_text()
+        assert poll(answers, 300), (folder / "log").read_text()  # a busy machine takes minutes
         yield url, folder
     finally:
         family = psutil.Process(server.pid).children(recursive=True)

@@ -26,7 +26,7 @@ SHOWN = {
     "failure": "ZeroDivisionError",
     "tabs": "rank 1",
     "status": "epoch 3: loss 0.127",
-    "profile": "rank 1 waited",
+    "profile": "computing",
     "training": "auc",
     "plan": "row_wise",
 }
