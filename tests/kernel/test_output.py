@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import errno
+import io
 import itertools
 import os
 import re
@@ -396,6 +398,34 @@ def test_a_full_disk_ends_no_call(room: int | None, tmp_path: Path, monkeypatch:
     assert lines == [f"line {number}" for number in range(900, 1000)]
     assert "".join(cell.texts) == "line 0\nline 1\nline 2\n"
     assert not list(tmp_path.iterdir()), "its room is given back"
+
+
+class Odd:
+    """A stream that a program has put in the place of its standard output: it can do no more than write."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_a_standard_output_that_is_none_closed_full_odd_or_of_another_encoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell, kept = Cell(), io.BytesIO()
+    closed = io.StringIO()
+    closed.close()
+    odd = Odd()
+    with open("/dev/full", "w") as full:
+        ascii_only = io.TextIOWrapper(kept, encoding="ascii")
+        for stream in (None, closed, full, odd, ascii_only):
+            monkeypatch.setattr(sys, "stdout", stream)
+            cell.text("5 €\n", STDOUT)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert odd.text == "5 €\n" and kept.getvalue() == b"5 \\u20ac\n"
 
 
 # ------------------------------------------------------------------------------------------------- in a session

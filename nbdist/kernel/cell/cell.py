@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -44,9 +45,10 @@ class Cell:
             self.send("stream", {"name": "stderr" if kind == STDERR else "stdout", "text": text})
             return
         stream = sys.stderr if kind == STDERR else sys.stdout
-        stream.write(text)
-        if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
-            stream.flush()
+        with contextlib.suppress(Exception):  # there is none, it is closed, or its disk is full: output ends no call
+            _write(stream, text)
+            if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
+                stream.flush()
 
     def notice(self, text: str) -> None:
         """Say something to the user, on standard error."""
@@ -92,6 +94,14 @@ class Cell:
         """Nothing follows."""
         if self._gap is not None:
             self._gap.close()
+
+
+def _write(stream: Any, text: str) -> None:
+    """Write to a stream whose encoding may lack some of the characters."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError as exc:
+        stream.write(text.encode(exc.encoding, "backslashreplace").decode(exc.encoding))
 
 
 class Gap:
