@@ -674,12 +674,12 @@ def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             one.write(other, out, progress=False)
     for options, message in (
-        ({"num_files": 0}, "num_files=0: at least 1"),
+        ({"num_files": 0}, "`num_files` must be at least 1, got 0"),
         ({"row_group_size": 0}, "row_group_size=0"),
-        ({"compression": "rar"}, "compression='rar': one of 'zstd'"),
-        ({"polars_engine": "warp"}, "polars_engine='warp': 'cpu' or 'gpu'"),
+        ({"compression": "rar"}, "`compression` must be one of 'zstd', .* got 'rar'"),
+        ({"polars_engine": "warp"}, "`polars_engine` must be 'cpu' or 'gpu', got 'warp'"),
         ({"columns": ["item"]}, "'item' is not among the outputs, 'user', 'score', 'name'"),
-        ({"columns": "user"}, "columns='user': a list"),
+        ({"columns": "user"}, "`columns` must be a list of columns, or None for all, got 'user'"),
     ):
         with pytest.raises(ValueError, match=message):
             one.write(FRAME, out, progress=False, **options)  # type: ignore[arg-type]
