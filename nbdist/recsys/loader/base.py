@@ -92,7 +92,9 @@ class Loader(Adapter):
         self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)
         for name in self.keyed:
             if name not in self._names():
-                raise ValueError(f"`keyed` must name columns, got {name!r}; there are {', '.join(self._names())}")
+                raise ValueError(
+                    f"`keyed` must name columns, got {name!r}; there are {', '.join(self._names()) or 'none'}"
+                )
         self.to(device)
         self._resident = Resident()
         self._shard = None if rank is None or world_size is None else (rank, world_size)

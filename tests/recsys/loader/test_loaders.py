@@ -324,7 +324,7 @@ def test_frames() -> None:
         ({"a": torch.tensor(1)}, TypeError, "'a' is a Tensor"),
         ({}, ValueError, "no columns"),
         (5, TypeError, "of a int"),
-        ({"a": torch.arange(0)}, ValueError, "rows=0"),
+        ({"a": torch.arange(0)}, ValueError, "`rows` must be at least 1, got 0"),
         ({"a": Ragged(torch.arange(3), torch.tensor([0, 2]))}, ValueError, "'a': offsets"),
         (pa.table({"a": ["x"]}), ValueError, "the table: column 'a' is string.*categorify"),
         (pl.DataFrame({"a": [1, None]}), ValueError, r"the frame: column 'a' has 1 null\(s\)"),
@@ -409,7 +409,7 @@ def test_keyed_ahead_of_columns_that_are_changed() -> None:
 def test_keyed_of_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="`keyed` must name columns, got 'movie'; there are row, small"):
         MemoryLoader(table(4), 2, keyed=["row", "movie"])
-    with pytest.raises(ValueError, match="`keyed` must name columns, got 'row'; there are 0"):
+    with pytest.raises(ValueError, match="`keyed` must name columns, got 'row'; there are none"):
         MemoryLoader((torch.arange(4),), 2, keyed="row")
     for column, says in (("score", "torch.float32"), ("liked", "torch.bool"), ("pair", r"shape \(2, 2\)")):
         with pytest.raises(ValueError, match=says):

@@ -416,9 +416,9 @@ class Scores(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"name": "a/b"}, ValueError, "name='a/b'"),
-        ({"name": ".."}, ValueError, "name='..'"),
-        ({"name": ""}, ValueError, "name=''"),
+        ({"name": "a/b"}, ValueError, "`name` must have .* got 'a/b'"),
+        ({"name": ".."}, ValueError, "`name` must have .* got '..'"),
+        ({"name": ""}, ValueError, "`name` must have .* got ''"),
         ({"backend": "tensorrt"}, ValueError, "`backend` must be one of onnxruntime, python, got 'tensorrt'"),
         ({"max_batch_size": 0}, ValueError, "`max_batch_size` must be at least 1 .* got 0"),
         ({"output": "user"}, ValueError, "`output` must be another name than the columns', got 'user'"),
