@@ -252,7 +252,7 @@ def synthetic_multislot(
             f"{samples}, {slots}, {keys_per_slot} and {vocabulary}"
         )
     if vocabulary < slots:
-        raise ValueError(f"vocabulary={vocabulary}: at least a key for each of the {slots} slots")
+        raise ValueError(f"`vocabulary` must be at least {slots}, a key for each slot, got {vocabulary}")
     each = vocabulary // slots
     first = np.arange(slots, dtype=np.int32)[:, None] * np.int32(each)  # (slots, 1)
     rng = np.random.default_rng(seed)

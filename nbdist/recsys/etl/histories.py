@@ -276,5 +276,5 @@ def _check(
     keys = names_of(by)
     check_columns(rows, *keys, time, *columns)
     if length is not None and length < 1:
-        raise ValueError(f"length={length}: at least 1")
+        raise ValueError(f"`length` must be at least 1, got {length}")
     return keys

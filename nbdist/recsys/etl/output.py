@@ -46,9 +46,11 @@ class OutputFiles:
         """Raise `ValueError` for what makes no sense."""
         for name, value in (("num_files", self.num_files), ("row_group_size", self.row_group_size)):
             if value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
         if self.compression not in COMPRESSIONS:
-            raise ValueError(f"compression={self.compression!r}: one of {', '.join(map(repr, COMPRESSIONS))}")
+            raise ValueError(
+                f"`compression` must be one of {', '.join(map(repr, COMPRESSIONS))}, got {self.compression!r}"
+            )
 
     @property
     def names(self) -> list[str]:

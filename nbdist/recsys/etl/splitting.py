@@ -107,26 +107,28 @@ def time_split(
     check_columns(rows, time)
     parts = [_is_part(valid), _is_part(test)]
     if any(parts) and not all(part or one == 0 for part, one in zip(parts, (valid, test), strict=True)):
-        raise ValueError(f"valid={valid!r} and test={test!r}: both parts of the rows, or both times")
+        raise ValueError(
+            f"`valid` and `test` must both be parts of the rows, or both times, got {valid!r} and {test!r}"
+        )
     known = known_time(rows, time)
     first: Any
     last: Any
     if any(parts):
         valid, test = float(valid), float(test)
         if not (valid >= 0 and test >= 0 and valid + test < 1):
-            raise ValueError(f"valid={valid} and test={test}: at least 0, and together less than 1")
+            raise ValueError(f"`valid` and `test` must be at least 0, and together less than 1, got {valid} and {test}")
         # Of rows of the same time, the place of the first of them.
         place = known.rank("min").cast(pl.Int64) + known.null_count()
         tested = (pl.len() * test).round().cast(pl.Int64)
         first, last = place > pl.len() - tested - (pl.len() * valid).round().cast(pl.Int64), place > pl.len() - tested
     else:
         if not valid <= test:
-            raise ValueError(f"valid={valid!r} is after test={test!r}")
+            raise ValueError(f"`valid` must not be after `test`, got {valid!r} and {test!r}")
         try:
             rows.lazy().select(valid=known >= valid, test=known >= test).collect_schema()
         except pl.exceptions.PolarsError as error:
             raise ValueError(
-                f"valid={valid!r} and test={test!r} must be times as in column {time!r}, which is "
+                f"`valid` and `test` must be times as in column {time!r}, got {valid!r} and {test!r}; the column is "
                 f"{rows.collect_schema()[time]}: {error}"
             ) from error
         first, last = known >= valid, known >= test

@@ -355,7 +355,7 @@ class Workflow:
         if columns is None:
             return list(self.outputs)
         if isinstance(columns, str) or not columns:
-            raise ValueError(f"columns={columns!r}: a list of columns, or None for all")
+            raise ValueError(f"`columns` must be a list of columns, or None for all, got {columns!r}")
         for name in columns:
             if name not in self.outputs:
                 raise ValueError(f"columns: {name!r} is not among the outputs, {', '.join(map(repr, self.outputs))}")
@@ -370,7 +370,7 @@ def _engine(name: str) -> Any:
     if name == "cpu":
         return "streaming"
     if name != "gpu":
-        raise ValueError(f"polars_engine={name!r}: 'cpu' or 'gpu'")
+        raise ValueError(f"`polars_engine` must be 'cpu' or 'gpu', got {name!r}")
     if find_spec("cudf_polars") is None:
         raise ImportError(
             "polars_engine='gpu' needs an NVIDIA GPU and cudf-polars (pip install cudf-polars-cu12 --extra-index-url "

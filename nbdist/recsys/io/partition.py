@@ -33,9 +33,9 @@ class Partition:
             raise ValueError(f"`batch_size` must be an integer, got {self.batch_size!r}")
         for name in ("rows", "world_size", "batch_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1")
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
         if self.remainder not in REMAINDERS:
-            raise ValueError(f"remainder={self.remainder!r}: one of {', '.join(map(repr, REMAINDERS))}")
+            raise ValueError(f"`remainder` must be one of {', '.join(map(repr, REMAINDERS))}, got {self.remainder!r}")
         if self.steps == 0:
             raise ValueError(
                 f"{self.rows} rows do not fill one batch of {self.batch_size} on each of {self.world_size} ranks, and "

@@ -27,7 +27,7 @@ class Permutation:
 
     def __init__(self, rows: int, seed: int) -> None:
         if not 1 <= rows <= 1 << 62:
-            raise ValueError(f"rows={rows}: 1 to 2**62")
+            raise ValueError(f"`rows` must be 1 to 2**62, got {rows}")
         self.rows = rows
         self.b = math.isqrt(rows - 1) + 1
         self.a = -(-rows // self.b)

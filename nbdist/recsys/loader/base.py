@@ -84,7 +84,7 @@ class Loader(Adapter):
         if (rank is None) != (world_size is None):
             raise ValueError("rank and world_size belong together: give both or neither")
         if prefetch is not None and prefetch < 0:
-            raise ValueError(f"prefetch={prefetch}: at least 0")
+            raise ValueError(f"`prefetch` must be at least 0, got {prefetch}")
         if pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory=True needs a GPU: there is none that memory could be pinned for")
         self.batch_size, self.shuffle, self.remainder = batch_size, shuffle, remainder
@@ -92,7 +92,9 @@ class Loader(Adapter):
         self.keyed = [keyed] if isinstance(keyed, str) else list(keyed)
         for name in self.keyed:
             if name not in self._names():
-                raise ValueError(f"keyed={name!r}: there is no such column, but {', '.join(self._names())}")
+                raise ValueError(
+                    f"`keyed` must name columns, got {name!r}; there are {', '.join(self._names()) or 'none'}"
+                )
         self.to(device)
         self._resident = Resident()
         self._shard = None if rank is None or world_size is None else (rank, world_size)

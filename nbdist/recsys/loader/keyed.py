@@ -51,7 +51,7 @@ class Keyed(NamedTuple):
                 limits[number][key] = low, high
                 if low < -_MOST or high > _MOST:
                     wrong = high if high > _MOST else low
-                    raise ValueError(f"keyed={key!r}: the column has the id {wrong}, above 31 bits")
+                    raise ValueError(f"`keyed` must name columns of ids below 2**31, got {key!r} with the id {wrong}")
             values.append(list(ids.int().split([len(part) for part in parts])))
             lengths.append(list(sizes.split(rows)))
         counts = [[len(each[i]) for each in values] for i in range(len(rows))]

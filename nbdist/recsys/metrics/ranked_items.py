@@ -59,7 +59,7 @@ def ranking_metrics(
     if len(ranked) != len(relevant.lengths):
         raise ValueError(f"{len(ranked)} users with ranked items, and {len(relevant.lengths)} with relevant ones")
     if not 1 <= k <= ranked.shape[1]:
-        raise ValueError(f"k={k}: 1 to {ranked.shape[1]}, as many as are ranked")
+        raise ValueError(f"`k` must be 1 to {ranked.shape[1]}, the number of ranked items, got {k}")
     relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))
     hits, totals = _hits(ranked[:, :k].long(), relevant)
     there = totals > 0

@@ -92,9 +92,8 @@ class AUC(Metric):
         others = group.bincount(weights=weights * (1 - labels))
         if not liked.any() or not others.any():
             count = int(labels.sum(dtype=torch.int64))
-            raise ValueError(
-                f"AUC of {len(labels)} rows with {count} labels of 1: it needs both labels, with weights above 0"
-            )
+            weighted = ", with weights above 0" if 0 < count < len(labels) else ""
+            raise ValueError(f"AUC of {len(labels)} rows with {count} labels of 1: it needs both labels{weighted}")
         wins: Tensor = (liked * (others.cumsum(0) - others / 2)).sum()  # equal scores count half
         pairs: Tensor = liked.sum() * others.sum()
         return wins / pairs

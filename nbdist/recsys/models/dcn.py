@@ -53,7 +53,7 @@ class DCNv2(nn.Module):
     ) -> None:
         super().__init__()
         if crosses < 1 or (low_rank is not None and low_rank < 1):
-            raise ValueError(f"crosses={crosses}, low_rank={low_rank}: at least 1")
+            raise ValueError(f"`crosses` and `low_rank` must be at least 1, got {crosses} and {low_rank}")
         self.features = Features(cardinalities, dense_features, embedding_dim, device)
         width = len(cardinalities) * embedding_dim + len(dense_features)
         self.crosses = Crosses(width, crosses, low_rank)

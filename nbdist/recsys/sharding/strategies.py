@@ -75,12 +75,14 @@ DEFERRED = (*EVERYWHERE, "adam")
 
 def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) -> None:
     if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+        raise ValueError(f"`optimizer` must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
     if device.type == "cpu" and optimizer not in EVERYWHERE and (fused or optimizer not in DEFERRED):
         others = ", ".join(EVERYWHERE) if fused else ", ".join(DEFERRED)
-        raise ValueError(f"optimizer={optimizer!r}: FBGEMM has no fused {optimizer} for CPU ranks; there are {others}")
+        raise ValueError(
+            f"`optimizer` must be one of {others} on CPU ranks, got {optimizer!r}, which FBGEMM has not fused there"
+        )
     if fused is False and optimizer not in DEFERRED:
-        raise ValueError(f"optimizer={optimizer!r}: with fused=False there are {', '.join(DEFERRED)}")
+        raise ValueError(f"`optimizer` must be one of {', '.join(DEFERRED)} with fused=False, got {optimizer!r}")
 
 
 def fused_types(device: torch.device, fused: bool | None) -> set[str]:

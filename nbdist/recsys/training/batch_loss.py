@@ -12,7 +12,7 @@ def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, ta
     """Return the loss of a batch; 0 where there are no predictions, as SASRec makes none of histories of one item.
 
     Raises:
-        ValueError: Predictions and targets are as many numbers in different shapes.
+        ValueError: Predictions and targets are as many numbers in different shapes, or the loss is not one number.
     """
     if not predictions.numel():
         return predictions.sum()
@@ -25,7 +25,11 @@ def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, ta
                 f"{tuple(targets.shape)}: most losses would pair each prediction with each target. Return "
                 "predictions.squeeze(1), or targets.unsqueeze(1)"
             )
-    return loss(predictions, targets)
+    found = loss(predictions, targets)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"`loss` must return one number, the mean over the rows, got {got}")
+    return found
 
 
 def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> ValueError:

@@ -34,6 +34,15 @@ Precision: TypeAlias = Literal["bf16", "fp16", "fp32"]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise `TypeError` for anything but a dict of metrics."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"`metrics` must be a dict from name to metric, got {type(metrics).__name__}")
+    for name, metric in metrics.items():
+        if not isinstance(metric, Metric):
+            raise TypeError(f"`metrics` must have metrics such as AUC(), got {metric!r} for {name!r}")
+
+
 def check_precision(precision: str | None) -> None:
     """Raise `ValueError` for what is no `Precision`, and for bf16 on a GPU that has none in hardware."""
     if precision not in (None, "fp32", *_AUTOCAST):
@@ -95,6 +104,7 @@ def evaluate(
         {'rmse': 1.0}
     """
     check_precision(precision)
+    check_metrics(metrics)
     module = model if isinstance(model, nn.Module) else model.model
     values, failed = measure(module, predict, loader, metrics, precision)
     for name, why in failed.items():
@@ -159,5 +169,12 @@ def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision
     """Predictions, in single precision, and targets of a batch; and users and weights, if `predict` returns them."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
-        predictions, *others = predict(model, batch)
+        found: Any = predict(model, batch)
+    if not isinstance(found, (tuple, list)) or not 2 <= len(found) <= 4 or not isinstance(found[0], Tensor):
+        kinds = ", ".join(type(one).__name__ for one in found) if isinstance(found, (tuple, list)) else ""
+        raise TypeError(
+            "`predict` must return tensors: predictions and targets, maybe users and weights, got "
+            f"{type(found).__name__}" + (f" of {kinds}" if kinds else "")
+        )
+    predictions, *others = found
     return predictions.float(), *others

@@ -39,10 +39,10 @@ from ..parallel.protocol import Parallel
 from ..parallel.replicated import Replicated
 from .captured import capturing
 from .display import RunDisplay
-from .evaluation import Precision, Predict, check_precision
+from .evaluation import Precision, Predict, check_metrics, check_precision
 from .history import History
 from .run import Run
-from .schedule import Schedule, scheduled
+from .schedule import Schedule, factor_of, scheduled
 from .snapshots import Snapshots
 
 
@@ -162,6 +162,8 @@ def fit(
     """
     if not dist.is_initialized():
         raise RuntimeError("fit() works in a rank: call it in a function that in_ddp or a Session runs")
+    if isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be what shard() or replicate() returns, got {type(model).__name__}")
     metrics = _default_metrics(loss, valid) if metrics is None else metrics
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
     _check(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
@@ -185,7 +187,7 @@ def fit(
             _same_steps(loader)
 
     def factor(step: int) -> float:
-        return 1.0 if schedule is None else schedule(min(step, total - 1))
+        return 1.0 if schedule is None else factor_of(schedule, min(step, total - 1))
 
     if pipelined is None:
         pipelined = collective_device().type == "cuda"
@@ -324,8 +326,9 @@ def _check(
     if (counts["steps"] is None) == (counts["epochs"] is None):
         raise ValueError("give steps= or epochs=, one of the two")
     for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}: at least 1")
+        if value is not None and (not hasattr(value, "__index__") or value < 1):
+            raise ValueError(f"`{name}` must be an integer, at least 1, got {value!r}")
+    check_metrics(metrics)
     for name, loader in (("train", train), ("valid", valid)):
         if loader is not None and not isinstance(loader, Loader):
             raise TypeError(
@@ -336,7 +339,7 @@ def _check(
         raise ValueError("valid has remainder='drop', so that rows are left out: make it with 'keep' or 'pad'")
     for name in ("patience", "eval_every"):
         if counts[name] is not None and (valid is None or not metrics):
-            raise ValueError(f"{name}= needs valid= and a metric to go by")
+            raise ValueError(f"`{name}` needs `valid` and a metric to go by")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
         raise ValueError(
             f"keep_best={snapshots.keep_best!r} needs valid=, and is to be one of the metrics: {', '.join(metrics)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,7 +38,9 @@ def warmup_decay(
     """
     start = warmup if start is None else start
     if not 0 <= warmup <= start < steps:
-        raise ValueError(f"warmup={warmup}, start={start}, steps={steps}: 0 <= warmup <= start < steps is needed")
+        raise ValueError(
+            f"`warmup`, `start` and `steps` must be 0 <= warmup <= start < steps, got {warmup}, {start} and {steps}"
+        )
     if shape not in ("cosine", "linear") and not (isinstance(shape, (int, float)) and shape > 0):
         raise ValueError(f'shape={shape!r}: "cosine", "linear", or a power above 0')
 
@@ -52,6 +54,18 @@ def warmup_decay(
             left = left ** float(shape)
         return final + (1 - final) * left
 
+    return factor
+
+
+def factor_of(schedule: Schedule, step: int) -> float:
+    """Return a schedule's factor for a step; raise `ValueError` unless it is finite and at least 0."""
+    found: Any = schedule(step)
+    try:
+        factor = float(found)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"`schedule` must return finite numbers, at least 0, got {found!r} for step {step}")
     return factor
 
 

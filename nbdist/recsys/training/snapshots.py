@@ -66,7 +66,7 @@ class Snapshots:
         for name in ("every", "keep"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: at least 1")
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
 
     def all(self) -> list[Path]:
         """The folders of the snapshots that there are, the newest last."""

@@ -173,13 +173,16 @@ def export_ensemble(
     path = Path(path).expanduser().absolute()
     names = (f"{name}_preprocess", f"{name}_model", name)
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name={name!r} is none for a model: it may have letters, digits, '_', '-' and '.'")
+        raise ValueError(f"`name` must have letters, digits, '_', '-' and '.' only, got {name!r}")
     if backend not in _BACKENDS:
-        raise ValueError(f"backend={backend!r}: one of {', '.join(_BACKENDS)}")
+        raise ValueError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {backend!r}")
     if version is not None and version < 1:
-        raise ValueError(f"version={version}: at least 1")
+        raise ValueError(f"`version` must be at least 1, got {version}")
     if max_batch_size < 1 or max_queue_delay < 0:
-        raise ValueError(f"{max_batch_size=} has to be at least 1, {max_queue_delay=} at least 0")
+        raise ValueError(
+            f"`max_batch_size` must be at least 1 and `max_queue_delay` at least 0, got {max_batch_size} and "
+            f"{max_queue_delay}"
+        )
     kind = type(model).__name__
     if not isinstance(model, nn.Module) or kind in ("DistributedDataParallel", "DistributedModelParallel"):
         raise TypeError(f"the model is a {kind}: give the plain module, which gather() returns in a rank")
@@ -189,7 +192,7 @@ def export_ensemble(
         workflow = Workflow.load(workflow)
     steps = served_steps(workflow, columns if columns is None else list(columns))
     if output in {*steps.inputs, *steps.outputs}:
-        raise ValueError(f"output={output!r} is the name of a column too: choose another")
+        raise ValueError(f"`output` must be another name than the columns', got {output!r}")
 
     others = [] if version is None else _other_versions(path, name, version, overwrite)
     number = version or 1

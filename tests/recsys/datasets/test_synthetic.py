@@ -178,5 +178,5 @@ def test_multislot_can_be_learnt() -> None:
 def test_multislot_refuses_impossible_sizes(size: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="positive"):
         synthetic_multislot(*size)
-    with pytest.raises(ValueError, match="vocabulary=4: at least a key for each of the 5 slots"):
+    with pytest.raises(ValueError, match="`vocabulary` must be at least 5, a key for each slot, got 4"):
         synthetic_multislot(1, 5, 1, 4)

@@ -97,11 +97,11 @@ def test_a_time_that_is_nan_is_before_all_others() -> None:
         (lambda frame: leave_one_out(frame, by="who"), "no column 'who', but 'row', 'user', 'timestamp'"),
         (lambda frame: time_split(frame, time="when"), "no column 'when'"),
         (lambda frame: time_split(frame, valid=0.5, test=0.5), "together less than 1"),
-        (lambda frame: time_split(frame, valid=0.5, test=3), "both parts of the rows, or both times"),
-        (lambda frame: time_split(frame, valid=5, test=3), "valid=5 is after test=3"),
+        (lambda frame: time_split(frame, valid=0.5, test=3), "must both be parts of the rows, or both times"),
+        (lambda frame: time_split(frame, valid=5, test=3), "`valid` must not be after `test`, got 5 and 3"),
         (
             lambda frame: time_split(frame.cast({"timestamp": pl.Datetime}), valid="2024-01-01", test="2024-02-01"),
-            "valid='2024-01-01' and .* must be times as in column 'timestamp', which is Datetime",
+            "must be times as in column 'timestamp', got '2024-01-01' and .*; the column is Datetime",
         ),
     ],
 )

@@ -605,10 +605,10 @@ TABLE = pl.DataFrame({"user": [1, 2], "age": [30, 40]})
         (lambda: Join(__file__, on="user"), ValueError, r"Join: .*test_workflow.py: "),
         (lambda: Categorify(), ValueError, "no columns are named"),
         (lambda: Categorify("a", "a"), ValueError, "'a' is named twice"),
-        (lambda: Categorify("a", min_count=0), ValueError, "min_count=0 of column 'a'"),
+        (lambda: Categorify("a", min_count=0), ValueError, "`min_count` of column 'a' must be at least 1, got 0"),
         (lambda: Categorify("a", max_size={"a": 1}), ValueError, "max_size=1 of column 'a'"),
         (lambda: Categorify("a", max_size={"b": 9}), ValueError, "there is no column 'b'"),
-        (lambda: Categorify("a", num_buckets=0), ValueError, "num_buckets=0 of column 'a'"),
+        (lambda: Categorify("a", num_buckets=0), ValueError, "`num_buckets` of column 'a' must be at least 1, got 0"),
         (lambda: Categorify("a", num_buckets=9, max_size=9), ValueError, "at least 10, null and 9 buckets"),
         (lambda: Categorify("a", ("b", "a")), ValueError, "'a' is named twice"),
         (lambda: Categorify(()), ValueError, "no columns are named"),
@@ -752,12 +752,12 @@ def test_inputs_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             one.write(other, out, progress=False)
     for options, message in (
-        ({"num_files": 0}, "num_files=0: at least 1"),
-        ({"row_group_size": 0}, "row_group_size=0"),
-        ({"compression": "rar"}, "compression='rar': one of 'zstd'"),
-        ({"polars_engine": "warp"}, "polars_engine='warp': 'cpu' or 'gpu'"),
+        ({"num_files": 0}, "`num_files` must be at least 1, got 0"),
+        ({"row_group_size": 0}, "`row_group_size` must be at least 1, got 0"),
+        ({"compression": "rar"}, "`compression` must be one of 'zstd', .* got 'rar'"),
+        ({"polars_engine": "warp"}, "`polars_engine` must be 'cpu' or 'gpu', got 'warp'"),
         ({"columns": ["item"]}, "'item' is not among the outputs, 'user', 'score', 'name'"),
-        ({"columns": "user"}, "columns='user': a list"),
+        ({"columns": "user"}, "`columns` must be a list of columns, or None for all, got 'user'"),
     ):
         with pytest.raises(ValueError, match=message):
             one.write(FRAME, out, progress=False, **options)  # type: ignore[arg-type]

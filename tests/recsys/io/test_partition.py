@@ -49,9 +49,9 @@ def test_every_row_is_dealt_out_in_equal_steps(rows: int, world: int, batch: int
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 1, 1, "keep"), "rows=0"),
-        ((5, 0, 1, "keep"), "world_size=0"),
-        ((5, 1, 0, "keep"), "batch_size=0"),
+        ((0, 1, 1, "keep"), "`rows` must be at least 1, got 0"),
+        ((5, 0, 1, "keep"), "`world_size` must be at least 1, got 0"),
+        ((5, 1, 0, "keep"), "`batch_size` must be at least 1, got 0"),
         ((5, 1, 1, "some"), "'keep', 'pad', 'drop'"),
         ((3, 4, 8, "keep"), "3 rows cannot go once each to 4 ranks"),
         ((3, 2, 1, "keep"), "remainder='pad' or 'drop'"),

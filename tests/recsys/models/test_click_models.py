@@ -112,7 +112,7 @@ def test_models_that_make_no_sense() -> None:
                 make({"user": 3, name: 4})
     with pytest.raises(ValueError, match="nothing to take products of"):
         DLRM({"user": 3})
-    with pytest.raises(ValueError, match="crosses=0"):
+    with pytest.raises(ValueError, match="`crosses` and `low_rank` must be at least 1, got 0"):
         DCNv2({"user": 3}, crosses=0)
     with pytest.raises(ValueError, match="no column 'height' with one number per row, but user, movie"):
         DeepFM(SIZES, ["height"])(rows(3))

@@ -713,20 +713,27 @@ def test_bf16_is_refused_where_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch, t
 # --- what is refused ---
 
 
+def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(batch["user"][:, None].float())[:, 0], batch["liked"].float()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "pattern"),
     [
         ({}, "steps= or epochs="),
         ({"steps": 3, "epochs": 2}, "one of the two"),
-        ({"steps": 0}, "steps=0: at least 1"),
-        ({"epochs": 1, "log_every": 0}, "log_every=0"),
-        ({"epochs": 1, "patience": 0}, "patience=0"),
-        ({"epochs": 1, "patience": 1, "valid": None}, "patience= needs valid="),
+        ({"steps": 0}, "`steps` must be an integer, at least 1, got 0"),
+        ({"epochs": 1, "log_every": 0}, "`log_every` must be an integer, at least 1, got 0"),
+        ({"epochs": 1, "patience": 0}, "`patience` must be an integer, at least 1, got 0"),
+        ({"epochs": 1, "patience": 1, "valid": None}, "`patience` needs `valid`"),
         ({"epochs": 1, "loss": nn.functional.mse_loss}, r"metrics=\{"),
         ({"epochs": 1, "train": [1, 2, 3]}, "train is a list: a ParquetLoader or MemoryLoader"),
-        ({"epochs": 1, "eval_every": 2, "valid": None}, "eval_every= needs valid="),
-        ({"epochs": 1, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: at least 1"),
+        ({"epochs": 1, "eval_every": 2, "valid": None}, "`eval_every` needs `valid`"),
+        (
+            {"epochs": 1, "gradient_accumulation_steps": 0},
+            "`gradient_accumulation_steps` must be an integer, at least 1, got 0",
+        ),
         ({"epochs": 1, "max_grad_norm": 0.0}, "`max_grad_norm` must be above 0, got 0.0"),
         ({"epochs": 1, "precision": "half"}, '`precision` must be "bf16", "fp16", "fp32" or None, got \'half\''),
         (
@@ -734,6 +741,26 @@ def test_bf16_is_refused_where_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch, t
             "keep_best='ndcg' needs valid=, .* valid_loss, auc",
         ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
+        ({"epochs": 1.5}, "`epochs` must be an integer, at least 1, got 1.5"),
+        ({"epochs": 1, "metrics": [AUC()]}, "`metrics` must be a dict from name to metric, got list"),
+        ({"epochs": 1, "metrics": {"auc": AUC}}, "`metrics` must have metrics such as .* for 'auc'"),
+        ({"epochs": 1, "schedule": lambda step: math.nan}, "`schedule` must return finite numbers, .* nan for step 0"),
+        (
+            {"epochs": 1, "predict": linear, "schedule": lambda step: -step},
+            "`schedule` must return finite numbers, .* -1 for step 1",
+        ),
+        ({"epochs": 1, "schedule": lambda step: None}, "`schedule` must return finite numbers, .* None for step 0"),
+        (
+            {"epochs": 1, "predict": linear, "loss": lambda x, y: x - y, "metrics": {}},
+            r"`loss` must return one number, .* got shape \(10,\)",
+        ),
+        ({"epochs": 1, "predict": lambda model, batch: None}, "`predict` must return tensors: .* got NoneType"),
+        ({"epochs": 1, "predict": lambda model, batch: batch["liked"].float()}, "`predict` must return .* got Tensor"),
+        ({"epochs": 1, "predict": lambda model, batch: ([1.0], [0])}, "`predict` .* got tuple of list, list"),
+        (
+            {"epochs": 1, "model": nn.Linear(1, 1)},
+            r"`model` must be what shard\(\) or replicate\(\) returns, got Linear",
+        ),
     ],
 )
 def test_what_makes_no_sense(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
@@ -742,7 +769,8 @@ def test_what_makes_no_sense(sessions: Sessions, options: dict[str, Any], patter
         valid.remainder = options.pop("remainder", "keep")
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
         with pytest.raises((ValueError, TypeError)) as caught:
-            fit(model, predict, options.pop("train", data), options.pop("valid", valid), **options)
+            rest = [options.pop("train", data), options.pop("valid", valid)]
+            fit(options.pop("model", model), options.pop("predict", predict), *rest, **options)
         return str(caught.value)
 
     answers = sessions[2].run_all(refused)

@@ -416,12 +416,12 @@ class Scores(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"name": "a/b"}, ValueError, "name='a/b'"),
-        ({"name": ".."}, ValueError, "name='..'"),
-        ({"name": ""}, ValueError, "name=''"),
-        ({"backend": "tensorrt"}, ValueError, "backend='tensorrt': one of onnxruntime, python"),
-        ({"max_batch_size": 0}, ValueError, "max_batch_size=0"),
-        ({"output": "user"}, ValueError, "the name of a column too"),
+        ({"name": "a/b"}, ValueError, "`name` must have .* got 'a/b'"),
+        ({"name": ".."}, ValueError, "`name` must have .* got '..'"),
+        ({"name": ""}, ValueError, "`name` must have .* got ''"),
+        ({"backend": "tensorrt"}, ValueError, "`backend` must be one of onnxruntime, python, got 'tensorrt'"),
+        ({"max_batch_size": 0}, ValueError, "`max_batch_size` must be at least 1 .* got 0"),
+        ({"output": "user"}, ValueError, "`output` must be another name than the columns', got 'user'"),
         ({"columns": ["user", "rating"]}, ValueError, "'rating' is not among the outputs"),
         ({"columns": ["user", "hour"]}, ValueError, "column 'hour' is computed by a polars expression"),
         ({"columns": ["user", "note"]}, ValueError, "column 'note' is string, which no model can take"),
@@ -559,7 +559,7 @@ def test_versions_come_and_go_by_themselves(versions: Any) -> None:
         (FileExistsError, "has version 2 of some already", {"version": 2}),
         (FileExistsError, r"holds some\.[12], which is no", {"overwrite": True}),
         (ValueError, "version 3 of some has another output of some_model", {"output": "score", "version": 3}),
-        (ValueError, "version=0: at least 1", {"version": 0}),
+        (ValueError, "`version` must be at least 1, got 0", {"version": 0}),
     ):
         with pytest.raises(error, match=message):
             export_ensemble(workflows[1], Scores(4), **options, **more)

@@ -69,7 +69,7 @@ class Categorify(Step):
         for name in self.adds:
             for what, value in (("min_count", self.min_count[name]), ("num_buckets", self.num_buckets[name])):
                 if require_integer(value, f"Categorify: {what}") < 1:
-                    raise ValueError(f"Categorify: {what}={value} of column {name!r}: at least 1")
+                    raise ValueError(f"Categorify: `{what}` of column {name!r} must be at least 1, got {value}")
             size, least = self.max_size[name], 1 + self.num_buckets[name]
             if size is not None and require_integer(size, "Categorify: max_size") < least:
                 raise ValueError(

@@ -44,7 +44,7 @@ class HashedCross(Step):
         if len(self.columns) < 2:
             raise ValueError(f"HashedCross: {self.columns}: two columns or more are needed")
         if num_buckets < 1:
-            raise ValueError(f"HashedCross: num_buckets={num_buckets}: at least 1")
+            raise ValueError(f"HashedCross: `num_buckets` must be at least 1, got {num_buckets}")
         self.name, self.num_buckets = names_of(name)[0], num_buckets
         self.adds = [self.name]
 

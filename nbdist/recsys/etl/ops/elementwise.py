@@ -78,14 +78,14 @@ class FillMissing(ColumnStep):
     def __init__(self, *columns: str, value: float) -> None:
         super().__init__(*columns)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"FillMissing: value={value!r}: a number is needed")
+            raise ValueError(f"FillMissing: `value` must be a finite number, got {value!r}")
         self.value = value
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         if dtype.is_float():
             column = column.fill_nan(None)
         elif self.value != int(self.value):
-            raise ValueError(f"FillMissing: value={self.value} is not one of {dtype}")
+            raise ValueError(f"FillMissing: `value` must be a value of {dtype}, got {self.value}")
         return column.fill_null(pl.lit(self.value).cast(dtype))
 
 
@@ -137,14 +137,14 @@ class Clip(ColumnStep):
         if min_value is None and max_value is None:
             raise ValueError("Clip: give min_value=, max_value=, or both")
         if min_value is not None and max_value is not None and min_value > max_value:
-            raise ValueError(f"Clip: min_value={min_value} is more than max_value={max_value}")
+            raise ValueError(f"Clip: `min_value` must be at most `max_value`, got {min_value} and {max_value}")
         self.min_value, self.max_value = min_value, max_value
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
         bounds = self.min_value, self.max_value
         for bound in bounds:
             if bound is not None and not dtype.is_float() and bound != int(bound):
-                raise ValueError(f"Clip: {bound} is not one of {dtype}")
+                raise ValueError(f"Clip: bounds must be values of {dtype}, got {bound}")
         if dtype.is_integer():  # a bound that is below, or above, all values of the type does nothing
             kind: Any = dtype
             least, most = pl.select(least=kind.min(), most=kind.max()).row(0)
@@ -194,7 +194,7 @@ class Bucketize(ColumnStep):
         self.boundaries = list(boundaries)
         finite = all(math.isfinite(one) for one in self.boundaries)
         if not self.boundaries or not finite or sorted(set(self.boundaries)) != self.boundaries:
-            raise ValueError(f"Bucketize: boundaries={self.boundaries}: rising numbers are needed, none infinite")
+            raise ValueError(f"Bucketize: `boundaries` must be rising finite numbers, got {self.boundaries}")
 
     def num_codes(self, name: str, before: int | None, state: State) -> int:
         return len(self.boundaries) + 2
@@ -231,7 +231,7 @@ class ListSlice(ColumnStep):
     def __init__(self, *columns: str, first: int | None = None, last: int | None = None) -> None:
         super().__init__(*columns)
         if (first is None) == (last is None) or min(first or 1, last or 1) < 1 or 0 in (first, last):
-            raise ValueError(f"ListSlice: first={first}, last={last}: one of the two, at least 1")
+            raise ValueError(f"ListSlice: give one of `first` and `last`, at least 1, got {first} and {last}")
         self.first, self.last = first, last
 
     def _expression(self, column: pl.Expr, dtype: pl.DataType) -> pl.Expr:

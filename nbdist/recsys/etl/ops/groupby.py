@@ -19,8 +19,8 @@ class JoinGroupby(StatisticsStep):
 
     Null is a key of its own. Nulls and NaN do not count, but for "count", which is of rows. A key that is not known has
     a count and a sum of 0. Any other statistic that a key does not have, because it is not known, has no values, or,
-    for "std" and "var", a single one, gets that of all training rows. Unlike with `TargetEncoding`, a training row
-    counts itself: do not take what is to be predicted.
+    for "std" and "var", a single one, gets the value over all training rows. Unlike with `TargetEncoding`, a training
+    row counts itself: do not take what is to be predicted.
 
     Args:
         *by: The keys: integers, strings, booleans or categoricals. Several in a tuple or list are taken together.

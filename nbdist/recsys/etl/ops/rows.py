@@ -119,7 +119,9 @@ class DifferenceLag(RowStep):
         self.columns, self.by = names_of(columns), names_of(by)
         self.shift = [shift] if isinstance(shift, int) else list(shift)
         if not self.shift or 0 in self.shift or len(set(self.shift)) < len(self.shift):
-            raise ValueError(f"DifferenceLag: shift={shift}: a number of rows is needed, or several, and not 0")
+            raise ValueError(
+                f"DifferenceLag: `shift` must be a number of rows other than 0, or several different ones, got {shift}"
+            )
         self._made = {f"{name}_difference_lag_{one}": (name, one) for name in self.columns for one in self.shift}
         self.adds = list(self._made)
 

@@ -69,9 +69,9 @@ class TargetEncoding(StatisticsStep):
         if not groups:
             raise ValueError("TargetEncoding: no columns are named")
         if folds < 2:
-            raise ValueError(f"TargetEncoding: folds={folds}: at least 2")
+            raise ValueError(f"TargetEncoding: `folds` must be at least 2, got {folds}")
         if not 0 <= smoothing < math.inf:
-            raise ValueError(f"TargetEncoding: smoothing={smoothing}: a number of rows is needed, at least 0")
+            raise ValueError(f"TargetEncoding: `smoothing` must be a number of rows, at least 0, got {smoothing}")
         (self.target,) = names_of(target)
         if any(self.target in group for group in groups):
             raise ValueError(f"TargetEncoding: column {self.target!r} is the target, and cannot be a category too")
