@@ -21,6 +21,7 @@ from ..wire.parcel import Parcel, pack
 from . import reading
 from .depth import deeply
 from .diagnosis import explain_failure
+from .foreign import contents, is_a, text
 from .imports import modules_named, names_given
 from .modules import own_sources
 from .names import namespace_key
@@ -122,7 +123,7 @@ def _named(name: str, value: Any) -> Any:
 
 
 def _warn_if_shadowed(name: str, value: Any) -> None:
-    if getattr(value, "__module__", None) == "__main__" and isinstance(value, (type, types.FunctionType)):
+    if is_a(value, (type, types.FunctionType)) and text(value, "__module__") == "__main__":
         warnings.warn(
             f"{name!r} is defined in the notebook, but imports= gives that name too: ranks use the imported one. "
             f"List it in need= to send the notebook's.",
@@ -146,9 +147,9 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
         if top is not None and _found_by_path(name, id(top), tuple(sys.path)):
             continue
         for loaded, module in list(sys.modules.items()):
-            if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
-                file = getattr(module, "__file__", None)
-                folders = list(getattr(module, "__path__", [])) or None
+            if (loaded == name or loaded.startswith(name + ".")) and is_a(module, types.ModuleType):
+                file = contents(module).get("__file__")
+                folders = list(contents(module).get("__path__", [])) or None
                 if (file and file.endswith(".py")) or folders:
                     places[loaded] = (file, folders)
     return places
@@ -162,6 +163,6 @@ def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
 
 
 def _same_place(module: types.ModuleType, spec: importlib.machinery.ModuleSpec) -> bool:
-    if spec.origin is not None and spec.origin == getattr(module, "__file__", None):
+    if spec.origin is not None and spec.origin == contents(module).get("__file__"):
         return True
-    return list(spec.submodule_search_locations or []) == list(getattr(module, "__path__", [])) != []
+    return list(spec.submodule_search_locations or []) == list(contents(module).get("__path__", [])) != []

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..notebook.shell import autoreloaded
 from ..system.interpreter import INSTALLED
+from .foreign import contents
 
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
@@ -37,7 +38,7 @@ def own_sources() -> dict[str, int]:
                 _seen.discard(name)
                 continue
             # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that.
-            spec, reloaded = getattr(module, "__spec__", None), autoreloaded(name)
+            spec, reloaded = contents(module).get("__spec__"), autoreloaded(name)
             if before is None or spec is not before[0] or before[1] not in (None, reloaded):
                 executed = checksum(file)
             _executed[name] = (spec, reloaded), executed
@@ -46,7 +47,7 @@ def own_sources() -> dict[str, int]:
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
     """The source file of one of the user's own modules; None for any other."""
-    file = getattr(module, "__file__", None)
+    file = contents(module).get("__file__")
     if not isinstance(file, str) or not file.endswith(".py") or file.startswith(INSTALLED) or not os.path.isabs(file):
         return None
     return None if name in ("__main__", "__mp_main__") or name.partition(".")[0] == _PACKAGE else file

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .foreign import attribute
+
 #: What `need=` takes.
 Names = str | Iterable[str] | Mapping[str, Any]
 
@@ -28,7 +30,7 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
         raise TypeError(f"need= takes a string of names, a list, or a mapping name → value, not {need!r}")
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
-    namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
+    namespaces = [main_namespace(), attribute(fn, "__globals__") or {}]
     found = {}
     for name in need:
         _check_name(name)

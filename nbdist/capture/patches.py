@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..notebook.shell import shell
+from .foreign import contents, is_a, text
 from .names import importable
 from .need import main_namespace
 
@@ -19,6 +20,8 @@ Patch = tuple[type | types.ModuleType, str, Any]
 
 #: Modules in which a function of the notebook is no patch: a process's own hooks, and what IPython puts there.
 _NO_LIBRARIES = {"__main__", "__mp_main__", "builtins", "sys"}
+#: The attributes that name a class.
+_OF_A_CLASS = ("__module__", "__qualname__")
 #: Code that may put something into a class or module. Assignments to `self` do not.
 _MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE)
 
@@ -31,15 +34,18 @@ class Patches:
         self._read = 0  # how many cells
         self._wary = False
         self._found: list[Patch] = []
-        self._refused: set[tuple[type | types.ModuleType, str]] = set()
+        self._refused: set[tuple[int, str]] = set()
 
     def find(self, fails: Callable[[Any], bool]) -> list[Patch]:
         """The patches that can be sent; a warning says, once of each, which cannot."""
         now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
         if now != self._looked:
             self._looked = now
-            self._found = [patch for patch in _search() if self._can_travel(patch, fails)] if self._may_have() else []
+            self._found = self._all(fails) if self._may_have() else []
         return self._found
+
+    def _all(self, fails: Callable[[Any], bool]) -> list[Patch]:
+        return [patch for patch in _search() if self._can_travel(patch, fails)]
 
     def _may_have(self) -> bool:
         cells = getattr(shell(), "user_ns", {}).get("_ih")
@@ -51,13 +57,13 @@ class Patches:
 
     def _can_travel(self, patch: Patch, fails: Callable[[Any], bool]) -> bool:
         owner, name, value = patch
-        if isinstance(owner, type) and not importable(owner):
+        if is_a(owner, type) and not importable(owner):
             return False  # no library's: it travels by value, with all that it has, or not at all
         if not fails(value):
             return True
-        if (owner, name) not in self._refused:
-            self._refused.add((owner, name))
-            place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        if (id(owner), name) not in self._refused:
+            self._refused.add((id(owner), name))
+            place = ".".join(text(owner, part) for part in (_OF_A_CLASS if is_a(owner, type) else ["__name__"]))
             warnings.warn(
                 f"{place}.{name}, which the notebook has set, is not set in the ranks: it "
                 f"cannot be sent. Set it inside the function.",
@@ -68,38 +74,42 @@ class Patches:
 
 def _search() -> Iterator[Patch]:
     main = main_namespace()
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ not in _NO_LIBRARIES:
-            for name, value in list(vars(module).items()):
-                if type(value) is types.FunctionType and value.__globals__ is main:
-                    yield module, name, value
+    for name, module in list(sys.modules.items()):
+        if is_a(module, types.ModuleType) and name not in _NO_LIBRARIES:
+            for attribute, value in list(contents(module).items()):
+                if _is_of(value, main):
+                    yield module, attribute, value
     for cls in classes():
-        if cls.__module__ != "__main__":
-            yield from ((cls, name, value) for name, value in list(vars(cls).items()) if _is_own(value, main))
+        if text(cls, "__module__") != "__main__":
+            yield from ((cls, name, value) for name, value in list(contents(cls).items()) if _is_own(value, main))
 
 
 def classes() -> Iterator[type]:
     """All classes of this process, but for `object`."""
-    seen, found = {object}, [object]
+    seen, found = {id(object)}, [object]  # by id: a metaclass has its own idea of hashes
     while found:
         for cls in type.__subclasses__(found.pop()):
-            if cls not in seen:
-                seen.add(cls)
+            if id(cls) not in seen:
+                seen.add(id(cls))
                 found.append(cls)
                 yield cls
+
+
+def _is_of(value: Any, main: dict[str, Any]) -> bool:
+    return type(value) is types.FunctionType and value.__globals__ is main
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
     if type(value) is types.FunctionType:
         return value.__globals__ is main
     if type(value) in (classmethod, staticmethod):
-        return getattr(value.__func__, "__globals__", None) is main
+        return _is_of(value.__func__, main)
     if type(value) is property:
-        return any(getattr(fn, "__globals__", None) is main for fn in (value.fget, value.fset))
+        return _is_of(value.fget, main) or _is_of(value.fset, main)
     if type(value) is functools.partialmethod:
-        return getattr(value.func, "__globals__", None) is main
-    if "pandas" not in sys.modules or isinstance(value, type):
+        return _is_of(value.func, main)
+    if "pandas" not in sys.modules:
         return False
     # As pandas' CachedAccessor keeps it. Not getattr: what six puts into classes imports modules when it is asked.
-    accessor = getattr(value, "__dict__", {}).get("_accessor")
-    return isinstance(accessor, type) and accessor.__module__ == "__main__"
+    accessor = None if is_a(value, type) else contents(value).get("_accessor")
+    return is_a(accessor, type) and text(accessor, "__module__") == "__main__"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from ..wire.messages import PerRank
+from .foreign import is_a
 
 
 class OnePerRank:
@@ -51,7 +52,7 @@ def for_each_rank(
     """
 
     def given(name: str, value: Any) -> Any:
-        if not isinstance(value, OnePerRank):
+        if not is_a(value, OnePerRank):
             return value
         if len(value.values) != count:
             raise ValueError(f"{name}: per_rank() must have an item for each of {count} ranks, got {len(value.values)}")
@@ -70,11 +71,11 @@ def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
     """Return the arguments with the whole lists in the place of what `per_rank` marks."""
 
     def whole(value: Any) -> Any:
-        return value.values if isinstance(value, OnePerRank) else value
+        return value.values if is_a(value, OnePerRank) else value
 
     return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 
 
 def own(value: Any, place: int) -> Any:
     """What an argument is for the rank at this place among those that run the function."""
-    return value.values[place] if isinstance(value, PerRank) else value
+    return value.values[place] if is_a(value, PerRank) else value

@@ -18,6 +18,7 @@ What is gathered, and where it comes from:
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import locale
 import logging
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import torch_modes
+from .foreign import contents, is_a, looked, text
 from .patches import Patches
 from .pickler import Pickler
 
@@ -51,7 +53,9 @@ class SettingsSender:
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
         found, last = current(), self._last
-        found["patches"] = self._patches.find(lambda value: pickle_setting(value)[0] is None)
+        found["patches"] = looked(
+            lambda: self._patches.find(lambda value: pickle_setting(value)[0] is None), [], "what the notebook has patched"
+        )
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in last or not same(last[name], value) or (name == "patches" and value):
@@ -68,7 +72,7 @@ class SettingsSender:
             self._pickled[name] = pickled
         else:
             warnings.warn(
-                f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
+                f"{_what(name)} do not hold in the ranks, for they cannot be pickled. "
                 f"settings=False sends no settings.",
                 stacklevel=3,
             )
@@ -139,14 +143,14 @@ class _Loggers:
 def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
     """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
     formatter = handler.formatter
-    if type(formatter).__module__ == "torch._logging._internal":  # there are dozens of these
+    if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
         return None
-    if isinstance(handler, logging.FileHandler):
+    if is_a(handler, logging.FileHandler):
         target: Any = handler.baseFilename, handler.encoding
     elif type(handler) is logging.StreamHandler:
         names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout"}
-        stream = getattr(handler, "stream", None)
-        target = names.get(id(stream)) or ("stdout" if getattr(stream, "name", "") == "stdout" else "stderr")
+        stream = contents(handler).get("stream")
+        target = names.get(id(stream)) or ("stdout" if text(stream, "name") == "stdout" else "stderr")
     else:
         return None
     if formatter is not None and type(formatter) is logging.Formatter:
@@ -167,7 +171,7 @@ def _pandas(pandas: Any) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # of options that are about to go
         for key, option in config._registered_options.items():
             value = pandas.get_option(key)
-            if key not in config._deprecated_options and value is not option.defval and value != option.defval:
+            if key not in config._deprecated_options and value is not option.defval and not same(value, option.defval):
                 options[key] = value
     _seen["pandas"] = copy.deepcopy(getattr(config, "_global_config", None)), options
     return options
@@ -178,7 +182,7 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
     skip = getattr(style, "STYLE_BLACKLIST", {"backend", "interactive"})
     now, default = dict(dict.items(matplotlib.rcParams)), dict(dict.items(matplotlib.rcParamsDefault))
     if not _unchanged("matplotlib", now):
-        changed = {key: value for key, value in now.items() if key not in skip and value != default[key]}
+        changed = {key: value for key, value in now.items() if key not in skip and not same(value, default[key])}
         _seen["matplotlib"] = copy.deepcopy(now), changed
     return _seen["matplotlib"][1]
 
@@ -206,6 +210,15 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+_UNREAD: Any = object()
+
+
+def _what(name: str) -> str:
+    return f"the notebook's settings of {name}"
+
+
 def current() -> dict[str, Any]:
     """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
-    return {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}
+    here = {name: (sys.modules[module], read) for name, (module, read) in _SOURCES.items() if module in sys.modules}
+    found = {name: looked(functools.partial(read, module), _UNREAD, _what(name)) for name, (module, read) in here.items()}
+    return {name: value for name, value in found.items() if value is not _UNREAD}

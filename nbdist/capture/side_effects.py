@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from ..errors import text_of
 from ..notebook.shell import shell
+from .foreign import contents, text
 from .need import main_namespace
 from .patches import classes
 
@@ -61,12 +62,13 @@ def missing_import(error: AttributeError) -> str:
     if missing is None:
         return ""
     for cls in classes():
-        value = vars(cls).get(missing[1])
-        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        giver = value.__globals__.get("__name__", "") if isinstance(value, types.FunctionType) else ""
-        if giver and giver not in ("__main__", cls.__module__) and value.__module__ == giver:
+        value = contents(cls).get(missing[1])
+        if type(value) in (property, classmethod, staticmethod):
+            value = value.fget if type(value) is property else value.__func__
+        giver = value.__globals__.get("__name__") if type(value) is types.FunctionType else None
+        if giver not in (None, "__main__", text(cls, "__module__")) and text(value, "__module__") == giver:
             return (
-                f"In the notebook, {giver} has given {cls.__name__} its {missing[1]!r}; the rank had not imported it: "
+                f"In the notebook, {giver} has given {text(cls, '__name__')} its {missing[1]!r}; the rank had not imported it: "
                 f"imports='import {giver}'"
             )
     return _missing_of_fastai(missing[1])
