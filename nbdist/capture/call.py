@@ -32,6 +32,9 @@ from .side_effects import imported_beside
 from .steps import Call as CallStep
 from .steps import Named, is_constant
 
+#: How the files end from which a rank can load a module: sources, and what was compiled for this Python.
+_LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -100,7 +103,7 @@ def pickle_call(
     need_in = dict.fromkeys(("__main__", namespace_key(fn)))
 
     def write() -> Pickler:
-        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in)
+        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in, says_copies=True)
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         needed = CallStep(reading.nothing, *pickler.needed()) if need else None
         positional = [_named(f"argument {number}", value) for number, value in enumerate(args, 1)]
@@ -150,7 +153,7 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
             if (loaded == name or loaded.startswith(name + ".")) and is_a(module, types.ModuleType):
                 file = contents(module).get("__file__")
                 folders = list(contents(module).get("__path__", [])) or None
-                if (file and file.endswith(".py")) or folders:
+                if (file and file.endswith(_LOADED)) or folders:
                     places[loaded] = (file, folders)
     return places
 

@@ -22,7 +22,8 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError:
     """A `CaptureError` for a failure to pickle: which of `parts` it was, where inside it, and why."""
     deep = isinstance(exc, RecursionError)
     where, culprit = next(
-        (_culprit(what, part, deep) for what, part in parts.items() if _fails(part, deep)), (" or ".join(parts), None)
+        (_culprit(what, part, deep, {}) for what, part in parts.items() if _fails(part, deep, {})),
+        (" or ".join(parts), None),
     )
     if deep:
         why = (
@@ -30,9 +31,10 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError:
             f"Pass it as a list, or make it inside the function instead."
         )
     else:
+        kind = text(type(culprit), "__qualname__")
         why = (
-            f"it is of type {text(type(culprit), '__qualname__')} ({type(exc).__name__}: {text_of(exc)}). Make it inside the "
-            f"function instead, or pass what it is made from."
+            f"it is of type {kind} ({type(exc).__name__}: {text_of(exc)}). Make it inside the function instead, or "
+            f"pass what it is made from."
         )
     return CaptureError(f"{where} cannot be sent between the notebook and the ranks: {why}")
 
@@ -46,10 +48,16 @@ def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
     )
 
 
-def _fails(obj: Any, deep: bool, above: Iterable[int] = ()) -> bool:
-    """Whether `obj` cannot be pickled, even if the objects of these ids, which lead to it, could be."""
+def culprit_of(what: str, value: Any, instead: Mapping[int, Any]) -> tuple[str, Any]:
+    """The innermost part of `value`, which is called `what`, that cannot be pickled, and its name; `instead` are
+    replacements for parts, by id."""
+    return _culprit(what, value, False, instead)
+
+
+def _fails(obj: Any, deep: bool, instead: Mapping[int, Any]) -> bool:
+    """Return whether `obj` cannot be pickled, with replacements for other objects, by id."""
     try:
-        Pickler(io.BytesIO(), known=dict.fromkeys(above, 0)).dump(obj)
+        Pickler(io.BytesIO(), instead=instead).dump(obj)
     except RecursionError:
         return deep
     except Exception:
@@ -57,15 +65,15 @@ def _fails(obj: Any, deep: bool, above: Iterable[int] = ()) -> bool:
     return False
 
 
-def _culprit(path: str, obj: Any, deep: bool, above: frozenset[int] = frozenset()) -> tuple[str, Any]:
+def _culprit(path: str, obj: Any, deep: bool, instead: Mapping[int, Any]) -> tuple[str, Any]:
     """The innermost part of `obj` that cannot be pickled by itself, and the path to it.
 
     Of what is too deep, the path is that to a variable: all that is in it is too deep as well.
     """
-    above |= {id(obj)}
+    instead = {**instead, id(obj): None}  # what leads to a part is not to blame
     for step, child in _parts(obj) if not deep or is_a(obj, _CALLABLES) else ():
-        if id(child) not in above and _fails(child, deep, above):
-            return _culprit(path + step if step[0] in "[.(" else step, child, deep, above)
+        if id(child) not in instead and _fails(child, deep, instead):
+            return _culprit(path + step if step[0] in "[.(" else step, child, deep, instead)
     return path, obj
 
 
@@ -73,8 +81,10 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:
-    """What pickling `obj` reaches next, as far as `obj` lets it be seen: each with the source text that leads to it, or
-    with a name of its own."""
+    """Return what pickling `obj` reaches next, as far as `obj` lets it be seen.
+
+    Each part comes with the source text that leads to it, or with a name of its own.
+    """
     found: list[tuple[str, Any]] = []
     for look in (_items, _attributes):
         with contextlib.suppress(Exception):  # of an object that answers what it is asked with an exception

@@ -41,7 +41,7 @@ def contents(obj: Any) -> Mapping[str, Any]:
 
 
 def text(obj: Any, name: str) -> str:
-    """Return an attribute of `obj` that is text, such as `__module__` or `__name__`; empty where it is anything else."""
+    """Return an attribute of `obj` that is text, such as `__module__`; empty where it is anything else."""
     try:
         found = type.__getattribute__(obj, name) if is_a(obj, type) else object.__getattribute__(obj, name)
     except Exception:

@@ -41,9 +41,22 @@ def importable(obj: Any) -> bool:
 
 
 def travels_by_value(module: Any) -> bool:
-    """Whether `cloudpickle.register_pickle_by_value` was called for the module or for a package that it is in."""
+    """Return whether no import gives the module, or `cloudpickle.register_pickle_by_value` was called for it.
+
+    It may also be called for a package that the module is in.
+    """
+    if _is_made_by_code(module):
+        return True
     registered = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES
     return bool(registered) and cloudpickle.cloudpickle._is_registered_pickle_by_value(module)
+
+
+def _is_made_by_code(module: Any) -> bool:
+    name = text(module, "__name__").partition(".")[0]
+    if not name or name in ("__main__", "__mp_main__") or name in sys.builtin_module_names:
+        return False
+    top = contents(sys.modules.get(name, module))
+    return top.get("__spec__") is None and top.get("__file__") is None
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
@@ -129,7 +142,7 @@ def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.Mod
     if "__path__" not in contents(module):
         return []
     found = []
-    for name in _attributes(code):
+    for name in attributes_of(code):
         inner = sys.modules.get(f"{module.__name__}.{name}")
         if isinstance(inner, types.ModuleType):
             found += [inner, *submodules(inner, code)]
@@ -137,7 +150,8 @@ def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.Mod
 
 
 @functools.lru_cache(maxsize=4096)
-def _attributes(code: types.CodeType) -> frozenset[str]:
+def attributes_of(code: types.CodeType) -> frozenset[str]:
+    """The names that `code`, or a function or class inside it, reads as attributes or globals."""
     return frozenset(name for inner in _codes(code) for name in inner.co_names)
 
 

@@ -1,12 +1,12 @@
-"""`per_rank`: an argument that is another for each rank."""
+"""Arguments: one for each rank (`per_rank`), and several of one call (`Spread`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ..wire.messages import PerRank
-from .foreign import is_a
+from .foreign import is_a, name_of
 
 
 class OnePerRank:
@@ -20,6 +20,22 @@ class OnePerRank:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("per_rank(...) has to be an argument of the function itself, not a part of one or a variable")
+
+
+class Spread:
+    """Calls a function with the items of a tuple.
+
+    Args:
+        fn: The function.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.__wrapped__ = fn
+        self.__name__ = name_of(fn)
+
+    def __call__(self, items: tuple[Any, ...]) -> Any:
+        """Return what the function returns for these arguments."""
+        return self.__wrapped__(*items)
 
 
 def per_rank(values: Iterable[Any]) -> Any:

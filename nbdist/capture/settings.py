@@ -29,7 +29,7 @@ from typing import Any
 
 from . import torch_modes
 from .foreign import contents, is_a, looked, text
-from .patches import Patches
+from .patches import Patch, Patches
 from .pickler import Pickler
 
 #: Loggers of the notebook's own machinery, by the first part of their names.
@@ -53,15 +53,17 @@ class SettingsSender:
     def take(self) -> dict[str, bytes]:
         """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
         found, last = current(), self._last
-        found["patches"] = looked(
-            lambda: self._patches.find(lambda value: pickle_setting(value)[0] is None), [], "what the notebook has patched"
-        )
+        nothing: list[Patch] = []
+        found["patches"] = looked(self._find_patches, nothing, "what the notebook has patched")
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in last or not same(last[name], value) or (name == "patches" and value):
                 last[name] = value
                 self._take(name, value)
         return dict(self._pickled)
+
+    def _find_patches(self) -> list[Patch]:
+        return self._patches.find(lambda value: pickle_setting(value)[0] is None)
 
     def _take(self, name: str, value: Any) -> None:
         self._pickled.pop(name, None)
@@ -140,7 +142,7 @@ class _Loggers:
                 self._read[name] = settings
 
 
-def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
+def describe_handler(handler: Any) -> tuple[Any, ...] | None:
     """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
     formatter = handler.formatter
     if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
@@ -219,6 +221,9 @@ def _what(name: str) -> str:
 
 def current() -> dict[str, Any]:
     """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
-    here = {name: (sys.modules[module], read) for name, (module, read) in _SOURCES.items() if module in sys.modules}
-    found = {name: looked(functools.partial(read, module), _UNREAD, _what(name)) for name, (module, read) in here.items()}
+    found = {
+        name: looked(functools.partial(read, sys.modules[module]), _UNREAD, _what(name))
+        for name, (module, read) in _SOURCES.items()
+        if module in sys.modules
+    }
     return {name: value for name, value in found.items() if value is not _UNREAD}

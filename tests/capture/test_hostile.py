@@ -1,4 +1,4 @@
-"""What is only help never fails a call, whatever objects lie about."""
+"""Nothing that is only help fails a call, whatever objects the process has."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from ...capture.depth import deeply
 from ...capture.diagnosis import explain_failure
 from ...capture.imports import modules_named, run_imports
 from ...capture.need import Names, main_namespace
+from ...capture.per_rank import Spread
 from ...capture.pickler import Pickler, dumps_plain
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, text_of
@@ -35,7 +36,6 @@ from ..cell.cell import Cell
 from ..cell.relay import Relay
 from ..session import draw_seeds
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 #: Seconds that a worker should be busy with what it is sent at once: sending is little beside it, and no worker has
@@ -46,16 +46,16 @@ _AHEAD = 2
 
 
 def parallel_map(
-    fn: Callable[[T], R],
-    items: Iterable[T],
+    fn: Callable[..., R],
+    items: Iterable[Any],
+    *more: Any,
     workers: int | None = None,
-    *,
     imports: str | Iterable[str] = "",
     need: Names = "",
     progress: bool = True,
     chunk: int | None = None,
 ) -> list[R]:
-    """`[fn(item) for item in items]`, on all cores.
+    """`list(map(fn, items))`, on all cores.
 
     The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
     classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
@@ -65,6 +65,8 @@ def parallel_map(
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: What it is called with, each by itself.
+        more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
+            shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
             0 calls `fn` in this process, for `%debug` and breakpoints.
         imports: Import statements, executed in each worker's `__main__` before `fn`.
@@ -87,13 +89,19 @@ def parallel_map(
         ...     return scale * x
         >>> parallel_map(scaled, range(4), progress=False)
         [0, 10, 20, 30]
+        >>> parallel_map(pow, [2, 3], [3, 2], workers=2, progress=False)
+        [8, 9]
     """
     check_platform()
+    if more and (isinstance(more[-1], int) or not isinstance(more[-1], Iterable)):
+        *more, workers = more  # type: ignore[assignment]
     block, names = check_call(fn, imports, need)
     if workers is not None:
         check_count(workers, least=0, name="workers")
     if chunk is not None:
         check_count(chunk, least=1, name="chunk")
+    if more:
+        items, fn = zip(items, *more, strict=False), Spread(fn)
     items = list(items)
     with _bar(len(items), progress) as advance:
         if workers == 0:
