@@ -56,6 +56,9 @@ class NbdistError(Exception):
 class CaptureError(NbdistError):
     """Something that a call needs cannot be pickled; the message names the variable and the path inside it.
 
+    Attributes: `value`, what the function returned, where only a part of it cannot be sent or rebuilt: an object that
+    says so is in the place of that part. Else None.
+
     Examples:
         >>> from nbdist import in_ddp
         >>> data = {"rows": (row for row in range(3))}
@@ -65,6 +68,20 @@ class CaptureError(NbdistError):
         Traceback (most recent call last):
         nbdist.errors.CaptureError: data['rows'] cannot be sent between the notebook and the ranks: it is of type ...
     """
+
+    value: Any = None
+
+    def with_value(self, value: Any) -> CaptureError:
+        """Return the error with what else the function has returned, and say so, unless that is None."""
+        if value is None:
+            return self
+        said = (
+            f"{self}\nAll else that the function returned is the `value` of this error (`sys.last_value.value` in the "
+            f"next cell), with an object that says why in the place of what is missing."
+        )
+        error = type(self)(said)
+        error.value = value
+        return error
 
 
 class RankDied(NbdistError):

@@ -22,6 +22,7 @@ from ..wire.parcel import Parcel, pack
 from . import reading
 from .depth import deeply
 from .diagnosis import explain_failure
+from .foreign import contents, is_a, text
 from .imports import modules_named, names_given
 from .modules import own_file, own_sources
 from .names import namespace_key
@@ -31,6 +32,9 @@ from .settings import sender
 from .side_effects import imported_beside
 from .steps import Call as CallStep
 from .steps import Named, is_constant
+
+#: How the files end from which a rank can load a module: sources, and what was compiled for this Python.
+_LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def pickle_call(
     need_in = dict.fromkeys(("__main__", namespace_key(fn)))
 
     def write() -> Pickler:
-        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in)
+        pickler = make_pickler(io.BytesIO(), skip=skip, need=need, need_in=need_in, says_copies=True)
         # The names first: to read what comes after them may be to run it. The numbers last: they are complete then.
         needed = CallStep(reading.nothing, *pickler.needed()) if need else None
         positional = [_named(f"argument {number}", value) for number, value in enumerate(args, 1)]
@@ -124,7 +128,7 @@ def _named(name: str, value: Any) -> Any:
 
 
 def _warn_if_shadowed(name: str, value: Any) -> None:
-    if getattr(value, "__module__", None) == "__main__" and isinstance(value, (type, types.FunctionType)):
+    if is_a(value, (type, types.FunctionType)) and text(value, "__module__") == "__main__":
         warnings.warn(
             f"{name!r} is defined in the notebook, but imports= gives that name too: ranks use the imported one. "
             f"List it in need= to send the notebook's.",
@@ -161,10 +165,10 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
         if top is not None and found(name, id(top), tuple(search_path())):
             continue
         for loaded, module in list(sys.modules.items()):
-            if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
-                file = getattr(module, "__file__", None)
-                folders = list(getattr(module, "__path__", [])) or None
-                if (file and file.endswith(".py")) or folders:
+            if (loaded == name or loaded.startswith(name + ".")) and is_a(module, types.ModuleType):
+                file = contents(module).get("__file__")
+                folders = list(contents(module).get("__path__", [])) or None
+                if (file and file.endswith(_LOADED)) or folders:
                     places[loaded] = (file, folders)
     return places
 
@@ -177,6 +181,6 @@ def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
 
 
 def _same_place(module: types.ModuleType, spec: importlib.machinery.ModuleSpec) -> bool:
-    if spec.origin is not None and spec.origin == getattr(module, "__file__", None):
+    if spec.origin is not None and spec.origin == contents(module).get("__file__"):
         return True
-    return list(spec.submodule_search_locations or []) == list(getattr(module, "__path__", [])) != []
+    return list(spec.submodule_search_locations or []) == list(contents(module).get("__path__", [])) != []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import io
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CaptureError, text_of
+from .foreign import attribute, contents, is_a, text
 from .names import Outputs, globals_of
 from .pickler import Pickler
 from .reading import Unreadable
@@ -25,7 +27,8 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | 
         return exc
     deep = isinstance(exc, RecursionError)
     where, culprit = next(
-        (_culprit(what, part, deep) for what, part in parts.items() if _fails(part, deep)), (" or ".join(parts), None)
+        (_culprit(what, part, deep, {}) for what, part in parts.items() if _fails(part, deep, {})),
+        (" or ".join(parts), None),
     )
     if deep:
         why = (
@@ -33,9 +36,10 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | 
             f"Pass it as a list, or make it inside the function instead."
         )
     else:
+        kind = text(type(culprit), "__qualname__")
         why = (
-            f"it is of type {type(culprit).__qualname__} ({type(exc).__name__}: {text_of(exc)}). Make it inside the "
-            f"function instead, or pass what it is made from."
+            f"it is of type {kind} ({type(exc).__name__}: {text_of(exc)}). Make it inside the function instead, or "
+            f"pass what it is made from."
         )
     return CaptureError(f"{where} cannot be sent between the notebook and the ranks: {why}")
 
@@ -49,9 +53,16 @@ def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
     )
 
 
-def _fails(obj: Any, deep: bool) -> bool:
+def culprit_of(what: str, value: Any, instead: Mapping[int, Any]) -> tuple[str, Any]:
+    """The innermost part of `value`, which is called `what`, that cannot be pickled, and its name; `instead` are
+    replacements for parts, by id."""
+    return _culprit(what, value, False, instead)
+
+
+def _fails(obj: Any, deep: bool, instead: Mapping[int, Any]) -> bool:
+    """Return whether `obj` cannot be pickled, with replacements for other objects, by id."""
     try:
-        Pickler(io.BytesIO()).dump(obj)
+        Pickler(io.BytesIO(), instead=instead).dump(obj)
     except RecursionError:
         return deep
     except Exception:
@@ -59,50 +70,70 @@ def _fails(obj: Any, deep: bool) -> bool:
     return False
 
 
-def _culprit(path: str, obj: Any, deep: bool, seen: frozenset[int] = frozenset()) -> tuple[str, Any]:
+def _culprit(path: str, obj: Any, deep: bool, instead: Mapping[int, Any]) -> tuple[str, Any]:
     """The innermost part of `obj` that cannot be pickled by itself, and the path to it.
 
     Of what is too deep, the path is that to a variable: all that is in it is too deep as well.
     """
-    seen |= {id(obj)}
-    for step, child in _parts(obj) if not deep or isinstance(obj, _CALLABLES) else ():
-        if id(child) not in seen and _fails(child, deep):
-            return _culprit(path + step if step[0] in "[.(" else step, child, deep, seen)
+    instead = {**instead, id(obj): None}  # what leads to a part is not to blame
+    for step, child in _parts(obj) if not deep or is_a(obj, _CALLABLES) else ():
+        if id(child) not in instead and _fails(child, deep, instead):
+            return _culprit(path + step if step[0] in "[.(" else step, child, deep, instead)
     return path, obj
 
 
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
-def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
-    """What pickling `obj` reaches next: each with the source text that leads to it, or with a name of its own."""
+def _parts(obj: Any) -> list[tuple[str, Any]]:
+    """Return what pickling `obj` reaches next, as far as `obj` lets it be seen.
+
+    Each part comes with the source text that leads to it, or with a name of its own.
+    """
+    found: list[tuple[str, Any]] = []
+    for look in (_items, _attributes):
+        with contextlib.suppress(Exception):  # of an object that answers what it is asked with an exception
+            found.extend(look(obj))
+    return found
+
+
+def _items(obj: Any) -> Iterable[tuple[str, Any]]:
     polars = sys.modules.get("polars")
-    if isinstance(obj, types.FunctionType):
+    if is_a(obj, types.FunctionType):
         closure = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=True)
         yield from ((name, _content(cell)) for name, cell in closure)
         yield from globals_of(obj).items()
         yield from ((f"(default {i})", value) for i, value in enumerate(obj.__defaults__ or ()))
-    elif polars is not None and isinstance(obj, polars.DataFrame):
+    elif polars is not None and is_a(obj, polars.DataFrame):
         yield from ((f"[{name!r}]", obj[name]) for name, dtype in obj.schema.items() if dtype == polars.Object)
-    elif polars is not None and isinstance(obj, polars.Series):
+    elif polars is not None and is_a(obj, polars.Series):
         yield from ((f"[{i}]", value) for i, value in enumerate(obj if obj.dtype == polars.Object else ()))
-    elif isinstance(obj, types.MethodType):
+    elif is_a(obj, types.MethodType):
         yield from ((".__func__", obj.__func__), (".__self__", obj.__self__))
-    elif isinstance(obj, functools.partial):
+    elif is_a(obj, functools.partial):
         yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
-    elif isinstance(obj, Outputs):
+    elif is_a(obj, Outputs):
         yield from ((f"Out[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, Mapping):
-        yield from ((f"[{key!r}]", value) for key, value in list(obj.items()))
-    elif isinstance(obj, (list, tuple, set, frozenset)):
+    elif is_a(obj, Mapping):
+        yield from ((f"[{_text(key)}]", value) for key, value in list(obj.items()))
+    elif is_a(obj, (list, tuple, set, frozenset)):
         yield from ((f"[{i}]", value) for i, value in enumerate(obj))
-    if isinstance(obj, type) or hasattr(obj, "__dict__"):
-        yield from ((f".{name}", value) for name, value in list(vars(obj).items()))
-    if not isinstance(obj, type):
+
+
+def _attributes(obj: Any) -> Iterable[tuple[str, Any]]:
+    yield from ((f".{name}", value) for name, value in list(contents(obj).items()))
+    if not is_a(obj, type):
         yield ".__class__", type(obj)
         for name in copyreg._slotnames(type(obj)):  # type: ignore[attr-defined]
-            if hasattr(obj, name):
-                yield f".{name}", getattr(obj, name)
+            if (value := attribute(obj, name)) is not None:
+                yield f".{name}", value
+
+
+def _text(key: Any) -> str:
+    try:
+        return repr(key)
+    except Exception:
+        return f"<{type(key).__name__}>"
 
 
 def _content(cell: types.CellType) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from ..checks import check_function
 from .call import pickle_call
 from .depth import deeply
+from .foreign import name_of
 from .imports import names_given, parse_imports
 from .need import Names, resolve_need
 from .per_rank import all_of
@@ -92,7 +93,7 @@ def explain(
     items = [Item(name, "import", 0) for name in sorted(names_given(block) & used)]
     items += [_measure(name, value, name in used) for name, value in names.items()]
     items += [_measure(name, value) for name, value in pickler.captured.items() if name not in names]
-    items.append(_measure(getattr(fn, "__name__", "the function"), fn))
+    items.append(_measure(name_of(fn), fn))
     items += [_measure(f"argument {number}", value) for number, value in enumerate(args, 1)]
     items += [_measure(f"argument {name}", value) for name, value in kwargs.items()]
     return Explanation(items)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .depth import deeply
@@ -18,6 +19,7 @@ from .diagnosis import explain_failure, explain_unreadable
 from .pickler import Pickler
 from .reading import Keep, Unreadable, read
 
+_NONE: Mapping[type, Any] = types.MappingProxyType({})
 #: The descriptors that came with this process, by the numbers that `Inherited` has.
 inherited: list[int] = []
 #: Whether a global that came with a message may enter its namespace. In the notebook, nothing is overwritten.
@@ -44,11 +46,13 @@ class MessagePickler(Pickler):
 
     Args:
         library: "multiprocessing" or "multiprocess".
+        reducers: How further types are pickled.
         file, options: As for `Pickler`.
     """
 
-    def __init__(self, library: str, file: io.BytesIO, **options: Any) -> None:
-        self._reducers = importlib.import_module(f"{library}.reduction").ForkingPickler._extra_reducers
+    def __init__(self, library: str, file: io.BytesIO, reducers: Mapping[type, Any] = _NONE, **options: Any) -> None:
+        own = importlib.import_module(f"{library}.reduction").ForkingPickler._extra_reducers
+        self._reducers = {**own, **reducers}
         self._registered = registered(library)
         super().__init__(file, **options)
 
@@ -112,11 +116,11 @@ def _read(pickled: bytes) -> Any:
         raise explain_unreadable(exc, where) from exc.__cause__
 
 
-def dumps(library: str, obj: Any) -> bytes:
-    """A message, for plain `pickle.loads`. Raises `CaptureError`."""
+def dumps(library: str, obj: Any, reducers: Mapping[type, Any] = _NONE) -> bytes:
+    """A message, for plain `pickle.loads`; `reducers` pickle further types. Raises `CaptureError`."""
 
     def write() -> Pickler:
-        pickler = MessagePickler(library, io.BytesIO(), in_band=True, skip=lambda key, name: skip(key, name))
+        pickler = MessagePickler(library, io.BytesIO(), reducers, in_band=True, skip=lambda key, name: skip(key, name))
         pickler.dump(obj)
         return pickler
 
@@ -139,6 +143,28 @@ def install(library: str) -> None:
         return dumps(library, obj)
 
     importlib.import_module(f"{library}.reduction").ForkingPickler.dumps = classmethod(dump_message)
+
+
+def install_for_joblib() -> None:
+    """From now on, what joblib's pools send to processes is pickled here, too: they have a pickler of their own."""
+    pools: Any = sys.modules.get("joblib.pool")
+    if pools is not None:
+        pools.CustomizablePickler = _JoblibPickler
+
+
+class _JoblibPickler:
+    """A pickler for joblib's pools."""
+
+    def __init__(self, file: io.BytesIO, reducers: Mapping[type, Any] | None = None, protocol: int = 5) -> None:
+        self._file, self._reducers = file, dict(reducers or {})
+
+    def register(self, kind: type, reduce: Callable[[Any], Any]) -> None:
+        """Pickle objects of this type by this function."""
+        self._reducers[kind] = reduce
+
+    def dump(self, obj: Any) -> None:
+        """Write the pickle of `obj`. Raises `CaptureError`."""
+        self._file.write(dumps("multiprocessing", obj, self._reducers))
 
 
 def use_in_process(library: str, received: Keep, where_: str, has: Callable[[str, str], bool]) -> None:

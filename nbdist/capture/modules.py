@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..notebook.shell import after_each_cell, autoreloaded
 from ..system.interpreter import INSTALLED
+from .foreign import contents
 
 _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
@@ -58,7 +59,7 @@ def own_sources() -> dict[str, tuple[str, int]]:
                 continue
             # `reload` gives a module another spec. IPython's %autoreload may put new code into it without that; it has
             # read a new module when the cell was over.
-            spec, read = getattr(module, "__spec__", None), autoreloaded(name)
+            spec, read = contents(module).get("__spec__"), autoreloaded(name)
             now = before
             if now is None or spec is not now.spec or file != now.file or read not in (None, now.read):
                 now = _Executed(spec, modified(file) if read is None else read, file, checksum(file))
@@ -69,7 +70,7 @@ def own_sources() -> dict[str, tuple[str, int]]:
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
     """The source file of one of the user's own modules; None for any other."""
-    file = getattr(module, "__file__", None)
+    file = contents(module).get("__file__")
     if not isinstance(file, str) or not file.endswith(".py") or file.startswith(INSTALLED) or not os.path.isabs(file):
         return None
     return None if name in ("__main__", "__mp_main__") or name.partition(".")[0] == _PACKAGE else file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -14,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from ..notebook.shell import shown
+from .foreign import attribute, contents, is_a, text
 from .need import main_namespace
 
 Namespace = dict[str, Any]
@@ -25,36 +27,56 @@ _BY_NAME = frozenset(
 
 def importable(obj: Any) -> bool:
     """Whether a reader finds this very function or class by importing its module."""
-    module = sys.modules.get(obj.__module__) if obj.__module__ != "__main__" else None
+    name = text(obj, "__module__")
+    module = sys.modules.get(name) if name != "__main__" else None
     if module is None or travels_by_value(module):
         return False
     found: Any = module
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
+    for part in text(obj, "__qualname__").split("."):
+        try:
+            found = getattr(found, part, None)
+        except Exception:  # a lazy module's, which cannot import what it needs
+            return False
     return found is obj
 
 
 def travels_by_value(module: Any) -> bool:
-    """Whether `cloudpickle.register_pickle_by_value` was called for the module or for a package that it is in."""
+    """Return whether no import gives the module, or `cloudpickle.register_pickle_by_value` was called for it.
+
+    It may also be called for a package that the module is in.
+    """
+    if _is_made_by_code(module):
+        return True
     registered = cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES
     return bool(registered) and cloudpickle.cloudpickle._is_registered_pickle_by_value(module)
+
+
+def _is_made_by_code(module: Any) -> bool:
+    name = text(module, "__name__").partition(".")[0]
+    if not name or name in ("__main__", "__mp_main__") or name in sys.builtin_module_names:
+        return False
+    top = contents(sys.modules.get(name, module))
+    return top.get("__spec__") is None and top.get("__file__") is None
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
     """A key for a function's globals, and whether they have to travel (they do unless a module import gives them)."""
     name = namespace.get("__name__", "__main__")
     module = sys.modules.get(name)
-    if module is not None and module.__dict__ is namespace and not travels_by_value(module):
+    if module is not None and contents(module) is namespace and not travels_by_value(module):
         return name, name == "__main__"
     return f"{name}#{id(namespace)}", True  # such as a script run by IPython's %run, or exec with an own dict
 
 
 def namespace_key(fn: Callable[..., Any]) -> str:
     """The namespace in which `fn`, whatever it is wrapped in, finds its globals."""
-    inner = inspect.unwrap(fn)
-    while isinstance(inner, (functools.partial, types.MethodType)):
-        inner = inner.func if isinstance(inner, functools.partial) else inner.__func__
-    return namespace_of(inner.__globals__)[0] if hasattr(inner, "__globals__") else "__main__"
+    inner: Any = fn
+    with contextlib.suppress(Exception):  # `__wrapped__` of an object that answers any attribute, or raises
+        inner = inspect.unwrap(fn)
+    while is_a(inner, (functools.partial, types.MethodType)):
+        inner = inner.func if is_a(inner, functools.partial) else inner.__func__
+    namespace = attribute(inner, "__globals__")
+    return namespace_of(namespace)[0] if type(namespace) is dict else "__main__"
 
 
 def globals_of(fn: types.FunctionType) -> Namespace:
@@ -91,11 +113,11 @@ def globals_used(code: types.CodeType) -> tuple[str, ...]:
 def names_in_hints(hints: Mapping[str, Any]) -> Iterator[str]:
     """The names in those hints that are text, wholly (`from __future__ import annotations`) or in part."""
     for hint in hints.values() if isinstance(hints, Mapping) else ():
-        for text in _texts(hint):
-            try:
-                yield from _names_in(text)
-            except SyntaxError:  # it is text for people
-                continue
+        try:
+            found = [name for inner in _texts(hint) for name in _names_in(inner)]
+        except Exception:  # it is text for people, or an object that answers nothing
+            continue
+        yield from found
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,15 +134,15 @@ def _texts(hint: Any) -> Iterable[str]:
         return []
     if typing.get_origin(hint) is typing.Literal:
         return []
-    return [text for part in getattr(hint, "__args__", None) or () for text in _texts(part)]
+    return [found for part in getattr(hint, "__args__", None) or () for found in _texts(part)]
 
 
 def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.ModuleType]:
     """The loaded sub-modules of a package that `code` may reach through it, as in `xml.etree.ElementTree`."""
-    if not hasattr(module, "__path__"):
+    if "__path__" not in contents(module):
         return []
     found = []
-    for name in _attributes(code):
+    for name in attributes_of(code):
         inner = sys.modules.get(f"{module.__name__}.{name}")
         if isinstance(inner, types.ModuleType):
             found += [inner, *submodules(inner, code)]
@@ -128,7 +150,8 @@ def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.Mod
 
 
 @functools.lru_cache(maxsize=4096)
-def _attributes(code: types.CodeType) -> frozenset[str]:
+def attributes_of(code: types.CodeType) -> frozenset[str]:
+    """The names that `code`, or a function or class inside it, reads as attributes or globals."""
     return frozenset(name for inner in _codes(code) for name in inner.co_names)
 
 

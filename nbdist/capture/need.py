@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..checks import nearest, shown
+from .foreign import attribute
 from .imports import run_imports
 
 #: What `need=` takes.
@@ -42,7 +43,7 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
         raise TypeError(f"{_NAMES}, got {shown(need)}")
     if isinstance(need, str):
         need = [name for name in re.split(r"[\s,]+", need) if name]
-    namespaces = [main_namespace(), getattr(fn, "__globals__", {})]
+    namespaces = [main_namespace(), attribute(fn, "__globals__") or {}]
     found = {}
     for name in need:
         _check_name(name)

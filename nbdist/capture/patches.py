@@ -12,9 +12,12 @@ from typing import Any
 
 from ..notebook.shell import shell
 from .assigned import NO_LIBRARIES, Assigned, Patch
+from .foreign import contents, is_a, text
 from .names import importable
 from .need import main_namespace
 
+#: The attributes that name a class.
+_OF_A_CLASS = ("__module__", "__qualname__")
 #: Code that may put something into a class or module. Assignments to `self` do not.
 _MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w+(\.\w+)*\.\w+\s*=[^=]", re.MULTILINE)
 
@@ -28,7 +31,7 @@ class Patches:
         self._read = 0  # how many cells
         self._wary = False
         self._found: list[Patch] = []
-        self._refused: set[tuple[type | types.ModuleType, str]] = set()
+        self._refused: set[tuple[int, str]] = set()
         self._assigned = Assigned()
 
     def find(self, refused: Callable[[Any], str]) -> list[Patch]:
@@ -38,10 +41,10 @@ class Patches:
             self._looked = now
             self._found = list(_search()) if self._may_have() else []
         # Within a cell, too, a patch may be made and taken back.
-        holding = [(owner, name, value) for owner, name, value in self._found if vars(owner).get(name) is value]
+        holding = [(owner, name, value) for owner, name, value in self._found if contents(owner).get(name) is value]
         found = {(id(owner), name): (owner, name, value) for owner, name, value in (*holding, *self._assigned.find())}
         # A class that no import gives travels by value, with all that it has, or not at all.
-        patches = [patch for patch in found.values() if not isinstance(patch[0], type) or importable(patch[0])]
+        patches = [patch for patch in found.values() if not is_a(patch[0], type) or importable(patch[0])]
         if not patches or not refused(patches):
             return patches
         return [patch for patch in patches if self._can_travel(patch, refused)]
@@ -59,9 +62,9 @@ class Patches:
         why = refused(value)
         if not why:
             return True
-        if (owner, name) not in self._refused:
-            self._refused.add((owner, name))
-            place = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+        if (id(owner), name) not in self._refused:
+            self._refused.add((id(owner), name))
+            place = ".".join(text(owner, part) for part in (_OF_A_CLASS if is_a(owner, type) else ["__name__"]))
             warnings.warn(
                 f"{place}.{name}, which the notebook has set, is not set in the ranks: {why}. "
                 f"Set it inside the function.",
@@ -72,38 +75,42 @@ class Patches:
 
 def _search() -> Iterator[Patch]:
     main = main_namespace()
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType) and module.__name__ not in NO_LIBRARIES:
-            for name, value in list(vars(module).items()):
-                if type(value) is types.FunctionType and value.__globals__ is main:
-                    yield module, name, value
+    for name, module in list(sys.modules.items()):
+        if is_a(module, types.ModuleType) and name not in NO_LIBRARIES:
+            for attribute, value in list(contents(module).items()):
+                if _is_of(value, main):
+                    yield module, attribute, value
     for cls in classes():
-        if cls.__module__ != "__main__":
-            yield from ((cls, name, value) for name, value in list(vars(cls).items()) if _is_own(value, main))
+        if text(cls, "__module__") != "__main__":
+            yield from ((cls, name, value) for name, value in list(contents(cls).items()) if _is_own(value, main))
 
 
 def classes() -> Iterator[type]:
     """All classes of this process, but for `object`."""
-    seen, found = {object}, [object]
+    seen, found = {id(object)}, [object]  # by id: a metaclass has its own idea of hashes
     while found:
         for cls in type.__subclasses__(found.pop()):
-            if cls not in seen:
-                seen.add(cls)
+            if id(cls) not in seen:
+                seen.add(id(cls))
                 found.append(cls)
                 yield cls
+
+
+def _is_of(value: Any, main: dict[str, Any]) -> bool:
+    return type(value) is types.FunctionType and value.__globals__ is main
 
 
 def _is_own(value: Any, main: dict[str, Any]) -> bool:
     if type(value) is types.FunctionType:
         return value.__globals__ is main
     if type(value) in (classmethod, staticmethod):
-        return getattr(value.__func__, "__globals__", None) is main
+        return _is_of(value.__func__, main)
     if type(value) is property:
-        return any(getattr(fn, "__globals__", None) is main for fn in (value.fget, value.fset))
+        return _is_of(value.fget, main) or _is_of(value.fset, main)
     if type(value) is functools.partialmethod:
-        return getattr(value.func, "__globals__", None) is main
-    if "pandas" not in sys.modules or isinstance(value, type):
+        return _is_of(value.func, main)
+    if "pandas" not in sys.modules:
         return False
     # As pandas' CachedAccessor keeps it. Not getattr: what six puts into classes imports modules when it is asked.
-    accessor = getattr(value, "__dict__", {}).get("_accessor")
-    return isinstance(accessor, type) and accessor.__module__ == "__main__"
+    accessor = None if is_a(value, type) else contents(value).get("_accessor")
+    return is_a(accessor, type) and text(accessor, "__module__") == "__main__"

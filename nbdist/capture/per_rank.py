@@ -1,12 +1,13 @@
-"""`per_rank`: an argument that is another for each rank."""
+"""Arguments: one for each rank (`per_rank`), and several of one call (`Spread`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from ..checks import shown
 from ..wire.messages import PerRank
+from .foreign import is_a, name_of
 
 
 class OnePerRank:
@@ -22,6 +23,22 @@ class OnePerRank:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("per_rank(...) has to be an argument of the function itself, not a part of one or a variable")
+
+
+class Spread:
+    """Calls a function with the items of a tuple.
+
+    Args:
+        fn: The function.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.__wrapped__ = fn
+        self.__name__ = name_of(fn)
+
+    def __call__(self, items: tuple[Any, ...]) -> Any:
+        """Return what the function returns for these arguments."""
+        return self.__wrapped__(*items)
 
 
 def per_rank(values: Iterable[Any]) -> Any:
@@ -54,7 +71,7 @@ def for_each_rank(
     """
 
     def given(name: str, value: Any) -> Any:
-        if not isinstance(value, OnePerRank):
+        if not is_a(value, OnePerRank):
             return value
         if len(value.values) != count:
             raise ValueError(f"{name}: per_rank() must have an item for each of {count} ranks, got {len(value.values)}")
@@ -73,11 +90,11 @@ def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
     """Return the arguments with the whole lists in the place of what `per_rank` marks."""
 
     def whole(value: Any) -> Any:
-        return value.values if isinstance(value, OnePerRank) else value
+        return value.values if is_a(value, OnePerRank) else value
 
     return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
 
 
 def own(value: Any, place: int) -> Any:
     """What an argument is for the rank at this place among those that run the function."""
-    return value.values[place] if isinstance(value, PerRank) else value
+    return value.values[place] if is_a(value, PerRank) else value

@@ -18,11 +18,13 @@ from typing import Any
 import cloudpickle
 from cloudpickle.cloudpickle import subimport
 
-from . import classes, data, reading, reducers
+from . import classes, data, reading, reducers, shared, torch_objects
 from .data import OUT_OF_BAND, Storage, own_device, own_generator, reduce_data, reduce_tensor, typed_storage
+from .foreign import text
 from .mapped import MappedFiles
 from .names import (
     Outputs,
+    attributes_of,
     globals_of,
     globals_of_class,
     importable,
@@ -61,6 +63,8 @@ class Pickler(cloudpickle.Pickler):
         need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
         known: The number, by id, of each object that came from the other side. It goes back as that number, so that
             the notebook gets its own class again and not a copy.
+        instead: What goes in the place of objects, by their ids.
+        says_copies: Warn of what the notebook shares with other processes, and the reader gets as a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.
         least: Bytes from which on a buffer is big.
@@ -74,6 +78,8 @@ class Pickler(cloudpickle.Pickler):
         need: Mapping[str, Any] | None = None,
         need_in: Iterable[str] = (),
         known: Mapping[int, int] | None = None,
+        instead: Mapping[int, Any] | None = None,
+        says_copies: bool = False,
         to_cpu: bool = False,
         in_band: bool = False,
         least: int = OUT_OF_BAND,
@@ -88,8 +94,8 @@ class Pickler(cloudpickle.Pickler):
         self._progress = Progress()
         self._skip = skip
         self._need, self._need_in = need or {}, frozenset(need_in)
-        self._known = known or {}
-        self._to_cpu = to_cpu
+        self._known, self._instead = known or {}, instead or {}
+        self._to_cpu, self._says_copies = to_cpu, says_copies
         # What comes back is copied: files of ranks may be short-lived.
         self._files = None if to_cpu or in_band else MappedFiles()
         self._skipped: dict[tuple[str, str], bool] = {}
@@ -117,11 +123,16 @@ class Pickler(cloudpickle.Pickler):
         number = self._known.get(id(obj))
         if number is not None:
             return reading.original, (number,)
+        if self._instead and id(obj) in self._instead:
+            return reading.itself, (self._instead[id(obj)],)
         if type(obj) is self._array:  # there may be very many
-            return reduce_data(obj, self._files) or NotImplemented
+            reduction = reduce_data(obj, self._files)
+            if reduction is None and self._says_copies and obj.base is not None:
+                shared.warn_of_shared_array(obj)
+            return reduction or NotImplemented
         if type(obj) is types.CodeType:
             return NotImplemented  # cloudpickle's, by its type
-        if isinstance(obj, types.FunctionType):
+        if type(obj) is types.FunctionType:  # isinstance says so of wrapt's proxies, too
             if importable(obj):
                 self.modules.add(obj.__module__)
                 return NotImplemented
@@ -149,8 +160,10 @@ class Pickler(cloudpickle.Pickler):
         reduction = (
             reduce_data(obj, self._files)
             or reducers.reduce_fastai(obj)
+            or reducers.reduce_wrapt(obj)
             or reducers.reduce_own(obj)
             or reducers.reduce_widget(obj)
+            or shared.reduce_managed(obj)
         )
         if reduction is not None:
             return reduction
@@ -158,6 +171,11 @@ class Pickler(cloudpickle.Pickler):
         if torch is not None:
             if isinstance(obj, torch.Tensor):
                 return reduce_tensor(obj)
+            if torch_objects.is_operator(obj):
+                self._number(obj)
+                return torch_objects.reduce_operator(obj)
+            if (reduction := torch_objects.reduce_torch(torch, obj, self._to_cpu)) is not None:
+                return reduction
             if isinstance(obj, torch.storage.TypedStorage):
                 return typed_storage, (self._storage(obj._untyped_storage), obj.dtype)
             if isinstance(obj, torch.UntypedStorage):
@@ -167,7 +185,11 @@ class Pickler(cloudpickle.Pickler):
             if type(obj) is torch.device and obj.type == "cuda":
                 # A device number means nothing elsewhere: ranks take their own device, the notebook the CPU.
                 return (torch.device, ("cpu",)) if self._to_cpu else (own_device, ())
-        return super().reducer_override(obj)
+        if self._says_copies:
+            shared.warn_of_trial(obj)
+        if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
+            self.modules.add(module)  # such as that of a compiled function, which is found by its name
+        return reducers.reduce_delegating(obj) or super().reducer_override(obj)
 
     def _number(self, obj: Any) -> None:
         if id(obj) not in self._numbers:
@@ -265,7 +287,8 @@ class Pickler(cloudpickle.Pickler):
     def _reached_modules(self, fn: types.FunctionType, values: Iterable[Any]) -> Steps:
         contents = (_content(cell) for cell in fn.__closure__ or ())
         packages = [value for value in (*values, *contents) if isinstance(value, types.ModuleType)]
-        return [inner for package in packages for inner in submodules(package, fn.__code__)], []
+        found: list[Any] = [inner for package in packages for inner in submodules(package, fn.__code__)]
+        return found + torch_objects.operators_named(attributes_of(fn.__code__)), []
 
     def _variables(self, key: str, names: Mapping[str, Any]) -> Steps:
         constants: dict[str, Any] = {}
@@ -295,7 +318,11 @@ class Pickler(cloudpickle.Pickler):
 
     def _storage(self, untyped: Any) -> Storage:
         # Each access to a tensor's storage makes a new Python object: only its address tells that two are one.
-        return self._storages.setdefault(untyped._cdata, Storage(untyped, self._to_cpu, self._files))
+        if untyped._cdata not in self._storages:
+            if self._says_copies:
+                shared.warn_of_shared_tensor(untyped)
+            self._storages[untyped._cdata] = Storage(untyped, self._to_cpu, self._files)
+        return self._storages[untyped._cdata]
 
 
 def dumps_plain(value: Any) -> memoryview | None:
@@ -307,7 +334,7 @@ def dumps_plain(value: Any) -> memoryview | None:
 #: What pickles call when they are read: there wherever a reader is.
 _READERS = frozenset(
     value
-    for module in (reading, classes, data, reducers, cloudpickle.cloudpickle)
+    for module in (reading, classes, data, reducers, shared, torch_objects, cloudpickle.cloudpickle)
     for value in vars(module).values()
     if isinstance(value, types.FunctionType) and importable(value)
 )

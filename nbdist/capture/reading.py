@@ -34,11 +34,18 @@ class _Reading(threading.local):
 _reading = _Reading()
 
 
-def read(pickled: memoryview, buffers: Iterable[memoryview], *, originals: Sequence[Any], keep: Keep) -> Any:
+def read(
+    pickled: memoryview,
+    buffers: Iterable[memoryview],
+    *,
+    originals: Sequence[Any],
+    keep: Keep,
+    loads: Callable[..., Any] = pickle.loads,
+) -> Any:
     """Read what a `Pickler` wrote.
 
     A global that travelled is put into its namespace where `keep(key, namespace, name)` allows it. `originals` is
-    what this side once sent by value, in the order of the numbers.
+    what this side once sent by value, in the order of the numbers; `loads` takes what `pickle.loads` takes.
 
     Raises:
         Unreadable: When something that has a name could not be read.
@@ -46,7 +53,7 @@ def read(pickled: memoryview, buffers: Iterable[memoryview], *, originals: Seque
     saved = vars(_reading).copy()  # reading may lead to reading
     _reading.originals, _reading.keep, _reading.modules, _reading.names = originals, keep, {}, []
     try:
-        return pickle.loads(pickled, buffers=buffers)
+        return loads(pickled, buffers=buffers)
     except Exception as exc:
         if not _reading.names:
             raise
@@ -56,9 +63,19 @@ def read(pickled: memoryview, buffers: Iterable[memoryview], *, originals: Seque
         vars(_reading).update(saved)
 
 
+def being_read() -> str:
+    """Return the name of the variable, argument or value that is being read."""
+    return _reading.names[-1] if _reading.names else "a part"
+
+
 def original(number: int) -> Any:
     """An object that this side has sent by value."""
     return _reading.originals[number]
+
+
+def itself(value: Any) -> Any:
+    """Something goes in the place of an object."""
+    return value
 
 
 def nothing(*args: Any) -> None:

@@ -7,6 +7,7 @@ import codecs
 import copyreg
 import functools
 import getpass
+import importlib
 import sys
 import threading
 import types
@@ -97,10 +98,12 @@ def array_of_c_types(kind: type, length: int) -> Any:
     return kind * length  # type: ignore[operator]
 
 
-#: Everyday values that cloudpickle refuses or takes apart wrongly. A lock arrives unlocked, a cache empty.
+#: Everyday values that cloudpickle refuses or takes apart wrongly. A lock arrives unlocked, a cache and a thread's own
+#: values empty.
 BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
     type(threading.Lock()): lambda lock: (threading.Lock, ()),
     type(threading.RLock()): lambda lock: (threading.RLock, ()),
+    threading.local: lambda local: (threading.local, ()),
     functools._lru_cache_wrapper: _reduce_lru_cache,
     memoryview: _reduce_view,
     codecs.CodecInfo: lambda info: (codecs.lookup, (info.name,)),
@@ -108,6 +111,52 @@ BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
     weakref.WeakKeyDictionary: lambda d: (weakref.WeakKeyDictionary, (dict(d),)),
     weakref.WeakValueDictionary: lambda d: (weakref.WeakValueDictionary, (dict(d),)),
 }
+
+
+# ------------------------------------------------------------------------------------------ objects that delegate
+
+
+def reduce_wrapt(obj: Any) -> Reduction | None:
+    """Return how a function that a decorator of wrapt has wrapped is pickled; None for any other object."""
+    wrapt: Any = sys.modules.get("wrapt")
+    if wrapt is None or type(obj) is not wrapt.FunctionWrapper:
+        return None
+    return _wrap, (obj.__wrapped__, obj._self_wrapper, obj._self_enabled)
+
+
+def _wrap(wrapped: Any, wrapper: Any, enabled: Any) -> Any:
+    return importlib.import_module("wrapt").FunctionWrapper(wrapped, wrapper, enabled)
+
+
+def reduce_delegating(obj: Any) -> Reduction | None:
+    """Return how an object is pickled that passes on to another what it does not have; None for any other.
+
+    While one is rebuilt it has no attributes yet, and pickle asks it for `__setstate__`: its `__getattr__` would ask
+    for the other object without end.
+    """
+    cls: Any = type(obj)
+    if (
+        not hasattr(cls, "__getattr__")
+        or hasattr(cls, "__setstate__")
+        or cls.__reduce_ex__ is not object.__reduce_ex__
+        or cls.__reduce__ is not object.__reduce__
+        or cls in copyreg.dispatch_table
+    ):
+        return None
+    made = object.__reduce_ex__(obj, 4)
+    if not isinstance(made, tuple) or len(made) < 3 or made[2] is None:
+        return None
+    make, args, state, *items = made
+    return make, args, state, *items, *[None] * (2 - len(items)), set_state
+
+
+def set_state(obj: Any, state: Any) -> None:
+    """Set what `object.__reduce_ex__` has given: the attributes, and those in slots."""
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    if attributes:
+        object.__getattribute__(obj, "__dict__").update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(obj, name, value)
 
 
 # ----------------------------------------------------------------------------------------------------- fastai

@@ -20,6 +20,7 @@ What is gathered, and where it comes from:
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import locale
 import logging
@@ -32,6 +33,8 @@ from typing import Any
 
 from ..system.search_path import search_path
 from . import torch_modes
+from .assigned import Patch
+from .foreign import attribute, contents, is_a, looked, text
 from .patches import Patches
 from .pickler import Pickler
 
@@ -67,13 +70,17 @@ class SettingsSender:
 
     def _take_all(self) -> dict[str, bytes]:
         found, last = current(), self._last
-        found["patches"] = self._patches.find(_refused)
+        nothing: list[Patch] = []
+        found["patches"] = looked(self._find_patches, nothing, "what the notebook has patched")
         for name, value in found.items():
             # Patches bring the globals that they use as these are now.
             if name not in last or not same(last[name], value) or (name == "patches" and value):
                 last[name] = value
                 self._take(name, value)
         return dict(self._pickled)
+
+    def _find_patches(self) -> list[Patch]:
+        return self._patches.find(_refused)
 
     def _take(self, name: str, value: Any) -> None:
         self._pickled.pop(name, None)
@@ -84,7 +91,7 @@ class SettingsSender:
             self._pickled[name] = pickled
         else:
             warnings.warn(
-                f"the notebook's settings of {name} do not hold in the ranks, for they cannot be pickled. "
+                f"{_what(name)} do not hold in the ranks, for they cannot be pickled. "
                 f"settings=False sends no settings.",
                 stacklevel=3,
             )
@@ -160,15 +167,15 @@ class _Loggers:
                 self._read[name] = settings
 
 
-def describe_handler(handler: logging.Handler) -> tuple[Any, ...] | None:
+def describe_handler(handler: Any) -> tuple[Any, ...] | None:
     """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
     formatter = handler.formatter
-    if type(formatter).__module__ == "torch._logging._internal":  # there are dozens of these
+    if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
         return None
-    if isinstance(handler, logging.FileHandler):
+    if is_a(handler, logging.FileHandler):
         target: Any = handler.baseFilename, handler.encoding
     elif type(handler) is logging.StreamHandler:
-        target = _stream(getattr(handler, "stream", None))
+        target = _stream(contents(handler).get("stream"))
         if target is None:
             return None
     else:
@@ -186,17 +193,17 @@ def _stream(stream: Any) -> str | tuple[str, str] | None:
     names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout", id(sys.stderr): "stderr"}
     if id(stream) in names:
         return names[id(stream)]
-    stream = getattr(stream, "file", stream)  # that of `tempfile.NamedTemporaryFile`
-    name = getattr(stream, "name", "")
-    if isinstance(stream, io.TextIOWrapper):
+    stream = contents(stream).get("file", stream)  # of `tempfile.NamedTemporaryFile`
+    name = attribute(stream, "name")
+    if is_a(stream, io.TextIOWrapper):
         plain = isinstance(stream.buffer, (io.BufferedWriter, io.BufferedRandom))  # and no archive
         if isinstance(name, str) and os.path.isfile(path := os.path.abspath(name)):
             return (path, stream.encoding) if plain else None
         if isinstance(name, int) and name > 2:
             return None  # a file without a name
-    if isinstance(stream, io.StringIO):
+    if is_a(stream, io.StringIO):
         return None
-    return "stdout" if name in ("stdout", "<stdout>", 1) else "stderr"
+    return "stdout" if type(name) in (str, int) and name in ("stdout", "<stdout>", 1) else "stderr"
 
 
 class _Environ:
@@ -237,7 +244,7 @@ def _pandas(pandas: Any) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # of options that are about to go
         for key, option in config._registered_options.items():
             value = pandas.get_option(key)
-            if key not in config._deprecated_options and value is not option.defval and value != option.defval:
+            if key not in config._deprecated_options and value is not option.defval and not same(value, option.defval):
                 options[key] = value
     _seen["pandas"] = copy.deepcopy(getattr(config, "_global_config", None)), options
     return options
@@ -248,7 +255,7 @@ def _matplotlib(matplotlib: Any) -> dict[str, Any]:
     skip = getattr(style, "STYLE_BLACKLIST", {"backend", "interactive"})
     now, default = dict(dict.items(matplotlib.rcParams)), dict(dict.items(matplotlib.rcParamsDefault))
     if not _unchanged("matplotlib", now):
-        changed = {key: value for key, value in now.items() if key not in skip and value != default[key]}
+        changed = {key: value for key, value in now.items() if key not in skip and not same(value, default[key])}
         _seen["matplotlib"] = copy.deepcopy(now), changed
     return _seen["matplotlib"][1]
 
@@ -280,6 +287,18 @@ _SOURCES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+_UNREAD: Any = object()
+
+
+def _what(name: str) -> str:
+    return f"the notebook's settings of {name}"
+
+
 def current() -> dict[str, Any]:
     """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
-    return {name: read(sys.modules[module]) for name, (module, read) in _SOURCES.items() if module in sys.modules}
+    found = {
+        name: looked(functools.partial(read, sys.modules[module]), _UNREAD, _what(name))
+        for name, (module, read) in _SOURCES.items()
+        if module in sys.modules
+    }
+    return {name: value for name, value in found.items() if value is not _UNREAD}

@@ -14,14 +14,18 @@ import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..errors import text_of
 from ..notebook.shell import shell
-from .need import script
+from .foreign import contents, text
+from .need import main_namespace, script
 from .patches import classes
 
 _NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])
 _MISSING = re.compile(r"has no attribute '(\w+)'")
+#: What pickle says of a class of the notebook that a file names.
+_UNKNOWN = re.compile(r"Can't get attribute '(\w+)' on <module '__main__'")
 
 
 class ImportStatements:
@@ -57,17 +61,21 @@ def imported_beside(modules: Iterable[str]) -> list[str]:
 
 def missing_import(error: AttributeError) -> str:
     """Which import lacks where an attribute does that a module has given to somebody else's class; else empty."""
+    unknown = _UNKNOWN.search(text_of(error))
+    if unknown is not None and unknown[1] in main_namespace():
+        return f"The notebook has {unknown[1]}, and the rank had not been given it: need={unknown[1]!r}"
     missing = _MISSING.search(text_of(error))
     if missing is None:
         return ""
     for cls in classes():
-        value = vars(cls).get(missing[1])
-        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        giver = value.__globals__.get("__name__", "") if isinstance(value, types.FunctionType) else ""
-        if giver and giver not in ("__main__", cls.__module__) and value.__module__ == giver:
+        value: Any = contents(cls).get(missing[1])
+        if type(value) in (property, classmethod, staticmethod):
+            value = value.fget if type(value) is property else value.__func__
+        giver = value.__globals__.get("__name__") if type(value) is types.FunctionType else None
+        if giver not in (None, "__main__", text(cls, "__module__")) and text(value, "__module__") == giver:
             return (
-                f"In the notebook, {giver} has given {cls.__name__} its {missing[1]!r}; the rank had not imported it: "
-                f"imports='import {giver}'"
+                f"In the notebook, {giver} has given {text(cls, '__name__')} its {missing[1]!r}; the rank had not "
+                f"imported it: imports='import {giver}'"
             )
     return _missing_of_fastai(missing[1])
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from .. import engines
 from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
+from ..capture.foreign import name_of
 from ..capture.imports import modules_named
 from ..capture.need import Names
 from ..capture.per_rank import for_each_rank
@@ -488,7 +489,7 @@ class Session:
         )
         self._engine.warm([*modules_named(block), *sorted(call.modules)])
         seeds = draw_seeds() if self._executor.layout.seed is None else None
-        what = getattr(fn, "__name__", type(fn).__name__)
+        what = name_of(fn)
         return Request(call, seeds, targets, everyone, output, self._options.lines, what, once)
 
     def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:

@@ -50,7 +50,7 @@ def leave() -> None:
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     # Those of the server are not among them: `gc.freeze` has put them elsewhere.
-    for file in [found for found in gc.get_objects() if isinstance(found, (io.TextIOWrapper, io.BufferedWriter))]:
+    for file in [found for found in gc.get_objects() if issubclass(type(found), (io.TextIOWrapper, io.BufferedWriter))]:
         with contextlib.suppress(Exception):  # closed, detached, or the disk is full
             file.flush()
     with contextlib.suppress(Exception):

@@ -25,6 +25,7 @@ from .items import Mapper
 from .kernel_channel import KernelChannel
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
+from .sharded import whole
 from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
 
 
@@ -172,10 +173,11 @@ class Rank:
         before = _waited()
         value = self._caller.run(request, parcel)
         gpu_state.finish(process_groups())
+        instead = whole(value, request.answers)
         waited = _waited() - before
         # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
         grouped = sys.modules["torch.distributed"].is_initialized()
-        return self._outcomes.value(value, grouped, request.answers, waited)
+        return self._outcomes.value(value, grouped, request.answers, waited, instead)
 
     def _error(self, exc: BaseException, ends: str) -> Answer:
         tb = own_frames_dropped(exc)

@@ -10,13 +10,14 @@ import os
 import pickle
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..capture import imports
 from ..capture.data import OUT_OF_BAND
 from ..capture.depth import deeply
 from ..capture.diagnosis import explain_failure
+from ..capture.partial import absent_parts
 from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
 from ..errors import NbdistError, stand_ins, text_of
@@ -50,17 +51,20 @@ class Outcomes:
         self._channel, self._caller, self._interrupts = channel, caller, interrupts
         self.reads_memory = False
         """Whether the kernel may read big answers out of this process's memory."""
+        self._absent: dict[int, Any] = {}
+        """What goes in the place of parts of a value that cannot be sent, by their ids, until the error has gone."""
 
-    def value(self, value: Any, grouped: bool, wanted: bool, waited: float) -> Answer:
+    def value(self, value: Any, grouped: bool, wanted: bool, waited: float, instead: Mapping[int, Any]) -> Answer:
         """The answer of a call that has returned.
 
         Args:
             value: What it returned.
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
+            instead: What goes in the place of parts of it, by their ids.
             waited: Seconds that it waited for other ranks; less than one is not told.
         """
-        parcel = self._pack(value, self._caller.originals, offer=True) if wanted else None
+        parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel
 
     def items(self, seconds: float, values: list[Any]) -> Answer:
@@ -81,15 +85,16 @@ class Outcomes:
                 spare.append(pickle.dumps(stand_in))
         text, rendered = _plain(exc, tb), _rendered(exc, tb)
         exc.__traceback__ = None
-        return protocol.Error(text, rendered, spare, ends), self._pack_error(exc)
+        absent, self._absent = self._absent, {}
+        return protocol.Error(text, rendered, spare, ends), self._pack_error(exc, absent)
 
-    def _pack_error(self, exc: BaseException) -> Parcel | None:
+    def _pack_error(self, exc: BaseException, absent: Mapping[int, Any]) -> Parcel | None:
         """Return the parcel of an exception. Of a group, members that cannot be pickled are replaced by stand-ins.
 
         None: no parcel can be made.
         """
         with contextlib.suppress(*_ANY):
-            return self._pack(exc, self._caller.originals)
+            return self._pack(exc, self._caller.originals, instead=absent, rest=False)
         if _Group is not None and isinstance(exc, _Group):
             with contextlib.suppress(*_ANY):
                 return self._pack(self._with_stand_ins(exc), self._caller.originals)
@@ -114,6 +119,8 @@ class Outcomes:
         offer: bool = False,
         least: int = OUT_OF_BAND,
         what: str = "the value that the function returned",
+        instead: Mapping[int, Any] | None = None,
+        rest: bool = True,
     ) -> Parcel:
         plain = dumps_plain(value)
         if plain is not None:
@@ -126,6 +133,7 @@ class Outcomes:
                 known={id(obj): number for number, obj in enumerate(originals)},
                 to_cpu=True,
                 least=least,
+                instead=instead,
             )
             pickler.dump(Named(what, value))
             return pickler
@@ -133,7 +141,12 @@ class Outcomes:
         try:
             pickler = deeply(write)
         except Exception as exc:
-            raise explain_failure(exc, {what: value}) from None
+            error = explain_failure(exc, {what: value})
+            if isinstance(error, MemoryError):
+                raise error from None
+            if rest:
+                self._absent = absent_parts(value, what, instead or {}, to_cpu=True)
+            raise error.with_value(value if self._absent else None) from None
         views = [buffer.raw() for buffer in pickler.buffers] if offer and self.reads_memory else []
         if sum(view.nbytes for view in views) < rank_memory.LEAST:
             return pack(pickler.file.getbuffer(), pickler.buffers, what=what)

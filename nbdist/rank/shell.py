@@ -53,6 +53,8 @@ def make() -> None:
     # The shell belongs in the rank's __main__, but must not leave it there: the server has its own.
     server_main = sys.modules["__main__"]
     _shell = shell_class.instance(config=config, user_module=main, user_ns=vars(main))
+    for name in ("exit", "quit"):  # IPython's ask the front end to end the kernel
+        vars(main)[name] = _shell.user_ns_hidden[name] = _exit_class()()
     sys.modules["__main__"] = server_main
     from IPython.display import display
 
@@ -120,6 +122,21 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
         return list(_shell.InteractiveTB.structured_traceback(type(exc), exc, tb, tb_offset=0))
     finally:
         _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
+
+
+def _exit_class() -> type:
+    from IPython.core.autocall import ExitAutocall
+
+    class RankExit(ExitAutocall):
+        """Ends the call as `sys.exit` does."""
+
+        def __call__(self, code: Any = None) -> None:
+            raise SystemExit(code)
+
+        def __repr__(self) -> str:
+            return "exit(): ends the call, as sys.exit() does"
+
+    return RankExit
 
 
 def _display_publisher() -> type:

@@ -579,6 +579,11 @@ def test_an_interrupt_of_a_fork_is_its_own(ctx: Any) -> None:
     process.join()
 
 
+def test_pools_of_joblib_send_what_cells_define(kernel: Kernel) -> None:
+    pytest.importorskip("joblib")
+    assert kernel.ok(CELLS["pools of joblib"]).text == "[9, 18] True [7.0]\n"
+
+
 def test_processes_end_with_the_kernel(kernel: Kernel) -> None:
     kernel.ok(POOL + "pool = ctx.Pool(2)\np = ctx.Process(target=time.sleep, args=(1000,)); p.start()")
     pids = [psutil.Process(int(pid)) for pid in kernel.ok("print(p.pid, *[w.pid for w in pool._pool])").text.split()]

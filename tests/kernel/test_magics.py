@@ -100,6 +100,15 @@ def test_errors_show_the_cell_and_leave_the_ranks(notebook: Kernel) -> None:
     assert notebook.ok("%%ddp\nkept").text == "1\n"
 
 
+def test_exit_ends_the_call_as_sys_exit_does(notebook: Kernel) -> None:
+    for code in ("exit()", "quit()", "exit", "kept = 5\nif kept: exit(3)"):
+        result = notebook.run(f"%%ddp\n{code}")
+        assert "called sys.exit(" in result.text, (code, result)
+    assert notebook.ok("%%ddp\nkept").text == "5\n"
+    assert notebook.run("from nbdist import in_ddp\nin_ddp(2, lambda: exit(4))").error in ("SystemExit", None)
+    assert notebook.ok("in_ddp(2, lambda: 5)").text == "5\n"
+
+
 def test_interrupt(notebook: Kernel) -> None:
     cell = notebook.start("%%ddp\nimport time\nprint('begun', flush=True)\ntime.sleep(1000)")
     notebook.finish(cell, until=lambda result: "begun" in result.text)

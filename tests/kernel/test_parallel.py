@@ -22,6 +22,7 @@ from conftest import Cell, Deadly, Kernel, die, open_fds, poll, ranks_of
 import nbdist
 from nbdist import CaptureError, WorkerDied, parallel_map
 from nbdist.engines.ray.kernel import driver_process as process
+from nbdist.errors import render
 from nbdist.kernel.pools import parallel_map as parallel
 
 CELLS = cells("kernel/cells/parallel.py")
@@ -105,6 +106,27 @@ def test_arguments_that_make_no_sense() -> None:
     for kind, message, call in wrong:
         with pytest.raises(kind, match=message):
             call()
+
+
+def test_several_lists_as_map_takes_them() -> None:
+    assert parallel_map(pow, [2, 3], [3, 2, 9], workers=2, progress=False) == [8, 9]
+    assert parallel_map(lambda *xs: xs, "ab", range(2), iter([None, 5]), 1, progress=False) == [
+        ("a", 0, None),
+        ("b", 1, 5),
+    ]
+    assert parallel_map(pow, [2], [3], workers=0) == [8] and parallel_map(pow, [], [3]) == []
+    with pytest.raises(CaptureError, match=r"items\[0\]"):
+        parallel_map(max, [1], [(row for row in range(3))], workers=1, progress=False)
+    with pytest.raises(ZeroDivisionError) as error:
+        parallel_map(divmod, [1], [0], workers=1, progress=False)
+    assert "at item 0 ((1, 0))" in "".join(render(error.value))
+
+
+def test_a_function_of_several_arguments_brings_what_it_needs() -> None:
+    def work(x: int, y: int) -> Any:
+        return x * y + eval("shift", {**globals(), **vars(__import__("__main__"))})
+
+    assert parallel_map(work, [1, 2], [3, 4], workers=1, need={"shift": 4}, progress=False) == [7, 12]
 
 
 def test_imports_and_need() -> None:

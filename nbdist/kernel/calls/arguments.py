@@ -6,10 +6,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from ...capture.foreign import is_a, name_of
 from ...capture.imports import parse_imports
 from ...capture.need import resolve_need
 from ...checks import check_choice, check_count, check_function, check_mapping, check_number, nearest, shown
@@ -64,20 +65,27 @@ def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
 
 def _check_returns(fn: Any) -> None:
     """Raise `TypeError` for a function whose call returns at once, with something that belongs to the rank."""
-    while isinstance(fn, functools.partial):
+    while is_a(fn, functools.partial):
         fn = fn.func
-    name = getattr(fn, "__name__", type(fn).__name__)
-    for code in [fn] if isinstance(fn, types.FunctionType) else [fn, type(fn).__call__]:
-        if inspect.iscoroutinefunction(code):
+    name = name_of(fn)
+    for code in [fn] if is_a(fn, types.FunctionType) else [fn, type(fn).__call__]:
+        if _says(inspect.iscoroutinefunction, code):
             raise TypeError(
                 f"{name} is a coroutine function: calling it runs nothing, and a coroutine cannot leave its rank. Give "
                 f"a function that runs it to its end: lambda: asyncio.run({name}(...))"
             )
-        if inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code):
+        if _says(inspect.isgeneratorfunction, code) or _says(inspect.isasyncgenfunction, code):
             raise TypeError(
                 f"{name} is a generator function, for it has a yield: calling it runs nothing, and a generator cannot "
                 f"leave its rank. Give a function that goes through it, such as lambda: list({name}(...))"
             )
+
+
+def _says(asks: Callable[[Any], bool], code: Any) -> bool:
+    try:
+        return asks(code)
+    except Exception:  # an object that answers any attribute with an exception
+        return False
 
 
 def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Collection[str] = ()) -> None:

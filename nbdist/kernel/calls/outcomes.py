@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...capture import partial
 from ...capture.diagnosis import explain_unreadable
-from ...capture.reading import Unreadable, read
+from ...capture.reading import Keep, Unreadable, being_read, read
 from ...capture.side_effects import missing_import
 from ...errors import NbdistError, RemoteTraceback, let_notebook_render
 from ...notebook.shell import show_figures
@@ -19,16 +21,19 @@ from ...wire.protocol import Error
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
     pickled, buffers = parcel.open(own=True)
+
+    def read_by(loads: Callable[..., Any]) -> Any:
+        # What a returned function uses is added to the notebook, but nothing there is overwritten.
+        keep: Keep = lambda key, namespace, name: name not in namespace  # noqa: E731
+        return read(pickled, buffers, originals=originals, keep=keep, loads=loads)
+
     try:
-        value = read(
-            pickled,
-            buffers,
-            originals=originals,
-            # What a returned function uses is added to the notebook, but nothing there is overwritten.
-            keep=lambda key, namespace, name: name not in namespace,
-        )
+        value = read_by(pickle.loads)
     except Unreadable as exc:
-        raise explain_unreadable(exc, "the notebook") from exc.__cause__
+        error = explain_unreadable(exc, "the notebook")
+        with contextlib.suppress(Exception):
+            error.value = read_by(functools.partial(partial.loads, name=being_read))
+        raise error from exc.__cause__
     show_figures()
     return value
 

@@ -169,7 +169,8 @@ class Waiting:
                 raise
             except Exception as exc:
                 why = f"{type(exc).__name__}: {text_of(exc)}"
-                raise CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})") from exc
+                error = CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})")
+                raise error.with_value(getattr(exc, "value", None)) from exc
         except KeyboardInterrupt as exc:
             if self.pending and not exc.args and exc.__cause__ is None:  # a press that came between two steps
                 raise unanswered_stop(self._ranks, self.pending) from None

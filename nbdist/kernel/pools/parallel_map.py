@@ -20,6 +20,7 @@ from ...capture.depth import deeply
 from ...capture.diagnosis import explain_failure
 from ...capture.imports import modules_named
 from ...capture.need import Names, given_names
+from ...capture.per_rank import Spread
 from ...capture.pickler import Pickler, dumps_plain
 from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
@@ -37,7 +38,6 @@ from ..cell.cell import Cell
 from ..cell.relay import Relay
 from ..session import draw_seeds
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 #: Seconds that a worker should be busy with what it is sent at once: sending is little beside it, and no worker has
@@ -49,16 +49,16 @@ _AHEAD = 2
 
 @entry
 def parallel_map(
-    fn: Callable[[T], R],
-    items: Iterable[T],
+    fn: Callable[..., R],
+    items: Iterable[Any],
+    *more: Any,
     workers: int | None = None,
-    *,
     imports: str | Iterable[str] = "",
     need: Names = "",
     progress: bool = True,
     chunk: int | None = None,
 ) -> list[R]:
-    """`[fn(item) for item in items]`, on all cores.
+    """`list(map(fn, items))`, on all cores.
 
     The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
     classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
@@ -68,6 +68,8 @@ def parallel_map(
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: What it is called with, each by itself.
+        more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
+            shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
             0 calls `fn` in this process, for `%debug` and breakpoints.
         imports: Import statements, executed in each worker's `__main__` before `fn`.
@@ -90,8 +92,12 @@ def parallel_map(
         ...     return scale * x
         >>> parallel_map(scaled, range(4), progress=False)
         [0, 10, 20, 30]
+        >>> parallel_map(pow, [2, 3], [3, 2], workers=2, progress=False)
+        [8, 9]
     """
     check_platform()
+    if more and (isinstance(more[-1], int) or not isinstance(more[-1], Iterable)):
+        *more, workers = more  # type: ignore[assignment]
     block, names = check_call(fn, imports, need)
     if workers is not None:
         check_count(workers, least=0, name="workers")
@@ -100,9 +106,13 @@ def parallel_map(
     check_flag(progress, name="progress")
     if not isinstance(items, Iterable):
         raise TypeError(f"items must be a list or another iterable, got {shown(items)}")
-    items = list(items)
+    for one in more:
+        if not isinstance(one, Iterable):
+            raise TypeError(f"each of the further iterables must be a list or another iterable, got {shown(one)}")
+    items = list(zip(items, *more, strict=False) if more else items)
     if items:
-        check_takes(fn, items[:1], {})
+        check_takes(fn, items[0] if more else items[:1], {})
+    fn = Spread(fn) if more else fn
     with _bar(len(items), progress) as advance:
         if workers == 0:
             return _here(fn, items, block, names, advance)
@@ -120,7 +130,7 @@ def parallel_map(
                 return _Map(call, items, ranks, chunk, cache, advance).run()
 
 
-def _here(fn: Callable[[T], R], items: list[T], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
+def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
     """The values, without workers."""
     values = []
     with given_names(block, names):

@@ -55,6 +55,7 @@ class Starter:
 
     def start(self, process: Any, descriptors: list[int]) -> Running:
         """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
+        messages.install_for_joblib()
         role = self.roles.pop(process, None) or Role(Cell(background=True))
         trackers = self._trackers()
         # Or each process would make its own, and leave it behind where it is killed. This one travels with the process.

@@ -539,3 +539,65 @@ else:
     raise AssertionError("sent")
 while long is not None:
     long = long.next
+
+
+# %% objects that pass on to another what they do not have
+class Wrapper:
+    def __init__(self, inner, tag):
+        self.inner, self.tag = inner, tag
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Slotted:
+    __slots__ = ("inner",)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+chain = [1, 2, 3]
+for number in range(50):
+    chain = Wrapper(chain, number)
+tag, counted, back, slotted = in_ddp(1, lambda: (chain.tag, chain.count(2), chain, Slotted(chain)))
+assert (tag, counted, back.tag, back.count(1), slotted.tag) == (49, 1, 49, 1, 49)
+
+# %% functions that a decorator of wrapt has wrapped
+import wrapt
+
+
+@wrapt.decorator
+def logged(wrapped, instance, args, kwargs):
+    return "logged", wrapped(*args, **kwargs)
+
+
+@logged
+def add_one(x):
+    return x + 1
+
+
+class Model:
+    @logged
+    def fit(self, x):
+        return x * 2
+
+
+assert in_ddp(1, lambda: (add_one(1), Model().fit(3))) == (("logged", 2), ("logged", 6))
+assert in_ddp(1, add_one, 1) == ("logged", 2)
+
+# %% a module that code has made
+import sys
+import types
+
+made = sys.modules["made_by_code"] = types.ModuleType("made_by_code")
+exec("K = 2\ndef double(x): return K * x\nclass Box:\n    def __init__(self, v): self.v = v * K", made.__dict__)
+from made_by_code import Box, double
+
+box = Box(1)
+assert in_ddp(1, lambda: (double(3), made.K, Box(2).v, box.v)) == (6, 2, 4, 2)
+assert type(in_ddp(1, lambda: Box(5))) is Box
+del sys.modules["made_by_code"]

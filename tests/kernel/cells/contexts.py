@@ -102,3 +102,34 @@ def work():
 ctx.Process(target=work).start()
 print("end of script", flush=True)
 open(at_its_end, "w").close()
+
+# %% pools of joblib
+import multiprocessing
+
+import numpy as np
+from joblib import Parallel, delayed
+
+import nbdist
+
+nbdist.context("multiprocessing")
+before = multiprocessing.get_start_method()
+multiprocessing.set_start_method("nbdist", force=True)
+factor, big = 3, np.arange(300_000.0)
+
+
+class Row:
+    def __init__(self, x):
+        self.x = x
+
+
+def times(row):
+    return Row(factor * row.x)
+
+
+def mapped(fn, *items):
+    return Parallel(n_jobs=2, backend="multiprocessing")(delayed(fn)(item) for item in items)
+
+
+rows = mapped(times, *mapped(times, Row(1), Row(2)))
+multiprocessing.set_start_method(before, force=True)
+print([row.x for row in rows], {type(row) for row in rows} == {Row}, mapped(lambda i: float(big[i]), 7))

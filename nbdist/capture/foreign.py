@@ -1,0 +1,77 @@
+"""Objects of other people's libraries, looked at without running their code.
+
+What is only help (patches, settings, hints, the name of what cannot be pickled) looks through objects that may answer
+any attribute, comparison or `__class__` with an exception. It must never make a call fail.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ..errors import text_of
+
+T = TypeVar("T")
+
+_NOTHING: Mapping[str, Any] = types.MappingProxyType({})
+_dict_of_type: Any = type.__dict__["__dict__"]
+_said: set[str] = set()
+
+
+def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether the type of `obj` is one of these or derived from one; what `obj` says of its class is not asked.
+
+    `isinstance` asks for `obj.__class__`, which may raise.
+    """
+    return issubclass(type(obj), kinds)
+
+
+def contents(obj: Any) -> Mapping[str, Any]:
+    """Return `vars(obj)`, read without the object's own `__getattr__` and `__getattribute__`; empty if it has none."""
+    if is_a(obj, type):
+        found: Any = _dict_of_type.__get__(obj)
+    else:
+        try:
+            found = object.__getattribute__(obj, "__dict__")
+        except Exception:  # it has none, or a property of this name that raises
+            return _NOTHING
+    return found if is_a(found, (dict, types.MappingProxyType)) else _NOTHING
+
+
+def text(obj: Any, name: str) -> str:
+    """Return an attribute of `obj` that is text, such as `__module__`; empty where it is anything else."""
+    try:
+        found = type.__getattribute__(obj, name) if is_a(obj, type) else object.__getattribute__(obj, name)
+    except Exception:
+        return ""
+    return found if type(found) is str else ""
+
+
+def name_of(fn: Any) -> str:
+    """Return what a function is called; for a callable without a name, its type's name."""
+    found = attribute(fn, "__name__")
+    return found if type(found) is str else type(fn).__name__
+
+
+def attribute(obj: Any, name: str) -> Any:
+    """Return `getattr(obj, name)`; None where it raises, whatever it is."""
+    try:
+        return getattr(obj, name)
+    except Exception:
+        return None
+
+
+def looked(look: Callable[[], T], otherwise: T, what: str) -> T:
+    """Return what `look` returns, and `otherwise` where it raises. A warning says so, once for each `what`."""
+    try:
+        return look()
+    except Exception as exc:
+        if what not in _said:
+            _said.add(what)
+            warnings.warn(
+                f"{what} cannot be read, and the call goes on without: {type(exc).__name__}: {text_of(exc)}",
+                stacklevel=2,
+            )
+        return otherwise

@@ -1,0 +1,111 @@
+"""Things that the notebook shares with other processes: managers of `multiprocessing`, memory, Optuna's trials.
+
+A manager is shared with readers, too. The others travel as copies, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+Reduction = tuple[Any, ...]
+
+#: A library, a manager's authentication key, and whether it is that of the process which has sent it.
+_Key = tuple[str, bytes, bool]
+
+#: The modules of managers, by library.
+_MANAGERS = {"multiprocessing": "multiprocessing.managers", "multiprocess": "multiprocess.managers"}
+
+
+def reduce_managed(obj: Any) -> Reduction | None:
+    """Return how managers of `multiprocessing` and their proxies are pickled; None for any other object.
+
+    The reader has another authentication key than this process, so the manager's goes along. Where that is the key of
+    this process, as by default, the reader takes it over, as a child of `multiprocessing` has it: what a manager
+    answers may be another proxy.
+    """
+    for library, managers in _MANAGERS.items():
+        module: Any = sys.modules.get(managers)
+        if module is None:
+            continue
+        if not isinstance(obj, (module.BaseProxy, module.BaseManager)):
+            continue
+        key = library, bytes(obj._authkey), obj._authkey == module.process.current_process().authkey
+        if isinstance(obj, module.BaseManager):
+            return _connect, (type(obj), obj._address, obj._serializer, key)
+        make, (kind, token, serializer, options) = obj.__reduce__()
+        return _make_proxy, (make, kind, token, serializer, options, key)
+    return None
+
+
+def _make_proxy(make: Callable[..., Any], kind: Any, token: Any, serializer: str, options: Any, key: _Key) -> Any:
+    return make(kind, token, serializer, {**options, "authkey": _take(key)})
+
+
+def _connect(kind: Any, address: Any, serializer: str, key: _Key) -> Any:
+    manager = kind(address, _take(key), serializer)
+    manager.connect()
+    return manager
+
+
+def _take(key: _Key) -> Any:
+    library, secret, is_default = key
+    process: Any = importlib.import_module(f"{library}.process")
+    if is_default:
+        process.current_process().authkey = secret
+    return process.AuthenticationString(secret)
+
+
+def warn_of_shared_tensor(untyped: Any) -> None:
+    """Warn where a storage of torch is in memory that this process shares with others, as after `share_memory_()`."""
+    if untyped.device.type != "cpu" or not untyped.nbytes() or not untyped.is_shared():
+        return
+    if getattr(untyped, "filename", None) is None and _made_here(untyped):
+        _warn_of_copy("a tensor", "share_memory_()")
+
+
+def _made_here(untyped: Any) -> bool:
+    """Whether this process has put the storage into shared memory, and no worker that has sent it a batch."""
+    try:
+        descriptor, _ = untyped._share_fd_cpu_()
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+    except (RuntimeError, OSError):  # another strategy of sharing, or another system
+        return True
+    return not name.startswith("/dev/shm/torch_") or name.startswith(f"/dev/shm/torch_{os.getpid()}_")
+
+
+def warn_of_shared_array(array: Any) -> None:
+    """Warn where a NumPy array lies in an `mmap` or in a `SharedMemory` block of `multiprocessing`."""
+    base = array.base
+    while type(base) is type(array):
+        base = base.base
+    if type(base.obj if type(base) is memoryview else base) is mmap.mmap:
+        _warn_of_copy("an array", "mmap, SharedMemory")
+
+
+def _warn_of_copy(what: str, maker: str) -> None:
+    warnings.warn(
+        f"{what} in shared memory ({maker}) travels as a copy: what a rank writes to it is seen in that rank alone. To "
+        f"share it, open a multiprocessing.shared_memory.SharedMemory by its name in the function",
+        stacklevel=2,
+    )
+
+
+def warn_of_trial(obj: Any) -> None:
+    """Warn where `obj` is a trial of an Optuna study that is in this process's memory."""
+    trials: Any = sys.modules.get("optuna.trial")
+    storages: Any = sys.modules.get("optuna.storages")
+    if trials is None or storages is None or type(obj) is not trials.Trial:
+        return
+    if isinstance(obj.study._storage, storages.InMemoryStorage):
+        warnings.warn(
+            f"trial {obj.number} of an Optuna study in memory travels as a copy: what ranks suggest and report, the "
+            f"study does not see. Suggest before the call and use what it returns, or give the study a storage: "
+            f"optuna.create_study(storage='sqlite:///study.db')",
+            stacklevel=2,
+        )

@@ -1,0 +1,162 @@
+"""Objects of torch that need their own way: TorchScript, operators of cells, wrapped models, loaders in use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from .data import own_device
+from .foreign import contents
+
+Reduction = tuple[Any, ...]
+
+
+def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
+    """Return how these are pickled; None for any other object. `to_cpu` says that the reader is the notebook.
+
+    Raises `TypeError` for an operator that cannot be registered again.
+    """
+    if isinstance(obj, torch.nn.Module):
+        if isinstance(obj, torch.jit.ScriptModule):
+            return _reduce_script(torch, obj, to_cpu)
+        return _reduce_wrapped(obj) if to_cpu else None
+    if type(obj) is torch.jit.ScriptFunction:
+        return _reduce_script(torch, obj, to_cpu)
+    if isinstance(obj, torch.utils.data.DataLoader) and contents(obj).get("_iterator") is not None:
+        make, args, state, *rest = obj.__reduce_ex__(2)
+        if type(state) is dict:  # the workers of its last epoch stay where they are
+            return make, args, {**state, "_iterator": None}, *rest
+    return None
+
+
+def _reduce_wrapped(module: Any) -> Reduction | None:
+    distributed = sys.modules.get("torch.nn.parallel.distributed")
+    if distributed is not None and isinstance(module, distributed.DistributedDataParallel):
+        return _unwrapped, (module.module, type(module).__name__)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
+        return _reduce_sharded(module, fsdp)
+    return None
+
+
+def _unwrapped(module: Any, wrapper: str) -> Any:
+    warnings.warn(
+        f"the model comes back without {wrapper}, which needs the ranks' process group: it is `model.module` of there",
+        stacklevel=2,
+    )
+    return module
+
+
+def _reduce_sharded(module: Any, fsdp: Any) -> Reduction:
+    """Return how a module after `fully_shard` is pickled: as one of its own class, without the hooks that gather."""
+    bases = type(module).__mro__
+    own = bases[bases.index(fsdp.FSDPModule) + 1]
+    state = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    for name, hooks in state.items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_torch(hook))
+    return _made_of, (own,), state
+
+
+def _made_of(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _is_of_torch(hook: Any) -> bool:
+    """Whether a hook is one that torch.distributed has registered."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed")
+
+
+# ---------------------------------------------------------------------------------------------------- TorchScript
+
+
+def _reduce_script(torch: Any, obj: Any, to_cpu: bool) -> Reduction:
+    """By `torch.jit.save`. The parameters and buffers travel as tensors, too: an optimizer may have them."""
+    file = io.BytesIO()
+    torch.jit.save(obj, file)
+    tensors = {}
+    if isinstance(obj, torch.jit.ScriptModule):
+        tensors = {**dict(obj.named_parameters()), **dict(obj.named_buffers())}
+    cuda = any(tensor.is_cuda for tensor in tensors.values()) and not to_cpu
+    return _load_script, (pickle.PickleBuffer(file.getvalue()), cuda), tensors, None, None, _set_tensors
+
+
+def _load_script(saved: Any, cuda: bool) -> Any:
+    import torch
+
+    return torch.jit.load(io.BytesIO(saved), map_location=own_device() if cuda else "cpu")
+
+
+def _set_tensors(module: Any, tensors: Mapping[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        *path, own = name.split(".")
+        functools.reduce(getattr, path, module)._c.setattr(own, tensor)
+
+
+# ------------------------------------------------------------------------------------------- operators of cells
+
+
+def operators_named(names: Iterable[str]) -> list[Any]:
+    """The operators of cells (`torch.library.custom_op`) whose namespace and name are among these attributes."""
+    module = sys.modules.get("torch._library.custom_ops")
+    defined = list(getattr(module, "OPDEFS", {}).values())
+    named = frozenset(names) if defined else frozenset()
+    return [
+        operator
+        for operator in defined
+        if {operator._namespace, operator._name} <= named and operator._init_fn.__module__ == "__main__"
+    ]
+
+
+def is_operator(obj: Any) -> bool:
+    """Whether `obj` is an operator that was made by `torch.library.custom_op`."""
+    module = sys.modules.get("torch._library.custom_ops")
+    return module is not None and type(obj) is getattr(module, "CustomOpDef", None)
+
+
+def reduce_operator(operator: Any) -> Reduction:
+    """Return how an operator is made again, with its kernels, gradients and transforms."""
+    kernels = {device: _kernel(operator, fn) for device, fn in operator._backend_fns.items()}
+    gradient = operator._backward_fn, operator._setup_context_fn
+    state = kernels, operator._abstract_fn, gradient, operator._torch_dispatch_fns, operator._vmap_fn
+    casts = dict(getattr(operator, "_autocast_dtype", {}))  # torch 2.6 and newer
+    args = operator._namespace, operator._name, operator._schema, operator._init_fn, getattr(operator, "_tags", ())
+    return _make_operator, args, (*state, casts), None, None, _register
+
+
+def _kernel(operator: Any, wrapped: Any) -> Callable[..., Any]:
+    """The function that was given, out of what torch has wrapped it in."""
+    fn = inspect.unwrap(wrapped)
+    inner = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)).get("fn")
+    if inner is None:
+        raise TypeError(f"the operator {operator._namespace}::{operator._name} cannot be registered again")
+    return inner.cell_contents  # type: ignore[no-any-return]
+
+
+def _make_operator(namespace: str, name: str, schema: str, fn: types.FunctionType, tags: Any) -> Any:
+    from torch._library.custom_ops import CustomOpDef
+
+    return CustomOpDef(namespace, name, schema, fn, tags)
+
+
+def _register(operator: Any, state: tuple[Any, ...]) -> None:
+    kernels, fake, (backward, setup_context), by_class, vmap, casts = state
+    for device, fn in kernels.items():
+        operator.register_kernel(device)(fn)
+    if fake is not None:
+        operator.register_fake(fake)
+    if backward is not None:
+        operator.register_autograd(backward, setup_context=setup_context)
+    for cls, fn in by_class.items():
+        operator.register_torch_dispatch(cls, fn)
+    if vmap is not None:
+        operator.register_vmap(vmap)
+    for device, dtype in casts.items():
+        operator.register_autocast(device, dtype)

@@ -1,0 +1,153 @@
+"""Objects of torch that need their own way: each cell is a case of test_torch_objects.py."""
+
+# %% modules that are kinds of modules of their own
+import six
+import torch
+import torch.backends.cudnn as cudnn
+
+
+def seed_everything(seed):
+    torch.manual_seed(seed)
+    cudnn.deterministic = True
+    return torch.rand(1).item(), torch.backends.cudnn.deterministic, torch.ops.aten.relu(torch.tensor([-1.0])).item()
+
+
+torch.manual_seed(3)
+aten = torch.ops.aten
+expected = torch.rand(1).item(), True, 0.0
+assert in_ddp(2, seed_everything, 3) == expected
+assert in_ddp(1, lambda: (aten.add(torch.ones(1), 1).item(), six.moves.urllib.parse.quote("a b"))) == (2.0, "a%20b")
+with Session(1) as session:
+    assert session.run(seed_everything, 3) == expected
+
+# %% TorchScript: functions, traced models, and parameters that an optimizer has
+import torch
+from torch import nn
+
+
+@torch.jit.script
+def square(x):
+    return x * x
+
+
+traced = torch.jit.trace(nn.Linear(1, 1), torch.ones(1, 1))
+scripted = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+optimizer = torch.optim.SGD(scripted.parameters(), 0.1)
+
+
+def step():
+    weight = next(scripted.parameters())
+    before = weight.item()
+    scripted(torch.ones(4, 1)).sum().backward()
+    weight.grad.fill_(1.0)
+    optimizer.step()
+    return before, weight.item(), scripted, optimizer
+
+
+assert in_ddp(2, lambda: square(torch.tensor(3.0)).item()) == 9.0
+assert in_ddp(1, lambda: traced(torch.ones(1, 1))).item() == traced(torch.ones(1, 1)).item()
+before, after, model, own = in_ddp(1, step)
+assert abs(before - after - 0.1) < 1e-6 and next(model.parameters()).item() == after
+assert own.param_groups[0]["params"][0] is next(model.parameters())
+assert model(torch.ones(4, 1)).shape == (4, 1)
+
+# %% an operator of a cell, by its own name and by torch's
+import torch
+
+
+@torch.library.custom_op("cells::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+triple.register_autograd(lambda ctx, g: g * 3, setup_context=lambda ctx, inputs, output: None)
+
+
+def gradient():
+    x = torch.ones(1, requires_grad=True)
+    torch.ops.cells.triple(x).backward()
+    return x.grad.item(), triple(x).item()
+
+
+assert in_ddp(1, lambda: torch.ops.cells.triple(torch.ones(1)).item()) == 3.0
+with Session(2) as session:
+    assert session.run(gradient) == session.run(gradient) == (3.0, 3.0)
+    assert session.run(lambda: [triple])[0] is triple
+
+# %% a loader whose workers wait for the next epoch
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=4, num_workers=1, persistent_workers=True)
+(first,) = next(iter(loader))
+assert in_ddp(1, lambda: sum(int(batch.sum()) for (batch,) in loader)) == 28
+assert [batch.tolist() for (batch,) in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+del loader
+
+# %% models come back without DistributedDataParallel
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train():
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    return {"model": model, "loss": 0.5, "optimizer": optimizer, "compiled": torch.compile(model)}
+
+
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    got = in_ddp(2, train)
+assert [str(one.message) for one in said if "DistributedDataParallel" in str(one.message)]
+assert type(got["model"]) is nn.Linear and got["loss"] == 0.5 and got["compiled"]._orig_mod is got["model"]
+assert got["optimizer"].param_groups[0]["params"][0] is got["model"].weight
+
+# %% parameters that FSDP2 has sharded come back whole
+import torch
+from torch import nn
+
+
+def train():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "loss": 0.5}
+
+
+def alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model
+
+
+with Session(2, devices="cpu") as session:
+    got, other = session.run_all(train)
+    again = session.run(train)
+expected = alone()
+for model in (got["model"], other["model"], again["model"]):
+    assert type(model) is nn.Sequential and type(model[0]) is nn.Linear
+    assert all(map(torch.allclose, model.parameters(), expected.parameters())), [*model.parameters()]
+assert got["loss"] == 0.5 and got["optimizer"].param_groups[0]["params"][0] is got["model"][0].weight
+state = got["optimizer"].state[got["model"][0].weight]
+assert type(state["exp_avg"]) is torch.Tensor and state["exp_avg"].shape == (4, 4)
+got["model"](torch.ones(2, 4)).sum().backward()
+got["optimizer"].step()

@@ -1,0 +1,36 @@
+"""A value of which a part cannot come back costs no more than that part."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from cells import cells
+from conftest import Cell
+
+from nbdist.capture.partial import Absent, absent_parts, loads
+
+CELLS = cells("capture/cells/partial.py")
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_all_else_comes_back(cell: Cell, case: str) -> None:
+    cell(CELLS[case])
+
+
+def test_parts_that_cannot_be_pickled_are_found() -> None:
+    lines = (line for line in ())
+    found = absent_parts({"a": [lines, 3], "b": lines}, "it", {})
+    assert {number: absent.name for number, absent in found.items()} == {id(lines): "it['a'][0]"}
+    assert absent_parts(lines, "it", {}) == {}
+    assert absent_parts([(line for line in ()) for _ in range(30)], "it", {}) == {}, "a value of another kind"
+
+
+def test_whatever_can_be_read_is_read_as_by_pickle() -> None:
+    value = [1, "text", {"a": (2, 3), "b": {4}}, ValueError("no"), range(3)]
+    pickled = memoryview(pickle.dumps(value, protocol=5))
+    read = loads(pickled, buffers=[], name=lambda: "it")
+    assert repr(read) == repr(value)
+    lost = pickled.tobytes().replace(b"builtins", b"bulitins")
+    read = loads(memoryview(lost), buffers=[], name=lambda: "it")
+    assert read[:3] == value[:3] and isinstance(read[4], Absent) and "ModuleNotFoundError" in read[4].why

@@ -1,0 +1,45 @@
+"""What the notebook shares with other processes is shared with ranks, too, or a warning says that it is not."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from typing import Any
+
+import pytest
+from cells import cells
+from conftest import Cell
+
+from nbdist.capture.pickler import Pickler
+
+CELLS = cells("capture/cells/shared.py")
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_what_is_shared(cell: Cell, case: str) -> None:
+    cell(CELLS[case])
+
+
+class Trial:
+    """As Optuna's: its study is not asked for anything but its storage."""
+
+    def __init__(self, storage: Any) -> None:
+        self.number, self.study = 3, types.SimpleNamespace(_storage=storage)
+
+
+class InMemoryStorage:
+    pass
+
+
+def test_a_trial_of_a_study_in_memory_is_said_to_be_a_copy(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna.trial", types.SimpleNamespace(Trial=Trial))  # type: ignore[arg-type]
+    storages = types.SimpleNamespace(InMemoryStorage=InMemoryStorage)
+    monkeypatch.setitem(sys.modules, "optuna.storages", storages)  # type: ignore[arg-type]
+    Pickler(io.BytesIO(), says_copies=True).dump(Trial("a file"))
+    Pickler(io.BytesIO()).dump(Trial(InMemoryStorage()))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="trial 3 of an Optuna study in memory travels as a copy"):
+        Pickler(io.BytesIO(), says_copies=True).dump(Trial(InMemoryStorage()))

@@ -1,0 +1,130 @@
+"""The page of what people do in notebooks, made from the cells that test it.
+
+`python tests/docs/habits.py` writes docs/what-people-do.md.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "what-people-do.md"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cells import cells  # noqa: E402
+
+CELLS = cells("cells/habits.py")
+#: Cells of other tests that show habits of this kind: the file, the cell, what people do, what happens, the reports.
+ELSEWHERE = [
+    (
+        "capture/cells/torch_objects.py",
+        "modules that are kinds of modules of their own",
+        "`torch.backends.cudnn.benchmark = True`, `torch.ops`, lazily loaded modules",
+        "They are found by their names in the rank.",
+        "ray-project/ray#8569, pytorch/pytorch#48832",
+    ),
+    (
+        "capture/cells/torch_objects.py",
+        "TorchScript: functions, traced models, and parameters that an optimizer has",
+        "Functions under `torch.jit.script`, traced and scripted models",
+        "They arrive as `torch.jit.save` writes them; an optimizer has the same parameters.",
+        "ray-project/ray#12677",
+    ),
+    (
+        "capture/cells/torch_objects.py",
+        "an operator of a cell, by its own name and by torch's",
+        "An operator of a cell (`torch.library.custom_op`)",
+        "It is registered in the rank, with its kernels and gradients.",
+        "pytorch/pytorch#128535",
+    ),
+    (
+        "capture/cells/torch_objects.py",
+        "a loader whose workers wait for the next epoch",
+        "A look at one batch of a `DataLoader(persistent_workers=True)`, then training with it",
+        "The loader arrives without the workers of the notebook, and starts its own.",
+        "",
+    ),
+    (
+        "capture/cells/torch_objects.py",
+        "models come back without DistributedDataParallel",
+        "`return model`, where the model is wrapped in `DistributedDataParallel`",
+        "The model inside comes back, and a warning says so; an optimizer has its parameters.",
+        "pytorch/pytorch#76927, pytorch/pytorch#12168",
+    ),
+    (
+        "capture/cells/torch_objects.py",
+        "parameters that FSDP2 has sharded come back whole",
+        "`return model` after FSDP2's `fully_shard`, in each rank",
+        "The model and its optimizer come back with whole parameters.",
+        "pytorch/pytorch#136336",
+    ),
+    (
+        "capture/cells/partial.py",
+        "a part that cannot be sent",
+        "Returning what holds an open file, a generator or another thing that cannot be sent",
+        "`CaptureError` names it, and its `value` (`sys.last_value.value`) is all else that the function returned.",
+        "",
+    ),
+    (
+        "capture/cells/shared.py",
+        "managers and their proxies",
+        "Results through `multiprocessing.Manager().dict()` and `.Queue()`",
+        "They are shared.",
+        "dask/distributed#9122, python/cpython#139801",
+    ),
+    (
+        "capture/cells/shared.py",
+        "memory that travels as a copy is said; a block that is opened by its name is shared",
+        "A tensor after `share_memory_()`, an array in a `SharedMemory` block",
+        "It travels as a copy, and a warning says so. A block that the function opens by its name is shared.",
+        "pytorch/pytorch#68986",
+    ),
+    (
+        "capture/cells/arrival.py",
+        "functions that a decorator of wrapt has wrapped",
+        "Functions under a decorator of wrapt",
+        "They arrive with the decorator.",
+        "",
+    ),
+]
+
+
+def _links(reports: str) -> str:
+    """References such as `owner/name#5` as links."""
+    return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", reports)
+
+
+def _said(text: str, what: str) -> str:
+    found = re.search(rf"^# {what}: (.+)$", text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"a cell says nothing of what {what}")
+    return found[1]
+
+
+def needs(case: str) -> list[str]:
+    """The libraries that a cell imports and that may be missing."""
+    return re.findall(r"^(?:import|from) (pydantic|sklearn|joblib|matplotlib)", CELLS[case], re.MULTILINE)
+
+
+def page() -> str:
+    """The page's text. Raises `ValueError` for a cell that says nothing, `KeyError` for one that is gone."""
+    rows = [(name, _said(text, "happens"), _said(text, "reported")) for name, text in CELLS.items()]
+    for file, cell, habit, happens, reported in ELSEWHERE:
+        cells(file)[cell]
+        rows.append((habit, happens, reported))
+    lines = [
+        "# What people do, and what happens",
+        "",
+        "After this page you know what happens when you do what others have done in their notebooks. The rows are from "
+        "public reports of other projects, and each is a test. `python tests/docs/habits.py` makes this page.",
+        "",
+        "| what people do | what happens | reported, for other projects |",
+        "|---|---|---|",
+        *(f"| {habit} | {happens} | {_links(reported)} |" for habit, happens, reported in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
