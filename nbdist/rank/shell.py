@@ -54,6 +54,8 @@ def make() -> None:
     server_main = sys.modules["__main__"]
     _shell = shell_class.instance(config=config, user_module=main, user_ns=vars(main))
     sys.modules["__main__"] = server_main
+    # A person types into a process with prompts: Lightning refuses to train there, by these names alone.
+    forget_prompts()
     from IPython.display import display
 
     builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
@@ -67,6 +69,12 @@ def enter() -> None:
     sys.modules["__main__"] = main
     vars(main).setdefault("__builtins__", builtins)
     streams.attach()
+
+
+def forget_prompts() -> None:
+    """Remove the prompts of an interactive interpreter, by which libraries know one."""
+    for name in ("ps1", "ps2", "ps3"):
+        vars(sys).pop(name, None)
 
 
 def after_call() -> None:
