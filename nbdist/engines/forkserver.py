@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
+from ..system.folders import search_path
 from ..system.processes import blind, forget_in_children, own_pidfd
 from ..wire.channel import Channel
 
@@ -106,7 +107,7 @@ class ForkServer:
         self._asked.update(new)
         new = [name for name in new if installed(name)]
         if new:
-            self.ask("preload", new, sys.path)
+            self.ask("preload", new, search_path())
 
     def hang_up(self) -> None:
         """Close the connection: a server that still lives ends its ranks and itself."""

@@ -21,6 +21,7 @@ from ..devices import choose_devices
 from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
+from ..system.folders import search_path, working_folder
 from ..system.processes import blind, forget_in_children
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
@@ -209,7 +210,7 @@ class LocalRanks:
         return _inherited()
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        return Setting(environ, os.getcwd(), tuple(sys.path), tuple(sys.argv), rank_memory.POSSIBLE)
+        return Setting(environ, working_folder(), tuple(search_path()), tuple(sys.argv), rank_memory.POSSIBLE)
 
     def rendezvous(self) -> Rendezvous:
         return Rendezvous()
