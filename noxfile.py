@@ -53,6 +53,17 @@ def build(session: nox.Session, about: dict[str, Any]) -> None:
         session.install("--upgrade", *wanted)
 
 
+def install_torchrec(session: nox.Session) -> bool:
+    """Install the TorchRec and FBGEMM that go with this torch; whether there are such."""
+    pair = str(session.run("python", "-m", "nbdist.recsys.versions", silent=True, success_codes=[0, 1])).split()
+    if not pair or not pair[0].startswith("torchrec=="):
+        return False
+    torch = f"torch=={versions(session)['torch'].partition('+')[0]}"
+    session.install(torch, "iopath", "pyre-extensions", "tensordict", "typing-inspect")  # as old as this torch needs
+    session.install("--no-deps", *pair)  # their metadata ask for a CUDA build
+    return True
+
+
 def lay_over(session: nox.Session, about: dict[str, Any]) -> None:
     """An environment with its pins, and with links to all else of another one: there is no second torch."""
     if "pins" in about:
@@ -89,13 +100,16 @@ def versions(session: nox.Session) -> dict[str, str]:
 
 
 def check(session: nox.Session, name: str) -> None:
-    """The core suite, or what was asked for after `--`, and notebook 01 at small size."""
+    """The core suite, or what was asked for after `--`; notebook 01 at small size; and what shards by TorchRec.
+
+    This comes last: the core has to do without TorchRec.
+    """
     about = ENVIRONMENTS[name]
     begin, report = time.monotonic(), RESULTS / f"{name}.xml"
     RESULTS.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     (lay_over if "over" in about else build)(session, about)
-    result: dict[str, Any] = {"what": about["what"], **versions(session), "notebook": "failed"}
+    result: dict[str, Any] = {"what": about["what"], **versions(session), "notebook": "failed", "sharding": "–"}
     arguments = session.posargs or [*about.get("tests", SUITE["tests"]), *SUITE["arguments"]]
     environ = {"PYTHONPATH": str(Path(about["path"]).resolve())} if "path" in about else {}
     try:
@@ -107,6 +121,10 @@ def check(session: nox.Session, name: str) -> None:
             "python", "notebooks/execute.py", notebook, folder, env={**environ, "NBDIST_SMALL": "1"}, silent=True
         )
         result["notebook"] = "runs"
+        if "over" not in about and not session.posargs and install_torchrec(session):
+            result["sharding"] = "failed"
+            session.run("python", "-m", "pytest", "-p", "no:cacheprovider", *SUITE["sharding"])
+            result["sharding"] = "passed"
     finally:  # a session that fails is in the table, too
         if report.exists():
             [suite] = ElementTree.parse(report).getroot().iter("testsuite")
@@ -146,7 +164,7 @@ for _name, _about in ENVIRONMENTS.items():
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
     """What the latest run in each environment has found."""
-    head = ["environment", "python", *SHOWN, "passed", "failed", "skipped", "notebook 01", "minutes"]
+    head = ["environment", "python", *SHOWN, "passed", "failed", "skipped", "notebook 01", "sharding", "minutes"]
     rows = [head, ["---"] * len(head)]
     for name, about in ENVIRONMENTS.items():
         file = RESULTS / f"{name}.json"
@@ -155,7 +173,7 @@ def table(session: nox.Session) -> None:
             keys = ("python", *SHOWN, "passed", "failed", "skipped", "notebook", "minutes")
             rows.append([name, *(str(found.get(key, "–")) for key in keys)])
         else:
-            rows.append([name, about.get("python", ""), *("–" for _ in SHOWN), "not run", *("–" for _ in range(4))])
+            rows.append([name, about.get("python", ""), *("–" for _ in SHOWN), "not run", *("–" for _ in range(5))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     for row in rows:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")

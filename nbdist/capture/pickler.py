@@ -33,6 +33,7 @@ from .names import (
     travels_by_value,
 )
 from .need import main_namespace
+from .ray_references import reduce_of_ray
 from .steps import (
     Call,
     Close,
@@ -46,6 +47,7 @@ from .steps import (
     is_constant,
     is_definition,
 )
+from .training_state import reduce_training_state
 
 #: Types that any reader knows, and that refer to nothing.
 _PLAIN = frozenset([type(None), bool, int, float, complex, str, bytes])
@@ -164,6 +166,8 @@ class Pickler(cloudpickle.Pickler):
             or reducers.reduce_own(obj)
             or reducers.reduce_widget(obj)
             or shared.reduce_managed(obj)
+            or reduce_training_state(obj)
+            or reduce_of_ray(obj)
         )
         if reduction is not None:
             return reduction

@@ -18,12 +18,11 @@ from typing import Any
 import psutil
 
 from ..devices import choose_devices
-from ..errors import NbdistError
 from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
 from ..system.processes import blind, forget_in_children
-from ..system.search_path import search_path, shadowed
+from ..system.search_path import search_path, shadowed, working_folder
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
 from ..wire.forking import STACK_SIGNAL, RankDescriptors
@@ -211,15 +210,8 @@ class LocalRanks:
         return _inherited()
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        try:
-            folder = os.getcwd()
-        except FileNotFoundError:
-            raise NbdistError(
-                "the notebook's working folder was removed, so ranks cannot work in it: os.chdir() (%cd) to one that "
-                "is there"
-            ) from None
-        path = search_path()
-        return Setting(environ, folder, path, tuple(sys.argv), rank_memory.POSSIBLE, shadowed(path))
+        path = tuple(search_path())
+        return Setting(environ, working_folder(), path, tuple(sys.argv), rank_memory.POSSIBLE, shadowed(path))
 
     def rendezvous(self) -> Rendezvous:
         return Rendezvous()

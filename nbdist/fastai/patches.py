@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..system.after_import import AfterImport
 from .distributed import patch_distributed
 from .replacing import Originals, replace
 from .tabular import patch_tabular
@@ -58,12 +56,11 @@ def patched() -> Iterator[Originals]:
     if os.environ.get(VARIABLE) == "0":
         yield originals
         return
-    hook = _AfterImport(lambda module: originals.extend(_PATCHES[module.__name__](module)))
-    for name in _PATCHES:
-        if name in sys.modules:
-            originals += _PATCHES[name](sys.modules[name])
-        else:
-            hook.awaited.add(name)
+
+    def patch(module: types.ModuleType) -> None:
+        originals.extend(_PATCHES[module.__name__](module))
+
+    hook = AfterImport(dict.fromkeys(_PATCHES, patch))
     sys.meta_path.insert(0, hook)
     try:
         yield originals
@@ -120,28 +117,3 @@ _PATCHES = {
     "fastai.tabular.core": patch_tabular,
     "fastai.distributed": patch_distributed,
 }
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `action` with each module that is `awaited` as soon as it has been imported."""
-
-    def __init__(self, action: Callable[[types.ModuleType], None]) -> None:
-        self.awaited: set[str] = set()
-        self._action = action
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in self.awaited:
-            return None
-        self.awaited.remove(name)
-        spec = importlib.util.find_spec(name)  # of the finders after this one
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                run(module)
-                self._action(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 from .keyboard import Keyboard
+from .shell import forget_prompts
 
 _OWN = os.path.dirname(__file__) + os.sep
 
@@ -87,6 +88,7 @@ class _RankPdb(pdb.Pdb):
             pass
         finally:
             sys.excepthook = hook
+            forget_prompts()  # which Python before 3.13 leaves there
 
     def _interactive_line(self, prompt: str) -> str:
         return self.line("... " if prompt == getattr(sys, "ps2", "") else ">>> ")

@@ -17,7 +17,7 @@ from ..system.processes import blind, forget_in_children
 from ..wire import protocol
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel
-from . import cells, gpu_state, process, shell, streams
+from . import cells, frameworks, gpu_state, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
 from .interrupts import Interrupts
@@ -71,6 +71,7 @@ class Rank:
         self._debugger.install()
         cells.debugger = self._debugger
         self._caller.install()
+        frameworks.install()
         while True:
             try:
                 request, parcel, fds = self._channel.receive()
@@ -165,6 +166,7 @@ class Rank:
             seed_everything(request.seeds)
 
     def _call(self, request: protocol.Call, parcel: Parcel) -> Answer:
+        frameworks.default_group.begin_call()
         self._keep_frames = request.keep_frames
         if self._frames is not None:
             frames, self._frames = [self._frames], None
@@ -175,9 +177,8 @@ class Rank:
         gpu_state.finish(process_groups())
         instead = whole(value, request.answers)
         waited = _waited() - before
-        # What was written for torchrun ends with `destroy_process_group`: the next call needs another group then.
-        grouped = sys.modules["torch.distributed"].is_initialized()
-        return self._outcomes.value(value, grouped, request.answers, waited, instead)
+        # What was written for torchrun may end the group, or leave one of its own: the next call needs another then.
+        return self._outcomes.value(value, self._membership.is_in(), request.answers, waited, instead)
 
     def _error(self, exc: BaseException, ends: str) -> Answer:
         tb = own_frames_dropped(exc)

@@ -56,6 +56,8 @@ def make() -> None:
     for name in ("exit", "quit"):  # IPython's ask the front end to end the kernel
         vars(main)[name] = _shell.user_ns_hidden[name] = _exit_class()()
     sys.modules["__main__"] = server_main
+    # A person types into a process with prompts: Lightning refuses to train there, by these names alone.
+    forget_prompts()
     from IPython.display import display
 
     builtins.get_ipython = _shell.get_ipython  # type: ignore[attr-defined]
@@ -69,6 +71,12 @@ def enter() -> None:
     sys.modules["__main__"] = main
     vars(main).setdefault("__builtins__", builtins)
     streams.attach()
+
+
+def forget_prompts() -> None:
+    """Remove the prompts of an interactive interpreter, by which libraries know one."""
+    for name in ("ps1", "ps2", "ps3"):
+        vars(sys).pop(name, None)
 
 
 def after_call() -> None:

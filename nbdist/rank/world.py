@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import random
 import re
@@ -70,6 +71,7 @@ def environ(world: World) -> dict[str, str]:
         "NODE_RANK": str(slot.node),
         "WORLD_SIZE": str(world.world_size),
         "LOCAL_WORLD_SIZE": str(slot.local_world_size),
+        "TORCHELASTIC_RUN_ID": "nbdist",  # by which Lightning knows that the ranks are there already
         **world.rendezvous.environ(),
         **threads.variables(world.threads),
     }
@@ -164,7 +166,7 @@ def _destroy_groups() -> None:
     import torch.distributed as dist
 
     abort(process_groups(), ())  # what is still queued on the GPU will never be done
-    dist.destroy_process_group()
+    inspect.unwrap(dist.destroy_process_group)()  # what `frameworks` replaces spares the group
 
 
 def let_go(held: list[Any]) -> None:
@@ -261,6 +263,10 @@ class Membership:
         """Set again what a call has removed of the variables that say who this rank is: some libraries do so."""
         for name, value in self._environ.items():
             os.environ.setdefault(name, value)
+
+    def is_in(self) -> bool:
+        """Whether the process group is still the one that was joined."""
+        return self.kept is not None and sys.modules["torch.distributed"].group.WORLD is self.kept[1]
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
         """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.

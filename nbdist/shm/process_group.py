@@ -50,6 +50,11 @@ class SharedGroup(dist.ProcessGroup):
         """Return the name by which `ShardedTensor` knows that a rank without a shard has no GPU either."""
         return "gloo"
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """By which TorchRec before 1.7 knows where the tensors of a group are."""
+        return [torch.device("cpu")]
+
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """`torch.distributed.all_reduce`."""
         for tensor in tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-from .search_path import search_path, standard_first
+from .search_path import search_path, standard_first, working_folder
 
 #: Where installed modules lie: they do not change while the notebook runs.
 INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib", "platstdlib"))
@@ -31,9 +32,19 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
 
     The process has a session of its own, so that the notebook's interrupts do not reach it, and no standard input.
     """
-    options = {"stdin": subprocess.DEVNULL, **options}
+    options = {"stdin": subprocess.DEVNULL, "cwd": working_folder(), **options}  # IPython needs one that exists
     environ = {**os.environ, **module_path(), **env}
-    return subprocess.Popen(command(module, *arguments), env=environ, start_new_session=True, **options)
+    with _without_debugger():
+        return subprocess.Popen(command(module, *arguments), env=environ, start_new_session=True, **options)
+
+
+def _without_debugger() -> contextlib.AbstractContextManager[None]:
+    """Keep a debugger of this process, such as JupyterLab's, out of the interpreters that it starts meanwhile.
+
+    It would trace each of them, in a thread of its own: a process with threads must not be forked.
+    """
+    skip = getattr(sys.modules.get("_pydev_bundle.pydev_monkey"), "skip_subprocess_arg_patch", None)
+    return contextlib.nullcontext() if skip is None else skip()
 
 
 def module_path() -> dict[str, str]:

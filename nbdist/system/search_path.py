@@ -10,7 +10,9 @@ import os
 import re
 import sys
 import sysconfig
+import tempfile
 import types
+import warnings
 from collections.abc import Iterable, Sequence
 
 #: Where Python's own modules lie, and names of folders in which nothing but installed packages does.
@@ -18,12 +20,38 @@ _STANDARD = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
 
 
+_warned = False
+
+
+def working_folder() -> str:
+    """Return the working folder; the folder for temporary files, with a warning, where it no longer exists."""
+    global _warned
+    try:
+        folder, _warned = os.getcwd(), False
+    except FileNotFoundError:
+        folder = tempfile.gettempdir()
+        if not _warned:
+            _warned = True
+            text = f"the notebook's working folder no longer exists, so ranks work in {folder}. Go to another one: %cd"
+            warnings.warn(text, stacklevel=2)
+    return folder
+
+
 def search_path() -> list[str]:
-    """`sys.path` as another process can use it: what is no text is of no use to Python either, and "" is a folder."""
+    """Return `sys.path` as another process can use it: texts only, and relative folders as Python has found them here.
+
+    An empty text is the working folder; it is left out where that folder is gone.
+    """
     folder = ""
-    with contextlib.suppress(FileNotFoundError):  # it is gone
+    with contextlib.suppress(FileNotFoundError):
         folder = os.getcwd()
-    return [part or folder for part in sys.path if isinstance(part, str) and (part or folder)]
+    return [_used(part) if part else folder for part in sys.path if isinstance(part, str) and (part or folder)]
+
+
+def _used(part: str) -> str:
+    """Return the folder that a part of `sys.path` has meant when Python used it first."""
+    found = part if os.path.isabs(part) else getattr(sys.path_importer_cache.get(part), "path", part)
+    return found if isinstance(found, str) else part
 
 
 def standard_first(path: Iterable[str]) -> list[str]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import socket
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -12,7 +16,7 @@ import pytest
 import torch
 from conftest import Kernel
 
-from nbdist import NbdistError, RayOptions, Session, in_ddp
+from nbdist import NbdistError, RayOptions, Session, in_ddp, parallel_map
 from nbdist.engines import forkserver
 
 
@@ -129,3 +133,46 @@ def test_ways_to_start_that_there_are_not() -> None:
         Session(1, start="fork")
     with pytest.raises(ValueError, match='start="spawn" is for ranks of this machine'):
         Session(1, engine=RayOptions(), start="spawn")
+
+
+# --- folders ---
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    with Session(2) as session:
+        assert session.run(os.getcwd) == str(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        assert session.run(sum, [1, 2]) == 3
+        with pytest.warns(UserWarning, match=f"folder no longer exists, so ranks work in {tempfile.gettempdir()}"):
+            assert in_ddp(2, os.getcwd) == tempfile.gettempdir()
+        session.restart()
+        assert session.run(sum, [1, 2]) == 3
+    assert parallel_map(abs, [-1, -2], workers=2, progress=False) == [1, 2]
+    forkserver.stop()
+    assert in_ddp(2, sum, [1, 2]) == 3, "a server that starts there works, too"
+
+
+def test_a_relative_folder_of_modules_is_where_it_was_first_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "src" / "relative_one.py").write_text("import relative_two\nvalue = 3 + relative_two.value\n")
+    (tmp_path / "src" / "relative_two.py").write_text("value = 4\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("src")
+    one = importlib.import_module("relative_one")
+
+    def late() -> tuple[int, int]:
+        import relative_two
+
+        return one.value, relative_two.value
+
+    os.chdir("sub")
+    try:
+        assert in_ddp(2, late) == (7, 4)
+    finally:
+        for name in ("relative_one", "relative_two"):
+            del sys.modules[name]

@@ -611,3 +611,46 @@ def test_the_node_of_rank_0_is_lost_before_the_ranks_meet(options: RayOptions) -
             session.run(sums)
         session.restart()
         assert session.run(sums) == 2.0
+
+
+# --------------------------------------------------------------------------------------------- functions that use Ray
+
+
+@pytest.fixture
+def connected(ray_cluster: Any) -> Iterator[Any]:
+    """Ray, with the notebook connected to the cluster."""
+    import ray
+
+    ray.init(address=ray_cluster.address, namespace="of the notebook", logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("engine", ["ray", "local"])
+def test_functions_that_use_ray_themselves(connected: Any, options: RayOptions, engine: str) -> None:
+    numbers = connected.put(list(range(5)))
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def add(self) -> int:
+            self.count += 1
+            return self.count
+
+    counter = connected.remote(num_cpus=0)(Counter).options(name="counter").remote()
+
+    def use() -> tuple[int, str]:
+        import ray
+
+        ray.get(counter.add.remote())
+        named = ray.get_actor("counter")
+        address = ray.get_runtime_context().gcs_address
+        return sum(ray.get(numbers)) + ray.get(ray.remote(num_cpus=0)(lambda: 1).remote()), address, named == counter
+
+    with Session(2, engine=options if engine == "ray" else None) as own:
+        assert own.run_all(use) == [(11, options.address, True)] * 2
+        back = own.run(lambda: (numbers, counter))
+        assert connected.get(back[0]) == [0, 1, 2, 3, 4] and connected.get(back[1].add.remote()) == 3
+        address = own.run(lambda: os.environ.get("RAY_ADDRESS"))
+        assert address == (options.address if engine == "ray" else None), "without references, too"

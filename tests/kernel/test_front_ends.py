@@ -145,3 +145,36 @@ def test_cells_of_marimo(tmp_path: Path) -> None:
     assert "step 0\nstep 1\n" in trained and "2/2" in trained and ">6<" in trained, "prints, a bar, the value"
     assert "caught in a cell on rank" in caught and 'raise Own("in a cell")' in caught, "by its type, with its line"
     assert "[rank 1] mine" in session and "Keyboard._input" in session, "input() is a rank's own, not marimo's"
+
+
+# ------------------------------------------------------------------------------------------ a debugger of the front end
+
+
+def attach_debugger(kernel: Kernel) -> None:
+    """Send what JupyterLab and VS Code send when their debugger is switched on: the protocol of debug adapters."""
+    client: Any = kernel.client
+
+    def ask(command: str, **arguments: Any) -> dict[str, Any]:
+        content = {"type": "request", "seq": 1, "command": command, "arguments": arguments}
+        message = client.session.msg("debug_request", content)
+        client.control_channel.send(message)
+        while True:
+            reply = client.get_control_msg(timeout=60)
+            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
+                return dict(reply["content"])
+
+    ask("debugInfo")
+    ask("initialize", clientID="tests", adapterID="", pathFormat="path", linesStartAt1=True, columnsStartAt1=True)
+    assert ask("attach")["success"]
+    ask("configurationDone")
+    code = ask("dumpCell", code="x = 1")["body"]["sourcePath"]
+    ask("setBreakpoints", breakpoints=[{"line": 1}], source={"path": code})
+
+
+@needs("debugpy")
+@pytest.mark.started
+@pytest.mark.slow
+def test_ranks_start_while_the_debugger_of_the_page_is_on(kernel: Kernel) -> None:
+    kernel.ok("import sys\nfrom nbdist import Session, in_ddp, parallel_map")
+    attach_debugger(kernel)
+    kernel.ok(CELLS["the debugger is on"])

@@ -219,3 +219,12 @@ def test_nothing_is_left_of_a_group_that_was_left(session: Session) -> None:
     for _ in range(3):
         leave()
     assert poll(lambda: sum(session.run_all(lambda: psutil.Process().num_fds())) <= before)
+
+
+def test_libraries_find_the_device_of_the_group(session: Session) -> None:
+    """TorchRec 1.6 asks by this function, which raises for a group without devices before torch 2.12."""
+
+    def device() -> tuple[str, list[str]]:
+        return str(dist.distributed_c10d._get_pg_default_device(group())), list(map(str, group()._device_types))
+
+    assert session.run_all(device) == [("cpu", ["cpu"])] * session.nranks

@@ -121,3 +121,18 @@ def _(Session):
 
 if __name__ == "__main__":
     app.run()
+
+# %% the debugger is on
+assert "debugpy" in sys.modules
+
+
+def traced():
+    return "pydevd" in sys.modules or sys.gettrace() is not None
+
+
+assert in_ddp(2, traced) is False
+with Session(2) as session:
+    assert session.run_all(traced) == [False, False]
+    session.restart()
+    assert session.run_all(traced) == [False, False]
+assert parallel_map(lambda x: (x, traced()), [1, 2], workers=2, progress=False) == [(1, False), (2, False)]

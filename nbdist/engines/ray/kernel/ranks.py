@@ -23,6 +23,7 @@ from ....notebook.shell import kernel_shell
 from ....system.connections import Address, Connection
 from ....system.limits import allow_open_files
 from ....system.processes import forget_in_children
+from ....system.search_path import search_path, working_folder
 from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
 from ....wire.protocol import ToRank
@@ -102,7 +103,7 @@ class RayRanks:
         self._open = True
         self._news = News(driver)
         try:
-            surroundings = list(sys.path), os.getcwd(), modules, kernel_shell() is not None
+            surroundings = search_path(), working_folder(), modules, kernel_shell() is not None
             nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
             if not isinstance(nodes, list):
                 raise NbdistError(nodes or f"the ranks could not be started: the cluster {driver.why_gone()}")

@@ -73,7 +73,14 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
     folder = cwd if cwd is not None and os.path.isdir(cwd) else os.getcwd()
     own_shares = shares(usable_cores(), numa_nodes(), count)
     merged = tuple(dict.fromkeys(ordered))
-    return Node(address, socket.gethostname(), (interfaces or [""])[0], dict(os.environ), folder, merged, own_shares)
+    environ = {**os.environ, **_address_of_ray()}
+    return Node(address, socket.gethostname(), (interfaces or [""])[0], environ, folder, merged, own_shares)
+
+
+def _address_of_ray() -> dict[str, str]:
+    """The variable by which a rank that uses Ray itself comes to this cluster, and starts no Ray of its own."""
+    ray = sys.modules.get("ray")
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray is not None and ray.is_initialized() else {}
 
 
 class Agent:

@@ -1,0 +1,108 @@
+"""What ranks change in torch and in Lightning, for code that was written for torchrun or for one process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import types
+from typing import Any
+
+from ..system.after_import import AfterImport
+
+
+def install() -> None:
+    """Change what is imported already, and the rest as soon as it is imported."""
+    accelerators = [
+        f"{package}.accelerators.{kind}"
+        for package in ("lightning_fabric", "pytorch_lightning", "lightning.fabric", "lightning.pytorch")
+        for kind in ("cpu", "cuda")
+    ]
+    groups = {"torch.distributed.distributed_c10d": default_group.patch}
+    sys.meta_path.insert(0, AfterImport({**groups, **dict.fromkeys(accelerators, _count_ranks)}))
+
+
+def _count_ranks(module: types.ModuleType) -> None:
+    """Let `devices="auto"` of Lightning be the ranks of this machine: on CPUs it is 1, and each rank trains alone."""
+    for kind in ("CPUAccelerator", "CUDAAccelerator"):
+        if hasattr(module, kind):
+            getattr(module, kind).auto_device_count = staticmethod(lambda: int(os.environ["LOCAL_WORLD_SIZE"]))
+
+
+class DefaultGroup:
+    """The process group that is up before the function runs, and that the function may start and end all the same.
+
+    `init_process_group` does nothing where it asks for the group that is up. The `destroy_process_group` that belongs
+    to it ends other groups only, so that the next call of a session finds this one.
+    """
+
+    def __init__(self) -> None:
+        self.started = False
+        """Whether the function has started the group that was up."""
+        self._ended = False
+        self._told = False
+        self._module: Any = None
+
+    def begin_call(self) -> None:
+        """Forget what the function of the last call has started and ended."""
+        self.started = self._ended = False
+
+    def patch(self, module: types.ModuleType) -> None:
+        """Replace both functions in `torch.distributed.distributed_c10d`, and in `torch.distributed`."""
+        self._module = module
+        package = sys.modules["torch.distributed"]
+        for name, method in (("init_process_group", self._start), ("destroy_process_group", self._end)):
+            original = getattr(module, name)
+            replacement = functools.wraps(original)(functools.partial(method, original))
+            setattr(module, name, replacement)
+            if getattr(package, name, None) is original:  # imported in full
+                setattr(package, name, replacement)
+
+    def _start(self, start: Any, *args: Any, **kwargs: Any) -> None:
+        asked = inspect.signature(start).bind(*args, **kwargs).arguments
+        if not self._module.is_initialized() or asked.get("_ranks"):
+            start(*args, **kwargs)
+            return
+        if difference := self._difference(asked):
+            if not self._ended:
+                raise ValueError(difference)
+            inspect.unwrap(self._module.destroy_process_group)()
+            self._ended = False
+            start(*args, **kwargs)
+            return
+        self.started, self._ended = True, False
+        if not self._told:
+            self._told = True
+            print("nbdist: the process group is up already, so init_process_group does nothing", file=sys.stderr)
+
+    def _end(self, end: Any, group: Any = None) -> None:
+        module = self._module
+        if not self.started or not module.is_initialized() or group not in (None, module.GroupMember.WORLD):
+            end(group)
+            return
+        self.started, self._ended = False, True
+        for one in [one for one in module._world.pg_map if one is not module.GroupMember.WORLD]:
+            end(one)
+
+    def _difference(self, asked: dict[str, Any]) -> str:
+        """What another process group is asked for than the one that is up; "" where it is the same."""
+        module = self._module
+        has = {"world_size": module.get_world_size(), "rank": module.get_rank()}
+        wrong = {name: value for name, value in has.items() if asked.get(name, -1) not in (-1, value)}
+        backends, backend = _backends(str(module.get_backend_config())), asked.get("backend")
+        if backend is not None and not _backends(str(backend).lower()) <= backends:
+            wrong = {"backend": "+".join(sorted(backends))}
+        return "".join(
+            f"the process group of rank {has['rank']} is up already: `{name}` must be {value!r}, got {asked[name]!r}. "
+            f"Leave init_process_group out, or end that group by destroy_process_group() first"
+            for name, value in list(wrong.items())[:1]
+        )
+
+
+default_group = DefaultGroup()
+
+
+def _backends(config: str) -> set[str]:
+    """Names in "gloo" or "cpu:gloo,cuda:nccl"."""
+    return {part.rpartition(":")[2] for part in config.split(",")} - {"undefined"}
