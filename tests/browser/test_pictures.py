@@ -26,7 +26,7 @@ SHOWN = {
     "failure": "ZeroDivisionError",
     "tabs": "rank 1",
     "status": "epoch 3: loss 0.127",
-    "profile": "computing",
+    "profile": "communication",
     "training": "auc",
     "plan": "row_wise",
 }
