@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -44,9 +45,12 @@ class Cell:
             self.send("stream", {"name": "stderr" if kind == STDERR else "stdout", "text": text})
             return
         stream = sys.stderr if kind == STDERR else sys.stdout
-        stream.write(text)
-        if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
-            stream.flush()
+        # Standard error on a full disk, or closed, is no reason to end a call; ranks' logs have the text.
+        lost = (OSError, ValueError, AttributeError) if kind == STDERR else ()
+        with contextlib.suppress(*lost):
+            stream.write(text)
+            if self._shell is None:  # a notebook's streams flush themselves, without making this thread wait
+                stream.flush()
 
     def notice(self, text: str) -> None:
         """Say something to the user, on standard error."""
