@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 #: Where Python's own modules lie, and names of folders in which nothing but installed packages does.
 _STANDARD = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib"))
-_PACKAGES = ("site-packages", "dist-packages")
+_PACKAGES = frozenset(["site-packages", "dist-packages"])
 
 
 _warned = False
@@ -61,25 +61,30 @@ def standard_first(path: Iterable[str]) -> list[str]:
     from the start would import the project's.
     """
 
-    def place(part: str) -> int:
-        name = os.path.basename(part)
-        if name in _PACKAGES:
-            return 1
-        return 0 if part.startswith(_STANDARD) or re.fullmatch(r"python3\d+\.zip", name) else 2
+    return sorted(path, key=lambda part: 1 if _is_installed(part) else 0 if _is_standard(part) else 2)
 
-    return sorted(path, key=place)
+
+def _is_installed(path: str) -> bool:
+    """Return whether a path is that of a folder of installed packages, or lies in one."""
+    return not _PACKAGES.isdisjoint(path.split(os.sep))
+
+
+def _is_standard(path: str) -> bool:
+    """Return whether a path lies in the standard library, which has the folders of installed packages in it."""
+    archive = re.fullmatch(r"python3\d+\.zip", os.path.basename(path))
+    return (path.startswith(_STANDARD) or bool(archive)) and not _is_installed(path)
 
 
 def shadowed(path: Iterable[str]) -> list[str]:
     """The modules of Python's own that this process has, and that another one would find elsewhere on `path` first."""
     found: set[str] = set()
     for part in path:
-        if part.startswith(_STANDARD) and os.path.basename(part) not in _PACKAGES:
+        if _is_standard(part):
             break
-        if os.path.basename(part) not in _PACKAGES:
+        if not _is_installed(part):
             with contextlib.suppress(OSError):
                 found |= _standard_names_in(part, os.stat(part).st_mtime_ns)
-    return sorted(name for name in found if _is_standard(sys.modules.get(name)))
+    return sorted(name for name in found if _is_from_there(sys.modules.get(name)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,9 +93,10 @@ def _standard_names_in(folder: str, changed: int) -> frozenset[str]:
     return sys.stdlib_module_names.intersection(name.partition(".")[0] for name in os.listdir(folder))
 
 
-def _is_standard(module: types.ModuleType | None) -> bool:
+def _is_from_there(module: types.ModuleType | None) -> bool:
+    """Return whether a module, if there is one, is built in or from the standard library."""
     file = getattr(module, "__file__", None)
-    return module is not None and (file is None or file.startswith(_STANDARD))
+    return module is not None and (file is None or _is_standard(file))
 
 
 class StandardFinder(importlib.abc.MetaPathFinder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 from cells import cells
 from conftest import poll
 
+from nbdist import Session
 from nbdist.engines import forkserver, watching
+from nbdist.kernel.cell.cell import Cell
 from nbdist.system.search_path import search_path, shadowed, standard_first
 
 CELLS = cells("server/cells/odd_systems.py")
@@ -55,6 +58,22 @@ def test_a_server_that_cannot_say_anything(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         code = "from nbdist import in_ddp\nprint(in_ddp(2, lambda: 5, imports='import polars'))"
         assert run(code, tmp_path, stderr=full) == "5\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_what_cannot_be_said_on_standard_error_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def complain() -> int:
+        print("a warning", file=sys.stderr)
+        return 5
+
+    with open("/dev/full", "w") as full, Session(1) as session:
+        monkeypatch.setattr(sys, "stderr", full)
+        Cell().notice("something")
+        assert session.run(complain) == 5
+        monkeypatch.undo()
+        assert "a warning" in session.logs(0)
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 @pytest.mark.parametrize(
