@@ -128,7 +128,7 @@ class Ranks(Protocol):
         """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
 
     def starting(self) -> str:
-        """What keeps ranks from their start, in words; empty where all have started, or nothing is known of that."""
+        """Return why ranks have not started yet, in words; empty if all have, or if the reason is not known."""
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
         """Bytes of memory that each of these ranks has for itself; None where that is not known."""

@@ -1,7 +1,7 @@
 """Process groups that the function makes itself, as scripts written for torchrun do.
 
 torch has rank 0 open a store at `MASTER_PORT` for each of them, on all network interfaces, and close it with the group:
-a rank that is slower finds nobody there, or the keys of the group before. Here these groups meet at the store that the
+a slower rank is refused there, or finds the keys of the group before. Here these groups meet at the store that the
 session has anyway, each under a prefix of its own; and a group's connections are closed when its successor is made, or
 the call is over, for only then all ranks are through with it.
 """
@@ -53,7 +53,7 @@ class OwnGroups:
             self._replaced = None
 
     def enter(self, world: World, store: Any) -> None:
-        """Let the groups that are made from now on meet at `store`."""
+        """Have groups that are made from now on meet at `store`."""
         self._world, self._store = world, store
         self._made.clear()
 
@@ -77,7 +77,7 @@ class OwnGroups:
         return create(hostname, port, rank, world_size, *args, **kwargs)
 
     def _is_ours(self, hostname: str, rank: int, world_size: int) -> bool:
-        """Whether a group is one of all ranks of this session, on their machine or the one of rank 0."""
+        """Return whether a group is one of all ranks of this session, on their machine or the one of rank 0."""
         world = self._world
         if world is None or (rank, world_size) != (world.rank, world.world_size):
             return False
@@ -87,7 +87,7 @@ class OwnGroups:
 def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
     """A store that listens at the address of this name alone: some of the ranks, or other processes, are to meet at it.
 
-    Raises `OSError` where nobody can listen there.
+    Raises `OSError` where the address is taken or not of this machine.
     """
     sock = socket.create_server((hostname, port))
     about: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": True}

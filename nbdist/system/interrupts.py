@@ -53,7 +53,7 @@ def heard_interrupts() -> Iterator[None]:
     """In the main thread, let a SIGINT in this block raise `KeyboardInterrupt`, also within an event loop.
 
     In a cell with a top-level `await`, and under `asyncio.run`, the handler of SIGINT only cancels a task. The task
-    would hear of that at its next `await`, and a call of nbdist in it has none.
+    is cancelled at its next `await`, and a call of nbdist in it has none.
     """
     here = threading.current_thread() is threading.main_thread()
     handler: Any = signal.getsignal(signal.SIGINT) if here else None
@@ -73,7 +73,7 @@ def heard_interrupts() -> Iterator[None]:
 
 
 def _only_cancels(handler: Any) -> bool:
-    """Whether a handler of SIGINT is the one of an event loop: ipykernel's, or that of `asyncio.Runner`."""
+    """Return whether a handler of SIGINT is one of an event loop: of ipykernel, or of `asyncio.Runner`."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     module = getattr(handler, "__module__", None) or ""

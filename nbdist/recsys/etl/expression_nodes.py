@@ -18,7 +18,7 @@ SELECTING = frozenset(
     Selector SelectFields ByDType ByIndex ByName Matches AnyOf AllOf Union Difference ExclusiveOr Intersect Wildcard Nth
     """.split()
 )
-#: All that may be in a file. Those of `RANDOM` and `SELECTING` hold no code; `check` refuses them by name.
+#: All that may be in a file. The nodes of `RANDOM` and `SELECTING` hold no code; `check` refuses them by name.
 NODES = (
     RANDOM
     | SELECTING

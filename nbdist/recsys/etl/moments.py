@@ -45,7 +45,7 @@ def key(name: str) -> str:
 
 
 def columns_of(keys: Sequence[str]) -> dict[str, pl.DataType | None]:
-    """The columns of a table, with their types; those of the keys are None."""
+    """The columns of a table, with their types; the type of a key is None."""
     counts, numbers = (ROWS, COUNT), (SUM, SQUARES, LEAST, MOST)
     return {
         **dict.fromkeys(map(key, keys)),

@@ -40,10 +40,10 @@ _CLASSES = {
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's files, of which `.metadata` is only taken if `save` of a model could have written it."""
+    """Reads a checkpoint's files, and refuses a `.metadata` that `save` of a model cannot have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What is in the checkpoint, and where.
+        """Return the contents of the checkpoint, and where each lies.
 
         Raises:
             FileNotFoundError: There is no checkpoint.

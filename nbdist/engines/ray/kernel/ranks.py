@@ -174,7 +174,7 @@ class RayRanks:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
     def _may_have(self, name: str) -> bool:
-        """Whether ranks take over a variable. Those of one machine speak to each other over loopback alone."""
+        """Return whether ranks take over a variable. On one machine they speak to each other over loopback alone."""
         return self._several or name not in INTERFACE_VARIABLES
 
     def inherited(self) -> Mapping[str, str]:
