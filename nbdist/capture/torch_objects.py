@@ -128,7 +128,7 @@ def operators_named(names: Iterable[str]) -> list[Any]:
 
 
 def is_operator(obj: Any) -> bool:
-    """Whether `obj` is an operator that was made by `torch.library.custom_op`."""
+    """Return whether `obj` is an operator that was made by `torch.library.custom_op`."""
     module = sys.modules.get("torch._library.custom_ops")
     return module is not None and type(obj) is getattr(module, "CustomOpDef", None)
 
