@@ -1,4 +1,4 @@
-"""Values of which a part cannot be sent or rebuilt: all else arrives, with `Absent` in the place of that part."""
+"""A value without the parts that cannot be sent or rebuilt: `Absent` is in the place of each such part."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Absent:
 def absent_parts(value: Any, what: str, instead: Mapping[int, Any], **options: Any) -> dict[int, Any]:
     """Return what replaces the parts of `value` that cannot be pickled, by their ids.
 
-    Empty if nothing of it is left without them. `what` is the value's name, `instead` are other replacements, which are
-    among those that are returned, and the options are those of the value's `Pickler`.
+    Empty if nothing of it is left without them. `what` is the value's name, `instead` are other replacements, and
+    they are returned too; the options go to the `Pickler`.
     """
     absent = dict(instead)
     for _ in range(_MOST):

@@ -15,7 +15,7 @@ from typing import Any
 
 Reduction = tuple[Any, ...]
 
-#: A library, a manager's authentication key, and whether it is that of the process which has sent it.
+#: A library, a manager's authentication key, and whether the process that has sent it has the same key.
 _Key = tuple[str, bytes, bool]
 
 #: The modules of managers, by library.
@@ -70,7 +70,7 @@ def warn_of_shared_tensor(untyped: Any) -> None:
 
 
 def _made_here(untyped: Any) -> bool:
-    """Whether this process has put the storage into shared memory, and no worker that has sent it a batch."""
+    """Return whether this process has put the storage into shared memory, and no worker that has sent it a batch."""
     try:
         descriptor, _ = untyped._share_fd_cpu_()
         name = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -17,6 +17,16 @@ from .foreign import contents
 
 Reduction = tuple[Any, ...]
 
+#: The attributes of a module in which FSDP2 leaves hooks.
+_HOOKS = {
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+}
+
 
 def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
     """Return how these are pickled; None for any other object. `to_cpu` says that the reader is the notebook.
@@ -41,8 +51,13 @@ def _reduce_wrapped(module: Any) -> Reduction | None:
     if distributed is not None and isinstance(module, distributed.DistributedDataParallel):
         return _unwrapped, (module.module, type(module).__name__)
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ())):
-        return _reduce_sharded(module, fsdp)
+    if fsdp is None:
+        return None
+    if isinstance(module, getattr(fsdp, "FSDPModule", ())):
+        bases = type(module).__mro__
+        return _reduce_sharded(module, bases[bases.index(fsdp.FSDPModule) + 1])
+    if any(_is_of_fsdp(hook) for name in _HOOKS for hook in contents(module).get(name, {}).values()):
+        return _reduce_sharded(module, type(module))  # its parameters are sharded by a module that it is in
     return None
 
 
@@ -54,14 +69,12 @@ def _unwrapped(module: Any, wrapper: str) -> Any:
     return module
 
 
-def _reduce_sharded(module: Any, fsdp: Any) -> Reduction:
+def _reduce_sharded(module: Any, own: type) -> Reduction:
     """Return how a module after `fully_shard` is pickled: as one of its own class, without the hooks that gather."""
-    bases = type(module).__mro__
-    own = bases[bases.index(fsdp.FSDPModule) + 1]
     state = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
-    for name, hooks in state.items():
-        if name.endswith("_hooks") and isinstance(hooks, dict):
-            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_torch(hook))
+    for name in _HOOKS & state.keys():
+        hooks = state[name]
+        state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
     return _made_of, (own,), state
 
 
@@ -69,9 +82,8 @@ def _made_of(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
-def _is_of_torch(hook: Any) -> bool:
-    """Whether a hook is one that torch.distributed has registered."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed")
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 # ---------------------------------------------------------------------------------------------------- TorchScript
@@ -116,7 +128,7 @@ def operators_named(names: Iterable[str]) -> list[Any]:
 
 
 def is_operator(obj: Any) -> bool:
-    """Whether `obj` is an operator that was made by `torch.library.custom_op`."""
+    """Return whether `obj` is an operator that was made by `torch.library.custom_op`."""
     module = sys.modules.get("torch._library.custom_ops")
     return module is not None and type(obj) is getattr(module, "CustomOpDef", None)
 

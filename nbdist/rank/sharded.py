@@ -72,7 +72,7 @@ def _full(tensor: Any) -> Any:
 
 
 def _all_ranks_have(count: int) -> bool:
-    """Whether all ranks come here, with as many tensors each."""
+    """Return whether all ranks come here, with as many tensors each."""
     global _gathered
     dist = sys.modules["torch.distributed"]
     if not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""A value of which a part cannot come back costs no more than that part."""
+"""A part of a value that cannot come back is all that is missing."""
 
 from __future__ import annotations
 

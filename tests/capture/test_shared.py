@@ -1,4 +1,4 @@
-"""What the notebook shares with other processes is shared with ranks, too, or a warning says that it is not."""
+"""Things that the notebook shares with other processes are shared with ranks, or a warning says that they are not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_what_is_shared(cell: Cell, case: str) -> None:
 
 
 class Trial:
-    """As Optuna's: its study is not asked for anything but its storage."""
+    """Trial with the attributes of Optuna's that are read."""
 
     def __init__(self, storage: Any) -> None:
         self.number, self.study = 3, types.SimpleNamespace(_storage=storage)

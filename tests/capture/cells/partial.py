@@ -1,4 +1,4 @@
-"""Values of which a part cannot come back: each cell is a case of test_partial.py."""
+"""Values with a part that cannot come back: each cell is a case of test_partial.py."""
 
 
 # %% a part that cannot be sent

@@ -1,4 +1,4 @@
-"""What the notebook shares with other processes: each cell is a case of test_shared.py."""
+"""Things that the notebook shares with other processes: each cell is a case of test_shared.py."""
 
 # %% managers and their proxies
 import multiprocessing
