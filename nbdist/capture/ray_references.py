@@ -8,7 +8,7 @@ from typing import Any
 
 
 def reduce_of_ray(obj: Any) -> tuple[Any, ...] | None:
-    """How references to an object or an actor are pickled; None for anything else.
+    """Return the reduction of a reference to an object or an actor; None for anything else.
 
     Ray's own pickle of them says who owns what they refer to, and can be read in another process of the cluster only.
     """

@@ -1,4 +1,4 @@
-"""What ranks change in torch and in Lightning, for code that was written for torchrun or for one process."""
+"""Changes in torch and Lightning for code that was written for torchrun or for one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _count_ranks(module: types.ModuleType) -> None:
-    """Let `devices="auto"` of Lightning be the ranks of this machine: on CPUs it is 1, and each rank trains alone."""
+    """Make Lightning's `devices="auto"` the ranks of this machine: on CPUs it is 1, and each rank trains alone."""
     for kind in ("CPUAccelerator", "CUDAAccelerator"):
         if hasattr(module, kind):
             getattr(module, kind).auto_device_count = staticmethod(lambda: int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -86,7 +86,7 @@ class DefaultGroup:
             end(one)
 
     def _difference(self, asked: dict[str, Any]) -> str:
-        """What another process group is asked for than the one that is up; "" where it is the same."""
+        """Say how the group that is asked for differs from the one that is up; "" where it is the same."""
         module = self._module
         has = {"world_size": module.get_world_size(), "rank": module.get_rank()}
         wrong = {name: value for name, value in has.items() if asked.get(name, -1) not in (-1, value)}

@@ -265,7 +265,7 @@ class Membership:
             os.environ.setdefault(name, value)
 
     def is_in(self) -> bool:
-        """Whether the process group is still the one that was joined."""
+        """Return whether the process group is still the one that was joined."""
         return self.kept is not None and sys.modules["torch.distributed"].group.WORLD is self.kept[1]
 
     def leave(self, peers: Sequence[Address] = ()) -> None:

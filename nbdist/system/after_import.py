@@ -1,4 +1,4 @@
-"""What is done with a module as soon as it has been imported."""
+"""Actions on modules as soon as these have been imported."""
 
 from __future__ import annotations
 
