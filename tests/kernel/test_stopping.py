@@ -355,7 +355,7 @@ def test_a_defect_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_stop_button_in_a_cell_with_await(notebook: Kernel, wait: str) -> None:
     result = stopped(notebook, CELLS[f"await and {wait}"], begun=1 if wait == "result" else 2)
     assert result.error in ("KeyboardInterrupt", "CancelledError"), result
-    assert notebook.run("print(in_ddp(2, lambda: 5))").stdout == "5\n"
+    assert notebook.run("print(in_ddp(2, lambda: 5))").text == "5\n"
 
 
 def signal_when_begun(folder: Path, signum: int) -> threading.Thread:

@@ -40,27 +40,22 @@ def load_in_server(code: str, name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "says"),
+    ("name", "code"),
     [
-        ("crashes_at_import", "import ctypes\nctypes.string_at(0)\n", "crashes_at_import was killed by SIGSEGV"),
-        ("leaves_at_import", "import os\nos._exit(3)\n", "leaves_at_import left with exit code 3"),
-        ("leaves_well", "import os\nos._exit(0)\n", "leaves_well left with exit code 0"),
-        ("aborts_at_import", "import os\nos.abort()\n", "aborts_at_import was killed by SIGABRT"),
+        ("crashes_at_import", "import ctypes\nctypes.string_at(0)\n"),
+        ("leaves_at_import", "import os\nos._exit(3)\n"),
+        ("leaves_well", "import os\nos._exit(0)\n"),
+        ("aborts_at_import", "import os\nos.abort()\n"),
     ],
 )
-def test_a_module_that_ends_the_process_which_imports_it(
-    spared: Session, tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, code: str, says: str
-) -> None:
+def test_a_module_that_ends_the_process_which_imports_it(spared: Session, tmp_path: Path, name: str, code: str) -> None:
     before = forkserver.server().process.pid
     load_in_server(code, name, tmp_path)
     assert in_ddp(2, total) == 2.0 and forkserver.server().process.pid == before
-    assert f"nbdist: {says}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_an_import_that_hangs_is_broken_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], others: bool
-) -> None:
+def test_an_import_that_hangs_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
     monkeypatch.setattr(forkserver, "_LONG_IMPORT", 0.0)
     forkserver.stop()  # one without ranks of other tests
     with Session(2) as session:
@@ -73,7 +68,6 @@ def test_an_import_that_hangs_is_broken_off(
         assert poll(begun.exists)
         used.break_off()
         assert in_ddp(2, total) == 2.0 and forkserver.server() is used
-        assert f"nbdist: {name} takes long" in capfd.readouterr().err
         if others:
             assert session.run_all(os.getpid) == pids
     used.break_off()  # when nothing is imported, it does nothing
