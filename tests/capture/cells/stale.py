@@ -78,3 +78,4 @@ def compare(where):
 
 for session in sessions:
     session.restart()
+    session.run(int)  # a session follows environment and folder from its first call on
