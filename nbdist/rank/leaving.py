@@ -50,6 +50,7 @@ def leave() -> None:
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     # Those of the server are not among them: `gc.freeze` has put them elsewhere.
+    # By type: `isinstance` asks a weak proxy for its object, which may be gone.
     for file in [found for found in gc.get_objects() if issubclass(type(found), (io.TextIOWrapper, io.BufferedWriter))]:
         with contextlib.suppress(Exception):  # closed, detached, or the disk is full
             file.flush()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -471,6 +472,20 @@ def test_what_ranks_print_at_their_end_is_shown(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("the summary") == 1
     in_ddp.options(output="all")(2, registers)
     assert capsys.readouterr().out.count("the summary") == 2
+
+
+def test_a_weak_proxy_without_its_object_is_no_trouble_at_the_end(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def leaves() -> None:
+        main = vars(sys.modules["__main__"])
+        main["proxy"] = weakref.proxy(Odd())
+        main["file"] = open(tmp_path / "file", "w")  # noqa: SIM115
+        main["file"].write("not flushed")
+
+    in_ddp(1, leaves)
+    assert (tmp_path / "file").read_text() == "not flushed"
+    assert "Traceback" not in "".join(capsys.readouterr())
 
 
 # --------------------------------------------------------------------------------------------------- in a notebook
