@@ -237,6 +237,9 @@ class FakeGpuStorage:
 
     device = torch.device("cuda", 0)
 
+    def nbytes(self) -> int:
+        return 3
+
     def cpu(self) -> Any:
         return torch.arange(3, dtype=torch.uint8).untyped_storage()
 

@@ -61,7 +61,7 @@ class Point:
 
 
 def test_unknown_package() -> None:
-    with pytest.raises(ValueError, match="'multiprocess' or 'multiprocessing'"):
+    with pytest.raises(ValueError, match="package must be one of 'multiprocess', 'multiprocessing', got 'billiard'"):
         nbdist.context("billiard")
 
 

@@ -61,7 +61,7 @@ def test_numbers_of_ranks_that_make_no_sense(ngpus: Any) -> None:
 
 
 def test_a_session_of_no_rank() -> None:
-    with pytest.raises(ValueError, match="nranks=0"):
+    with pytest.raises(ValueError, match="nranks must be at least 1, got 0"):
         Session(0)
 
 
@@ -69,7 +69,7 @@ def test_a_session_of_no_rank() -> None:
 def test_what_cannot_be_called(ngpus: int) -> None:
     with pytest.raises(TypeError, match="fn must be a function, got 'all_reduce'"):
         in_ddp(ngpus, "all_reduce")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="imports="):
+    with pytest.raises(ValueError, match="imports must be"):
         in_ddp(ngpus, all_reduce_of_ones, imports="x = 1")
     with pytest.raises(NameError, match=r"'torhc'.*'torch'"):
         in_ddp(ngpus, all_reduce_of_ones, need="torhc")
@@ -448,7 +448,7 @@ def test_warm_returns_at_once_and_takes_no_names_for_modules() -> None:
     finally:
         server.process.send_signal(signal.SIGCONT)
     assert in_ddp(1, lambda: "colorsys" in sys.modules)
-    with pytest.raises(ValueError, match="imports="):
+    with pytest.raises(ValueError, match="imports must be"):
         warm("torch")
 
 

@@ -720,7 +720,7 @@ def test_how_much_is_shown_can_be_chosen(notebook: Kernel) -> None:
     assert result.outputs[-1]["data"]["text/plain"].endswith("[rank 0] 3\n[rank 0] 4")
     wide = run(notebook, "print('x' * 5_000_000)")
     assert len(streams(wide)) <= 1_000_000 and len(wide.outputs[-1]["data"]["text/plain"]) < 2000
-    assert notebook.run("in_ddp.options(lines=-1)(1, f)").message.startswith("lines=-1: at least 0")
+    assert notebook.run("in_ddp.options(lines=-1)(1, f)").message.startswith("lines must be at least 0, got -1")
 
 
 def test_the_file_of_a_flood_is_gone_with_the_kernel(tmp_path: Path) -> None:

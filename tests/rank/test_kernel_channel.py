@@ -62,7 +62,7 @@ def test_a_rank_whose_answer_is_copied_leaves(ends: Any, membership: FakeMembers
     outcomes.reads_memory = True
     kernel.send(Leave([]))
     kernel.send(Copied(False))
-    message, parcel = outcomes.value(np.zeros(2_000_000), grouped=True, wanted=True, waited=0.0)
+    message, parcel = outcomes.value(np.zeros(2_000_000), grouped=True, wanted=True, waited=0.0, instead={})
     parcel.close()
     assert membership.left == [[]] and not outcomes.reads_memory
     (buffer,) = kernel.receive()[0].buffers

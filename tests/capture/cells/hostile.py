@@ -73,7 +73,7 @@ for fn, args, name in [
     (lambda: box, (), "box.value[1]"),
     (lambda: table, (), "table['key'].value"),
     (lambda: key, (), "key[<Box>]"),
-    (five, (hostile,), "argument 1"),
+    (lambda x: 5, (hostile,), "argument 1"),
     (HostileFunction(), (), "the function"),
 ]:
     try:
