@@ -184,13 +184,14 @@ def _now() -> int:
 def _changed_since(file: str, moment: int) -> bool:
     """Return whether a file was written, or put in its place, since then, as `_now` has it.
 
-    A time in the future comes from another clock, such as a file server's.
+    A time in the future comes from another clock, such as a file server's. Linux since 6.13 stamps files by the finer
+    clock where the time of the file was read before.
     """
     try:
         found = os.stat(file)
     except OSError:
         return False
-    now = _now()
+    now = time.time_ns()
     return any(moment <= stamp <= now for stamp in (found.st_mtime_ns, found.st_ctime_ns))
 
 

@@ -71,7 +71,7 @@ _FOLLOWS = re.compile(
 class _Failure:
     rank: int | None
     error: BaseException
-    asked: bool
+    asked: bool = False
     """Whether the rank had been asked to leave by then."""
 
     def is_consequence(self) -> bool:
