@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import keyword
 import sys
 import types
@@ -61,7 +62,9 @@ class LazyModule(types.ModuleType):
 
 @pytest.mark.parametrize("name", ["torch.backends", "torch.backends.cudnn", "torch.ops", "torch.ops.aten", "lazy"])
 def test_modules_of_any_type_go_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lazy", LazyModule("lazy"))
+    lazy = LazyModule("lazy")
+    lazy.__spec__ = importlib.machinery.ModuleSpec("lazy", None)  # an import gives it
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
     module: Any = {"torch.ops": torch.ops, "torch.ops.aten": torch.ops.aten}.get(name) or sys.modules[name]
     assert type(module) is not types.ModuleType and there_and_back(module) is module
 

@@ -129,7 +129,7 @@ assert first[5] == in_ddp(1, os.getppid), "they are the server's children, which
 
 
 def test_ways_to_start_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match="start='fork': 'forkserver', or 'spawn'"):
+    with pytest.raises(ValueError, match="start must be one of 'forkserver', 'spawn', got 'fork'"):
         Session(1, start="fork")
     with pytest.raises(ValueError, match='start="spawn" is for ranks of this machine'):
         Session(1, engine=RayOptions(), start="spawn")

@@ -38,7 +38,7 @@ def imports():
     import code
     import queue
 
-    return queue.Queue, code.interact, sys.path[0] == str(project)
+    return queue.Queue, code.interact, sys.path[0] == str(project.absolute())
 
 
 assert random.random() < 1 and selectors.SelectSelector
