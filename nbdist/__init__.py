@@ -11,7 +11,7 @@ if _typing.TYPE_CHECKING:
     from .devices import rank_device
     from .engines import use
     from .engines.ray.options import RayOptions
-    from .errors import CaptureError, NbdistError, RankDied, RankTimeout, WorkerDied
+    from .errors import CaptureError, NbdistError, RankDied, RankStuck, RankTimeout, WorkerDied
     from .kernel.clusters import cluster
     from .kernel.launch import in_ddp, post_mortem, warm
     from .kernel.pools.context import context
@@ -23,6 +23,7 @@ __all__ = [
     "CaptureError",
     "NbdistError",
     "RankDied",
+    "RankStuck",
     "RankTimeout",
     "RayOptions",
     "Session",
@@ -45,6 +46,7 @@ _HOMES = {
     "CaptureError": "errors",
     "NbdistError": "errors",
     "RankDied": "errors",
+    "RankStuck": "errors",
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",

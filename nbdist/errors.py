@@ -4,6 +4,7 @@ Exception
 └── NbdistError          base of everything nbdist raises on its own account
     ├── CaptureError     something that the call needs cannot be pickled
     ├── RankDied         a rank's process ended without an answer
+    ├── RankStuck        ranks of a call wait for what cannot come
     ├── RankTimeout      a call took longer than its `timeout`
     └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
 
@@ -108,6 +109,25 @@ class RankDied(NbdistError):
 
     def __reduce__(self) -> tuple[type[RankDied], tuple[int, int | None, int | None, str, str]]:
         return RankDied, (self.rank, self.pid, self.status, self.output, self.reason)
+
+
+class RankStuck(NbdistError):
+    """The ranks of a call wait for what cannot come, such as one in a collective for another that has returned.
+
+    Raised with `on_hang="raise"`. The text says what each rank does, why that cannot end and what helps, with all
+    stacks.
+
+    Examples:
+        >>> from nbdist import Session
+        >>> def train():
+        ...     import torch.distributed as dist
+        ...     if dist.get_rank() == 0:
+        ...         dist.barrier()
+        >>> with Session(2, on_hang="raise") as session:
+        ...     session.run(train)
+        Traceback (most recent call last):
+        nbdist.errors.RankStuck: this call hangs: rank 0 waits in barrier at ...
+    """
 
 
 class RankTimeout(NbdistError, TimeoutError):

@@ -33,6 +33,7 @@ class SessionOptions:
     engine: str | EngineOptions | None = None
     start: str = "forkserver"
     hold_on_error: bool = False
+    on_hang: str = "say"
     restarts: int = 0
     min_ranks: int | None = None
 
@@ -49,6 +50,7 @@ class SessionOptions:
             check_seed(self.seed)
         for name in ("seed_ranks", "settings", "hold_on_error"):
             check_flag(getattr(self, name), name=name)
+        check_choice(self.on_hang, ("say", "raise"), name="on_hang")
         check_choice(self.start, ("forkserver", "spawn"), name="start")
         check_count(self.restarts, least=0, name="restarts")
         if self.backend is not None:

@@ -89,6 +89,8 @@ class Session:
             "spawn": each in a fresh interpreter, which takes seconds: for what must not be imported before a fork
             without being refused there, and for variables of `env` that any library reads while it is imported.
         hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
+        on_hang: What happens where ranks wait for what cannot come, such as one in a collective for another that has
+            returned. "say": the cell shows which, and why. "raise": the call ends with `RankStuck`.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
@@ -126,6 +128,7 @@ class Session:
         engine: str | EngineOptions | None = None,
         start: str = "forkserver",
         hold_on_error: bool = False,
+        on_hang: str = "say",
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
@@ -140,6 +143,7 @@ class Session:
             self._layout(nranks),
             timeout=timeout,
             keep_frames=hold_on_error,
+            on_hang=on_hang,
             restarts=restarts,
             min_ranks=min_ranks,
         )
@@ -192,6 +196,7 @@ class Session:
             ValueError, TypeError, NameError, CaptureError: Before any rank is asked, for what cannot be sent.
             RankDied: When a rank's process ends.
             RankTimeout: When the session's timeout is over.
+            RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
         """

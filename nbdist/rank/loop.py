@@ -17,6 +17,7 @@ from ..system.processes import blind, forget_in_children
 from ..wire import protocol
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel
+from ..wire.recording import Recorder
 from . import cells, frameworks, gpu_state, process, shell, streams
 from .call import Caller
 from .debugger import Debugger
@@ -25,6 +26,7 @@ from .items import Mapper
 from .kernel_channel import KernelChannel
 from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
+from .recorder import CollectiveRecorder
 from .sharded import whole
 from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
 
@@ -41,6 +43,7 @@ class Rank:
         self._caller = Caller()
         self._outcomes = Outcomes(self._channel, self._caller, self._interrupts)
         self._mapper = Mapper(self._caller)
+        self._recorder: CollectiveRecorder | None = None
         self._descriptors: list[int] = []
         """Those that a process of a context is given, beside its own."""
         self._keep_frames = False
@@ -161,7 +164,13 @@ class Rank:
         if request.setting is not None:
             enter_setting(request.setting)
             self._outcomes.reads_memory = request.setting.reads_memory
+        memory = fds.pop() if request.recorded else None
         self._membership.join(request.world, fds)
+        if memory is not None:
+            self._recorder = CollectiveRecorder(Recorder(memory, request.world.rank))
+            self._recorder.install()
+        elif self._recorder is not None:
+            self._recorder.joined()
         if request.seeds is not None:
             seed_everything(request.seeds)
 

@@ -60,6 +60,7 @@ def test_each_option_can_be_said_to_the_magic() -> None:
         "--engine ray": {"engine": "ray"},
         "--start spawn": {"start": "spawn"},
         "--hold-on-error": {"hold_on_error": True},
+        "--on-hang raise": {"on_hang": "raise"},
         "--restarts 2": {"restarts": 2},
         "--min-ranks 1": {"min_ranks": 1},
     }

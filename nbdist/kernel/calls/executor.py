@@ -49,6 +49,7 @@ class Executor:
         timeout: Seconds that a call may take; None: any time.
         keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost.
+        on_hang: As `Waiting` has it.
         min_ranks: How many ranks are enough then. None: all.
     """
 
@@ -60,12 +61,13 @@ class Executor:
         timeout: float | None,
         keep_frames: bool,
         restarts: int,
+        on_hang: str = "say",
         min_ranks: int | None = None,
     ) -> None:
         self.wanted = layout
         """That of the ranks which are wanted: there may be fewer."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
-        self.min_ranks = min_ranks
+        self.min_ranks, self._on_hang = min_ranks, on_hang
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
@@ -152,6 +154,7 @@ class Executor:
             originals=call.originals,
             stop=stop,
             once=request.once,
+            on_hang=self._on_hang,
         )
         return values if request.everyone else values[:1]
 

@@ -19,6 +19,7 @@ from ...system.gpus import local_cores
 from ...system.interrupts import postponed_interrupts
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
+from ...wire.recording import Recording
 from ..cell.cell import Cell
 from ..cell.comms import Comms
 from ..cell.relay import Relay
@@ -73,7 +74,8 @@ class Group:
     """Running ranks. Dropping the last reference to it ends them.
 
     Attributes: `layout`, that of the ranks which there are: with `least`, there may be fewer than were wanted.
-    `number`, of the process group that they have entered last, from 1.
+    `number`, of the process group that they have entered last, from 1. `recording`, what the ranks note of their
+    collectives; None where they are on other machines.
     """
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
@@ -81,6 +83,7 @@ class Group:
         with postponed_interrupts():  # until somebody is there to end them
             self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
             self.relay = Relay(self.ranks)
+            self.recording = Recording(len(self.ranks.pids)) if self.ranks.takes_descriptors else None
             self._fresh = True
             self._joined = False
             self.number = 0
@@ -133,8 +136,12 @@ class Group:
                     group=self.number,
                 )
                 setting = self.ranks.setting(rank, environ) if self._fresh else None
-                message = Join(world, setting, layout.seeds(rank, seeds))
-                self.send(rank, message, fds=rendezvous.fds(rank))
+                fds = rendezvous.fds(rank)
+                segment = None if self.recording is None else self.recording.segment
+                message = Join(world, setting, layout.seeds(rank, seeds), recorded=segment is not None)
+                self.send(rank, message, fds=fds if segment is None else [*fds, segment.fd])
+        if self.recording is not None:
+            self.recording.handed_over()
         self._fresh, self._joined = False, True
 
     def _open_rendezvous(self) -> OpenRendezvous:

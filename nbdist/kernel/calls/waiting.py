@@ -14,7 +14,7 @@ from typing import Any
 
 from ...deaths import NO_GPU
 from ...engines.contract import Exit, Listening
-from ...errors import CaptureError, RankTimeout, RemoteTraceback, text_of
+from ...errors import CaptureError, RankStuck, RankTimeout, RemoteTraceback, text_of
 from ...system.connections import Address, between
 from ...wire import protocol, rank_memory
 from ...wire.parcel import Parcel
@@ -22,6 +22,7 @@ from ..cell.comms import Page
 from . import stacks
 from .futures import Stop
 from .group import Group
+from .hangs import Hangs
 from .keyboard import Keyboard
 from .outcomes import load, rebuild
 from .stopping import unanswered_stop
@@ -103,6 +104,7 @@ class Waiting:
         stop: Stop | None = None,
         keyboard: Keyboard | None = None,
         once: bool = False,
+        on_hang: str = "say",
     ) -> None:
         """
         Args:
@@ -114,6 +116,8 @@ class Waiting:
             stop: Lets another thread interrupt the call.
             keyboard: Gives the lines that ranks ask for. None: what the user types.
             once: Whether the ranks end after the call, so that nothing of them needs to stay whole.
+            on_hang: Where the ranks wait for what cannot come: "raise" fails with `RankStuck`, "say" writes why into
+                the cell.
         """
         self._once = once
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
@@ -122,6 +126,7 @@ class Waiting:
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
+        self._hangs, self._on_hang = Hangs(group, self.pending), on_hang
         self._begun: set[int] = set()
         self._explained = False  # that a stop waits for the end of what it would leave by half
         self._begin = time.monotonic()
@@ -149,8 +154,8 @@ class Waiting:
         Args:
             interrupted: Whether the user has pressed stop already, while the call was sent.
 
-        Raises the failure that came first, `RankTimeout`, or `KeyboardInterrupt`. When it raises, and no rank is
-        `pending` or dead, the ranks can take calls again, in a new process group.
+        Raises the failure that came first, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. When it raises, and no
+        rank is `pending` or dead, the ranks can take calls again, in a new process group.
         """
         try:
             self._hear(interrupted)
@@ -255,6 +260,7 @@ class Waiting:
         left = AT_A_TIME if self._deadline is None else min(AT_A_TIME, self._deadline - time.monotonic())
         if left > 0:
             self._tell_of_late_ones()
+            self._look_for_hang()
             listener.select(self._page.soon(self._keyboard.soon(left)))
             self._relay.show_unfinished()
             self._page.look()
@@ -285,6 +291,15 @@ class Waiting:
             taken = stacks.take(self._ranks, late)
             where = stacks.report({rank: taken[rank] for rank in sorted(late)})
             self._relay.cell.notice(f"not begun after {LONG_START:g} s: {where}")
+
+    def _look_for_hang(self) -> None:
+        """Say once why the ranks wait for what cannot come, or fail with that."""
+        found = None if self._leaving else self._hangs.look(self.pending)
+        if found is not None and self._on_hang == "raise":
+            where = stacks.report(stacks.take(self._ranks, self.pending))
+            self._fail(None, RankStuck(f"{found}\n\n{where}"))
+        elif found is not None:
+            self._relay.cell.notice(f"{found}. The stop button ends the call, on_hang='raise' would have ended it")
 
     def _ask_user(self) -> None:
         """Let the user type what a rank waits for, if one does. The time that he takes is not the call's."""

@@ -53,6 +53,7 @@ _START: dict[str, dict[str, Any]] = {
     "engine": {"help": "local, ray, or an engine of another package"},
     "start": {"choices": ["forkserver", "spawn"], "help": "how ranks start"},
     "hold_on_error": {"action": "store_true", "help": "keep the frames of an error for post-mortem"},
+    "on_hang": {"choices": ["say", "raise"], "help": "what happens where ranks wait for what cannot come"},
     "restarts": {"type": int, "help": "how often a cell is started again after a rank was lost"},
     "min_ranks": {"type": int, "help": "how many ranks are enough then"},
 }

@@ -70,7 +70,7 @@ class DdpMagics(Magics):
 
         %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|tabs|none]
                      [--lines N|all] [--env NAME=VALUE] [--seed S] [--seed-ranks] [--no-settings] [--engine NAME]
-                     [--start forkserver|spawn] [--hold-on-error] [--restarts K] [--min-ranks M]
+                     [--start forkserver|spawn] [--hold-on-error] [--on-hang say|raise] [--restarts K] [--min-ranks M]
                                                       start N ranks, with the options of nbdist.Session; gives that
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is

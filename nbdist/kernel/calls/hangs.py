@@ -1,0 +1,189 @@
+"""Whether the ranks of a call can still go on: seen from outside; only ranks that do nothing are asked anything."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from ...notebook.shell import cell_numbers
+from ...system import waits
+from ...wire.recording import Collective
+from . import stacks
+from .group import Group
+from .stacks import Frame
+from .verdicts import Standing, Verdict, verdict
+
+#: Seconds from one look to the next, and until ranks that use no CPU time are asked where they are.
+LOOK_EVERY, QUIET = 2.0, 8.0
+#: Seconds between two questions: a verdict needs two that are answered alike. Later they are rarer.
+ASK_EVERY, ASK_RARELY = 4.0, 10.0
+#: The share of a core that ranks which only wait may use: gloo's threads look around 100 times a second.
+_IDLE = 0.05
+#: Seconds of CPU time that the workers of a loader may use between two questions.
+_IDLE_WORKERS = 0.1
+
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+#: What waits for other ranks, and is not recorded: it is called from C++, makes a process group, or is nbdist's own.
+_COLLECTIVE = tuple(
+    os.path.join(*path.split("/"))
+    for path in (
+        "torch/distributed/distributed_c10d.py",
+        "torch/distributed/_functional_collectives.py",
+        "torch/distributed/utils.py",
+        "torch/nn/parallel/distributed.py",
+        "nbdist/shm/collectives.py",
+    )
+)
+#: What lies between Python and an operator in C++.
+_OPERATORS = os.path.join("torch", "_ops.py")
+#: The function of torch that runs a backward pass, and in it DDP's all_reduce.
+_BACKWARD = "_engine_run_backward"
+
+
+class _Evidence(NamedTuple):
+    """What is known of the ranks at one moment."""
+
+    at: float
+    standings: Sequence[Standing]
+    workers: Mapping[int, float]
+    """Seconds of CPU time of child processes."""
+
+    def is_as(self, earlier: _Evidence) -> bool:
+        """Whether nothing has moved since."""
+        mine, others = ([(o.rank, o.state, o.doing, o.stands_in) for o in e.standings] for e in (self, earlier))
+        used = sum(self.workers.values()) - sum(earlier.workers.values())
+        return mine == others and self.workers.keys() == earlier.workers.keys() and used < _IDLE_WORKERS
+
+
+class Hangs:
+    """Watches the ranks of one call.
+
+    Args:
+        group: Whose ranks.
+        targets: Those that have got the call.
+    """
+
+    def __init__(self, group: Group, targets: Collection[int]) -> None:
+        self._group, self._targets = group, frozenset(targets)
+        self._used: dict[int, float] = {}
+        self._counts: list[int] = []
+        self._looked = self._still = time.monotonic()
+        self._ask_at = 0.0
+        self._asked = 0
+        self._earlier: _Evidence | None = None
+        self._over = group.recording is None or not os.path.exists("/proc/self/task")
+
+    def look(self, pending: Collection[int]) -> Verdict | None:
+        """Look at ranks that have not answered. Returns why they never will, once, when that is known.
+
+        Costs a file for each rank every two seconds, until none of them has used CPU time for a while.
+        """
+        now = time.monotonic()
+        if self._over or now < self._looked + LOOK_EVERY:
+            return None
+        if not self._idle(pending, now - self._looked):
+            self._still, self._earlier, self._asked = now, None, 0
+        self._looked = now
+        if now < self._still + QUIET or now < self._ask_at:
+            return None
+        evidence = self._ask(pending, now)
+        self._asked += 1
+        self._ask_at = time.monotonic() + (ASK_EVERY if self._asked < 4 else ASK_RARELY)
+        earlier, self._earlier = self._earlier, evidence
+        found = verdict(evidence.standings) if earlier is not None and evidence.is_as(earlier) else None
+        self._over = found is not None
+        return found
+
+    def _idle(self, pending: Collection[int], seconds: float) -> bool:
+        """Whether no rank has done anything since the last look."""
+        recording = self._group.recording
+        assert recording is not None
+        pids = self._group.ranks.pids
+        counts = [recording.count(rank) for rank in range(len(pids))]
+        idle = counts == self._counts and self._used.keys() == set(pending)
+        self._counts, before, self._used = counts, self._used, {}
+        for rank in pending:
+            pid = pids[rank]
+            use = None if pid is None else waits.use(pid)
+            if use is None:
+                idle = False
+                continue
+            self._used[rank] = use.seconds
+            idle = idle and use.state not in "RD" and use.seconds - before[rank] <= 0.02 + _IDLE * seconds
+        return idle
+
+    def _ask(self, pending: Collection[int], now: float) -> _Evidence:
+        ranks, recording = self._group.ranks, self._group.recording
+        assert recording is not None
+        pids = [-1 if pid is None else pid for pid in ranks.pids]
+        stopped = {rank for rank in pending if (use := waits.use(pids[rank])) is not None and use.state == "T"}
+        taken = stacks.take(ranks, set(pending) - stopped)
+        holders = waits.lock_holders()
+        numbers = cell_numbers()
+        standings, workers = [], {}
+        for rank, pid in enumerate(pids):
+            begun = recording.read(rank)
+            places = {one.number: _place(one, numbers) for one in begun}
+            own = Standing(rank, "returned", begun=begun, places=places)
+            if rank not in pending:
+                standings.append(own if rank in self._targets else _changed(own, "absent"))
+            elif rank in stopped:
+                standings.append(_changed(own, "stopped", "is stopped", now - self._still))
+            else:
+                kids = waits.children(pid)
+                uses = {kid: waits.use(kid) for kid in kids}
+                workers.update({kid: use.seconds for kid, use in uses.items() if use is not None})
+                state, doing = _state(pid, taken[rank] or [], own, kids)
+                holder = holders.get(pid, -1)
+                if state == "runs" and holder in pids:
+                    state, doing = "file lock", f"waits for the lock of a file{_at(taken[rank] or [])}"
+                since = min((now - one.begin for one in own.stands_in), default=now - self._still)
+                at = pids.index(holder) if holder in pids else None
+                standings.append(_changed(own, state, doing, since, at))
+        return _Evidence(now, standings, workers)
+
+
+def _changed(one: Standing, state: str, doing: str = "", seconds: float = 0.0, holder: int | None = None) -> Standing:
+    return Standing(one.rank, state, doing, seconds, one.begun, one.places, holder)
+
+
+def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
+    """What a rank waits for, as `Standing` has it; "runs" where it may go on by itself, or where that is not known."""
+    if not set(waits.threads(pid).values()) <= {"S", "I"} or not frames:
+        return "runs", ""
+    main = [one for one in own.stands_in if one.main_thread]
+    if main:
+        return "collective", f"waits in {own.calls(main[-1])}"
+    *inner, bottom = frames
+    if bottom.name in ("serve", "join", "_join", "leave"):
+        return "runs", ""
+    user = stacks.of_user(inner)
+    inner = inner if user is None else inner[: inner.index(user)]  # what the user's line has called
+    if any(frame.file.endswith(_LOADER) for frame in inner):
+        stuck = [kid for kid in kids if waits.stands_still(kid)]
+        rest = [waits.call(kid, kid) for kid in kids if kid not in stuck]
+        if stuck and all(one is not None and one.name in ("poll", "futex", "futex_forever") for one in rest):
+            return "loader", f"waits for its data loader{_at(frames)}, whose worker (pid {stuck[0]}) waits for a lock"
+        return "runs", ""
+    innermost = next((frame for frame in inner if not frame.file.endswith(_OPERATORS)), None)
+    if innermost is not None and (innermost.file.endswith(_COLLECTIVE) or innermost.name == _BACKWARD):
+        return "collective", stacks.describe(list(frames))
+    now = waits.call(pid, pid)
+    if now is not None and now.name == "futex_forever" and own.stands_in:
+        return "lock", f"waits for a lock or a thread{_at(frames)}"
+    for writer in (pid, *kids):
+        if waits.full_pipe(writer, (pid, *kids)) == pid:
+            who = "it writes" if writer == pid else f"its child (pid {writer}) writes"
+            return "pipe", f"waits{_at(frames)}: {who} into a full pipe"
+    return "runs", ""
+
+
+def _at(frames: Sequence[Frame]) -> str:
+    user = stacks.of_user(frames)
+    return "" if user is None else f" at {user.place(cell_numbers())}"
+
+
+def _place(one: Collective, numbers: Mapping[str, int]) -> str:
+    return Frame(one.file, str(one.line), "").place(numbers) if one.file else ""

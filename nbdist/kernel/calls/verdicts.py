@@ -1,0 +1,290 @@
+"""Whether the ranks of a call can go on, and why not: decided from what is known of each, without asking any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...wire.recording import OF_TWO, Collective
+from .stopping import ranks_named
+
+#: Collectives for which all ranks have to give tensors of one size and type.
+_SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
+
+SAME_STEPS = (
+    "let all ranks make the same collectives in the same order: not under `if rank == 0`, and in a loop with as many "
+    "batches on each rank (nbdist.recsys.loader's loaders and `equal_steps` see to that)"
+)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of a rank."""
+
+    rank: int
+    state: str
+    """
+    - "returned", or "absent": takes no part in the call
+    - "runs", or may go on for another reason, such as a sleep; or nothing is known
+    - "collective": waits for other ranks
+    - "lock": waits for a lock of its own process, without a timeout
+    - "file lock": waits for the lock of a file
+    - "loader": waits for a worker of its data loader that will not answer
+    - "pipe": it or its child writes into a pipe that is full, and that only the rank could read
+    - "stopped": by a signal
+    """
+    doing: str = ""
+    """In words, such as "waits in all_reduce at Cell In[3], line 5"."""
+    seconds: float = 0.0
+    """For how long."""
+    begun: Sequence[Collective] = ()
+    """The collectives that it has begun last, as far as they are recorded."""
+    places: Mapping[int, str] = field(default_factory=dict)
+    """Where these were called, by number."""
+    holder: int | None = None
+    """The rank that holds the file lock."""
+
+    @property
+    def stands_in(self) -> list[Collective]:
+        """The collectives in which threads of it stand."""
+        return [one for one in self.begun if one.waits]
+
+    def calls(self, one: Collective) -> str:
+        """A collective of its own, in words."""
+        toward = {"s": " to", "i": " to", "r": " from"}[one.kind[0]] if one.kind in OF_TWO else " by"
+        toward = " from" if one.kind == "irecv" else toward
+        peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
+        place = self.places.get(one.number, "")
+        return f"{one.what()}{peer}" + (f" at {place}" if place else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a call cannot end."""
+
+    kind: str
+    """The class of hang, in a word or two."""
+    doing: str
+    why: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"this call hangs: {self.doing}.\n  It cannot end: {self.why}.\n  What helps: {self.advice}"
+
+
+def verdict(standings: Sequence[Standing]) -> Verdict | None:
+    """Why a call cannot end; None where it can, or where that is not known.
+
+    Args:
+        standings: All ranks of the process group, by number, after a while in which none of them did anything.
+    """
+    pending = [one for one in standings if one.state not in ("returned", "absent")]
+    if not pending or any(one.state == "runs" for one in pending):
+        return None
+    for kind, explain in _EXPLAIN.items():
+        found = explain(standings, pending)
+        if found is not None:
+            return Verdict(kind, _all_doing(standings), *found)
+    return None
+
+
+def _all_doing(standings: Sequence[Standing]) -> str:
+    alike: dict[str, list[Standing]] = {}
+    for one in standings:
+        what = {"returned": "has returned", "absent": "takes no part in this call"}.get(one.state, one.doing)
+        alike.setdefault(what, []).append(one)
+    lines = []
+    for what, those in alike.items():
+        each = "each of " if len(those) > 1 else ""
+        seconds = min(one.seconds for one in those)
+        lines.append(f"{each}{ranks_named(one.rank for one in those)} {what}" + f" for {seconds:.0f} s" * (seconds > 0))
+    return "; ".join(lines)
+
+
+#: What an explanation gives: why the call cannot end, and what helps. None where it does not apply.
+_Found = tuple[str, str] | None
+
+
+def _stopped(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    stopped = [one.rank for one in pending if one.state == "stopped"]
+    if not stopped:
+        return None
+    who = ranks_named(stopped)
+    return f"{who} {'was' if len(stopped) == 1 else 'were'} stopped by a signal", "kill -CONT with the pid goes on"
+
+
+def _pipe(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for one in pending:
+        if one.state == "pipe":
+            return (
+                f"a pipe is full, and only rank {one.rank} could read it, which waits",
+                "read while the other side writes: subprocess.run(..., capture_output=True) or communicate()",
+            )
+    return None
+
+
+def _loader(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for one in pending:
+        if one.state == "loader":
+            return (
+                f"a worker of rank {one.rank}'s data loader waits for a lock that a thread of the rank held when the "
+                f"worker was forked, and in the worker nobody gives it back",
+                "make the lock in the worker, or DataLoader(multiprocessing_context='spawn'), or num_workers=0",
+            )
+    return None
+
+
+def _file_lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    waiting = {one.rank for one in pending}
+    for one in pending:
+        if one.state == "file lock" and one.holder in waiting:
+            holder = standings[one.holder]
+            return (
+                f"rank {one.rank} waits for the lock of a file that rank {holder.rank} holds, and rank {holder.rank} "
+                f"{holder.doing}, for which it needs rank {one.rank}",
+                "give the lock back before the collective: let the `with` end above it",
+            )
+    return None
+
+
+def _lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for one in pending:
+        threads = [c for c in one.stands_in if not c.main_thread]
+        if one.state == "lock" and threads:
+            return (
+                f"rank {one.rank}'s main thread waits for another thread of it, which stands in "
+                f"{one.calls(threads[-1])}, and the other ranks do not come there",
+                "hold no lock across a collective, and let one thread of each rank make all collectives",
+            )
+    return None
+
+
+def _difference(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for ranks, group in _groups(pending).items():
+        ways = first_difference([standings[rank] for rank in ranks], group)
+        if not ways:
+            continue
+        number = next(iter(ways.values())).place_in_group
+        calls: dict[str, list[int]] = {}
+        for rank, one in ways.items():
+            calls.setdefault(standings[rank].calls(one), []).append(rank)
+        told = "; ".join(f"{ranks_named(who)} in {what}" for what, who in calls.items())
+        kinds = {one.kind for one in ways.values()}
+        advice = SAME_STEPS if len(kinds) > 1 else "give the same sizes, types and roots on all ranks"
+        return f"{_whose(ranks, standings)} {_th(number)} collective is not the same on all of them: {told}", advice
+    return None
+
+
+def _groups(pending: Iterable[Standing]) -> dict[tuple[int, ...], str]:
+    """The process groups in which ranks stand: the names by the ranks."""
+    return {
+        tuple(sorted(c.ranks)): c.group for one in pending for c in one.stands_in if c.kind not in OF_TWO and c.ranks
+    }
+
+
+def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Collective]:
+    """By rank, the first collectives of one number in a process group that do not fit together; none where all do."""
+    by_rank = {
+        one.rank: {c.place_in_group: c for c in one.begun if c.group == group and c.place_in_group} for one in standings
+    }
+    for number in sorted({number for own in by_rank.values() for number in own}):
+        those = {rank: own[number] for rank, own in by_rank.items() if number in own}
+        if len({_shape(one) for one in those.values()}) > 1:
+            return those
+    return {}
+
+
+def _shape(one: Collective) -> tuple[object, ...]:
+    """What has to be the same on all ranks."""
+    return (one.kind, one.peer, *((one.elements, one.dtype) if one.kind in _SAME_SIZE else ()))
+
+
+def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for one in pending:
+        for c in one.stands_in:
+            if c.kind not in OF_TWO:
+                continue
+            receives = "recv" in c.kind
+            others = [standings[c.peer]] if 0 <= c.peer < len(standings) else [o for o in standings if o is not one]
+            if any(_answers(other, one.rank, receives) for other in others):
+                continue
+            told = "; ".join(f"rank {other.rank} {_elsewhere(other)}" for other in others)
+            verb = "receives" if receives else "sends"
+            return f"rank {one.rank} {verb} in {one.calls(c)}, and {told}", (
+                "let each send have its recv on the other rank: where both send first, or both receive first, use "
+                "isend and irecv, or batch_isend_irecv"
+            )
+    return None
+
+
+def _answers(other: Standing, rank: int, receives: bool) -> bool:
+    """Whether a rank stands in what fits."""
+    return any(c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) for c in other.stands_in)
+
+
+def _missing(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    for one in pending:
+        for c in one.stands_in:
+            if c.kind in OF_TWO:
+                continue
+            late = [
+                standings[rank] for rank in c.ranks if rank < len(standings) and _count(standings[rank], c) is not None
+            ]
+            late = [other for other in late if (_count(other, c) or 0) < c.place_in_group and other is not one]
+            if late:
+                told = "; ".join(
+                    f"rank {o.rank} {_elsewhere(o)} after {_collectives(_count(o, c) or 0)} of this group" for o in late
+                )
+                return f"rank {one.rank} stands in its {_th(c.place_in_group)}, {one.calls(c)}, and {told}", SAME_STEPS
+    return None
+
+
+def _count(standing: Standing, one: Collective) -> int | None:
+    """How many collectives of the same process group a rank has begun; None where that is not known."""
+    if standing.state == "collective" and not standing.stands_in:  # in one that is not recorded
+        return None
+    return max((c.place_in_group for c in standing.begun if c.group == one.group), default=0)
+
+
+def _unrecorded(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
+    """One that is called from C++, such as DDP's in the backward pass, or with which a process group is made."""
+    for one in pending:
+        if one.state != "collective" or one.stands_in:
+            continue
+        others = [o for o in standings if o is not one and (o.stands_in or o.state != "collective")]
+        others = others or [o for o in standings if o.doing.partition(" at ")[0] != one.doing.partition(" at ")[0]]
+        if others:
+            told = "; ".join(f"rank {o.rank} {_elsewhere(o)}" for o in others)
+            return f"rank {one.rank} {one.doing}, for which it needs all ranks, and {told}", SAME_STEPS
+    return None
+
+
+def _elsewhere(one: Standing) -> str:
+    return {"returned": "has returned", "absent": "takes no part in this call"}.get(one.state, one.doing)
+
+
+def _whose(ranks: Sequence[int], standings: Sequence[Standing]) -> str:
+    return "the ranks'" if len(ranks) == len(standings) else f"in the process group of {ranks_named(ranks)}, the"
+
+
+def _collectives(number: int) -> str:
+    return f"{number} collective{'' if number == 1 else 's'}"
+
+
+def _th(number: int) -> str:
+    """Such as "1st", "12th"."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number:,}{ending}"
+
+
+_EXPLAIN: dict[str, Callable[[Sequence[Standing], Sequence[Standing]], _Found]] = {
+    "stopped": _stopped,
+    "full pipe": _pipe,
+    "loader": _loader,
+    "file lock": _file_lock,
+    "lock": _lock,
+    "different collectives": _difference,
+    "send and recv": _of_two,
+    "missing rank": _missing,
+    "missing rank in C++": _unrecorded,
+}

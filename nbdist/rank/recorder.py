@@ -1,0 +1,190 @@
+"""What notes the collectives of a rank as they begin and end, whoever calls them from Python.
+
+The methods of torch's `ProcessGroup` are wrapped, and not the functions of `torch.distributed`: other modules hold
+those under names of their own, and `torch.compile` knows them. What is called from C++, such as the `all_reduce` of
+DistributedDataParallel's backward pass, is not noted.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..system.processes import forget_in_children
+from ..wire.recording import Recorder, group_named
+
+#: The methods, each with its name in `torch.distributed`, and the place among its arguments of the tensor told of it.
+_METHODS = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce_coalesced", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "_allgather_base": ("all_gather_into_tensor", 1),
+    "all_gather_single": ("all_gather_into_tensor", 1),
+    "allgather_coalesced": ("all_gather_coalesced", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 0),
+    "_reduce_scatter_base": ("reduce_scatter_tensor", 0),
+    "reduce_scatter_single": ("reduce_scatter_tensor", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all_single", 1),
+    "all_to_all_single": ("all_to_all_single", 1),
+    "barrier": ("barrier", 9),
+    "monitored_barrier": ("monitored_barrier", 9),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_anysource": ("recv", 0),
+}
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARIES = (
+    _PACKAGE,
+    "<",
+    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+_OF_TORCH = os.path.join("torch", "distributed", "")
+#: Functions of torch that only stand between a collective and its caller.
+_BETWEEN = {"wrapper", "wrapped", "inner", "call", "wait"}
+#: Frames that are looked at for the user's line.
+_MOST_FRAMES = 40
+#: Work objects that are remembered at most: of those that nobody waits for, none tells its end.
+_MOST_WORKS = 2000
+
+
+class CollectiveRecorder:
+    """Notes the collectives of this process, whichever process group they are of."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder: Recorder | None = recorder
+        self._main = _thread.get_ident()
+        self._works: dict[int, int] = {}  # by the identity of what a collective has returned: its number
+        self._kinds: dict[str, int] = {}  # of files: 0 the user's, 1 torch.distributed, 2 other libraries
+        self._groups: dict[str, tuple[Sequence[int], str]] = {}  # by name: the ranks, and what is noted of it
+        self._dtypes: dict[Any, str] = {}
+        forget_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a process that the function forks: it is no rank."""
+        self._recorder = None
+
+    def joined(self) -> None:
+        """The process groups are others from now on."""
+        self._groups.clear()
+        self._works.clear()
+        if self._recorder is not None:
+            self._recorder.forget_groups()
+
+    def install(self) -> None:
+        """Wrap torch's methods, once in a process."""
+        from torch._C import _distributed_c10d as c10d
+
+        for name, (kind, tensor) in _METHODS.items():
+            method = getattr(c10d.ProcessGroup, name, None)
+            if method is not None:
+                setattr(c10d.ProcessGroup, name, self._wrapped(method, kind, tensor))
+        c10d.Work.wait = self._wrapped_wait(c10d.Work.wait)  # type: ignore[method-assign]
+
+    def _wrapped(self, method: Callable[..., Any], kind: str, tensor: int) -> Callable[..., Any]:
+        @functools.wraps(method, updated=())
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = self._recorder
+            if recorder is None:
+                return method(group, *args, **kwargs)
+            number = self._begin(recorder, group, kind, args, tensor)
+            try:
+                work = method(group, *args, **kwargs)
+            except BaseException:
+                recorder.end(number, raised=True)
+                raise
+            if work is None:
+                recorder.end(number)
+            else:
+                recorder.leave(number)
+                if len(self._works) >= _MOST_WORKS:
+                    self._works.clear()
+                self._works[id(work)] = number
+            return work
+
+        return call
+
+    def _wrapped_wait(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method, updated=())
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            number = self._works.pop(id(work), None)
+            recorder = self._recorder
+            if number is None or recorder is None:
+                return method(work, *args, **kwargs)
+            recorder.enter(number, _thread.get_ident() == self._main)
+            try:
+                result = method(work, *args, **kwargs)
+            except BaseException:
+                recorder.end(number, raised=True)
+                raise
+            recorder.end(number)
+            return result
+
+        return wait
+
+    def _begin(self, recorder: Recorder, group: Any, kind: str, args: Sequence[Any], tensor: int) -> int:
+        name = group.group_name
+        known = self._groups.get(name)
+        if known is None:
+            ranks = _members(group)
+            known = self._groups[name] = ranks, group_named(name, ranks)
+        members, group_text = known
+        elements, dtype, peer = -1, "", -1
+        if tensor < len(args):
+            one: Any = args[tensor]
+            while isinstance(one, list | tuple):
+                one = one[0] if one else None
+            if one is not None:
+                elements, dtype = one.numel(), self._dtypes.get(one.dtype, "")
+                if not dtype:
+                    dtype = self._dtypes[one.dtype] = str(one.dtype).removeprefix("torch.")
+        if kind in ("send", "recv"):
+            peer = args[1] if len(args) == 3 else -1  # not from any
+        elif args:
+            peer = getattr(args[-1], "rootRank", -1)
+        peer = members[peer] if 0 <= peer < len(members) else -1
+        called, file, line = self._caller()
+        main = _thread.get_ident() == self._main
+        return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main)
+
+    def _caller(self) -> tuple[str, str, int]:
+        """The function of torch.distributed that was called, and the innermost line that is in no library."""
+        called = ""
+        frame = sys._getframe(3)
+        for _ in range(_MOST_FRAMES):
+            code = frame.f_code
+            kind = self._kinds.get(code.co_filename)
+            if kind is None:
+                kind = self._kinds[code.co_filename] = _kind_of(code.co_filename)
+            if kind == 0:
+                return called, code.co_filename, frame.f_lineno
+            if kind == 1 and code.co_name not in _BETWEEN:
+                called = code.co_name
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+        return called, "", 0
+
+
+def _kind_of(file: str) -> int:
+    if _OF_TORCH in file:
+        return 1
+    return 2 if file.startswith(_LIBRARIES) else 0
+
+
+def _members(group: Any) -> Sequence[int]:
+    """The ranks of a process group, by their numbers in it."""
+    world = sys.modules["torch.distributed.distributed_c10d"]._world
+    with contextlib.suppress(Exception):  # one that torch does not list, such as what is made for a device mesh
+        return sorted(world.pg_group_ranks[group], key=world.pg_group_ranks[group].__getitem__)
+    return range(group.size())

@@ -1,0 +1,151 @@
+"""What Linux says of a process that waits: its CPU time, its state, the system call of each thread, locks, pipes.
+
+On other systems, and of processes that this one may not look at, nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+#: The numbers of system calls by machine.
+_CALLS: dict[str, dict[int, str]] = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 20: "writev", 23: "poll", 202: "futex", 232: "poll", 270: "poll", 271: "poll",
+        281: "poll",
+    },
+    "aarch64": {22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 98: "futex"},
+}  # fmt: skip
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_LOCK = re.compile(r"^(\d+):( ->)? \w+ +\w+ +\w+ +(\d+) ")
+#: The access mode of an open file, as `/proc/PID/fdinfo` has it, in octal.
+_FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
+
+
+class Use(NamedTuple):
+    """What a process has used so far, and its state."""
+
+    seconds: float
+    """Of CPU time, all threads together."""
+    state: str
+    """Of its main thread, as `ps` has it: R runs, D waits for a disk, S sleeps, T is stopped."""
+
+
+def use(pid: int) -> Use | None:
+    """What a process uses; None where that is not known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return Use((int(fields[11]) + int(fields[12])) / _TICKS, fields[0].decode())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def threads(pid: int) -> dict[int, str]:
+    """The states of a process's threads by their numbers."""
+    found = {}
+    for thread in _listed(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+            found[int(thread)] = file.read().rpartition(b")")[2].split()[0].decode()
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The child processes of a process."""
+    found: list[int] = []
+    for thread in _listed(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += map(int, file.read().split())
+    return found
+
+
+class Call(NamedTuple):
+    """The system call in which a thread waits."""
+
+    name: str
+    """"futex_forever" for a lock without a timeout; empty for one that is not told apart here."""
+    fd: int
+    """The descriptor that it reads or writes; -1 for other calls."""
+
+
+def call(pid: int, thread: int) -> Call | None:
+    """The system call in which a thread waits; None where that is not known, or it waits in none."""
+    try:
+        with open(f"/proc/{pid}/task/{thread}/syscall") as file:
+            number, *arguments = file.read().split()
+        values = [int(argument, 16) for argument in arguments]
+        name = _CALLS.get(platform.machine(), {}).get(int(number), "")
+        if name == "futex":
+            # FUTEX_WAIT and FUTEX_WAIT_BITSET, the flags of private memory and of the clock left out.
+            forever = values[1] & 0x7F in (0, 9) and values[3] == 0
+            return Call("futex_forever" if forever else "futex", -1)
+        return Call(name, values[0] if name in ("read", "write", "writev") else -1)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def stands_still(pid: int) -> bool:
+    """Whether each thread of a process waits for a lock of its own, without a timeout."""
+    calls = [call(pid, thread) for thread in threads(pid)]
+    return bool(calls) and all(one is not None and one.name == "futex_forever" for one in calls)
+
+
+def lock_holders() -> dict[int, int]:
+    """By process that waits for the lock of a file (`flock`, `lockf`): the process that holds it."""
+    try:
+        with open("/proc/locks") as file:
+            return parse_locks(file.read())
+    except OSError:
+        return {}
+
+
+def parse_locks(text: str) -> dict[int, int]:
+    """Who waits for whom, in the text of `/proc/locks`."""
+    holders: dict[str, int] = {}
+    waiting: dict[int, str] = {}
+    for line in text.splitlines():
+        match = _LOCK.match(line)
+        if match and match[2]:
+            waiting[int(match[3])] = match[1]
+        elif match:
+            holders[match[1]] = int(match[3])
+    return {pid: holders[number] for pid, number in waiting.items() if holders.get(number, -1) > 0}
+
+
+def full_pipe(pid: int, readers: Iterable[int]) -> int | None:
+    """The process that alone could read the pipe into which `pid` cannot write any more; None where it is none of them.
+
+    Args:
+        pid: Its main thread is looked at.
+        readers: The processes that may have it open, `pid` among them.
+    """
+    now = call(pid, pid)
+    if now is None or now.name not in ("write", "writev"):
+        return None
+    try:
+        pipe = os.readlink(f"/proc/{pid}/fd/{now.fd}")
+    except OSError:
+        return None
+    found = [reader for reader in readers if pipe.startswith("pipe:") and _reads(reader, pipe)]
+    return found[0] if len(found) == 1 else None
+
+
+def _reads(pid: int, pipe: str) -> bool:
+    """Whether a process has the end of a pipe open from which one reads."""
+    for fd in _listed(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{fd}") == pipe:
+                with open(f"/proc/{pid}/fdinfo/{fd}") as file:
+                    flags = _FLAGS.search(file.read())
+                if flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY:
+                    return True
+    return False
+
+
+def _listed(folder: str) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from os.listdir(folder)

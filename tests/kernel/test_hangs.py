@@ -1,0 +1,462 @@
+"""Ranks that wait for what cannot come: each class of hang on real ranks, and what must not be called one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import LINUX, Kernel, poll
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from nbdist import NbdistError, RankStuck, Session
+from nbdist.kernel.calls import hangs
+from nbdist.kernel.calls.verdicts import Verdict, verdict
+
+HERE = Path(__file__).name
+RANKS, OPTIONS = 3, {"devices": "cpu", "on_hang": "raise"}
+
+pytestmark = [
+    pytest.mark.skipif(not LINUX, reason="only Linux says what a process waits for"),
+    pytest.mark.usefixtures("soon"),
+]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the times after which ranks are looked at."""
+    for name, seconds in {"LOOK_EVERY": 0.1, "QUIET": 0.5, "ASK_EVERY": 0.3, "ASK_RARELY": 0.3}.items():
+        monkeypatch.setattr(hangs, name, seconds)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Verdict | None]:
+    """The verdicts so far."""
+    found: list[Verdict | None] = []
+
+    def note(standings: Any) -> Verdict | None:
+        found.append(verdict(standings))
+        return found[-1]
+
+    monkeypatch.setattr(hangs, "verdict", note)
+    return found
+
+
+def line_of(fn: Callable[..., Any], number: int) -> str:
+    """A place as it is told: the line of `fn` with this number, counted from its `def` as 0."""
+    return f"{HERE}:{fn.__code__.co_firstlineno + number}"
+
+
+# -------------------------------------------------------------------------------------------------- classes of hangs
+
+
+def one_returns() -> None:
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3))
+
+
+def unequal_batches() -> None:
+    for _ in range(2 + (dist.get_rank() == 1)):
+        dist.broadcast(torch.ones(2), 1)
+        dist.all_reduce(torch.ones(2))
+    dist.barrier()
+
+
+def other_functions() -> None:
+    if dist.get_rank() == 2:
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(1))
+
+
+def other_sizes() -> None:
+    dist.all_reduce(torch.ones(2 + (dist.get_rank() == 1)))
+
+
+def other_groups() -> None:
+    groups = [dist.new_group([0, 1, 2]) for _ in range(2)]
+    dist.all_reduce(torch.ones(1), group=groups[dist.get_rank() == 1])
+
+
+def a_group_that_some_never_make() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0, 1])
+
+
+def all_receive() -> None:
+    dist.recv(torch.ones(1), (dist.get_rank() + 1) % 3)
+
+
+def waits_for_what_was_not_sent() -> None:
+    if dist.get_rank() == 0:
+        work = dist.irecv(torch.ones(1), 1)
+        assert work is not None
+        work.wait()
+
+
+def objects_under_an_if() -> None:
+    if dist.get_rank() == 1:
+        dist.all_gather_object([None] * 3, "mine")
+
+
+def steps_of_ddp() -> None:
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    for _ in range(1 + (dist.get_rank() == 0)):
+        model(torch.ones(2, 3)).sum().backward()
+
+
+def the_lock_of_a_file(path: str) -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    if dist.get_rank() < 2:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if dist.get_rank() == 1:
+                dist.send(torch.ones(1), 0)
+            dist.barrier()
+    dist.barrier()
+
+
+def a_lock_held_by_a_thread() -> None:
+    lock, held = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            dist.barrier()
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        lock.acquire()
+    dist.all_reduce(torch.ones(1))
+
+
+class Locked(Dataset[int]):
+    """Rows behind a lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> int:
+        with self.lock:
+            return row
+
+
+def a_loader_whose_worker_waits_for_a_lock() -> None:
+    if dist.get_rank() == 0:
+        lock = threading.Lock()
+        with lock:
+            list(DataLoader(Locked(lock), num_workers=1, multiprocessing_context="fork"))
+    dist.barrier()
+
+
+def a_full_pipe() -> None:
+    if dist.get_rank() == 2:
+        child = subprocess.Popen([sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE)
+        try:
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+    dist.barrier()
+
+
+def a_full_pipe_of_its_own() -> None:
+    if dist.get_rank() == 2:
+        _, write = os.pipe()
+        os.write(write, bytes(1 << 20))
+
+
+#: What the ranks do, the class of the verdict, what is said of why it cannot end.
+HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
+    (
+        one_returns,
+        "missing rank",
+        [
+            f"rank 0 stands in its 2nd, all_reduce of 3 float32 at {line_of(one_returns, 3)}, and rank 1 has returned "
+            "after 1 collective of this group; rank 2 has returned"
+        ],
+    ),
+    (
+        unequal_batches,
+        "different collectives",
+        [
+            f"the ranks' 5th collective is not the same on all of them: ranks 0 and 2 in barrier at "
+            f"{line_of(unequal_batches, 4)}; rank 1 in broadcast of 2 float32 by rank 1 at "
+            f"{line_of(unequal_batches, 2)}"
+        ],
+    ),
+    (
+        other_functions,
+        "different collectives",
+        [f"rank 2 in barrier at {line_of(other_functions, 2)}", f"1 float32 at {line_of(other_functions, 4)}"],
+    ),
+    (other_sizes, "different collectives", ["ranks 0 and 2 in all_reduce of 2 float32", "rank 1 in all_reduce of 3"]),
+    (other_groups, "missing rank", ["rank 1 waits in all_reduce of 1 float32", line_of(other_groups, 2)]),
+    (
+        a_group_that_some_never_make,
+        "missing rank in C++",
+        [f"waits in new_group at {line_of(a_group_that_some_never_make, 2)}", "rank 1 has returned"],
+    ),
+    (all_receive, "send and recv", [f"rank 0 receives in recv of 1 float32 from rank 1 at {line_of(all_receive, 1)}"]),
+    (
+        waits_for_what_was_not_sent,
+        "send and recv",
+        [
+            f"rank 0 receives in irecv of 1 float32 from rank 1 at {line_of(waits_for_what_was_not_sent, 2)}, and "
+            "rank 1 has returned"
+        ],
+    ),
+    (objects_under_an_if, "missing rank", [f"all_gather_object of 1 int64 at {line_of(objects_under_an_if, 2)}"]),
+    (
+        steps_of_ddp,
+        "missing rank in C++",
+        [f"at {line_of(steps_of_ddp, 3)}, for which it needs all ranks", "has returned"],
+    ),
+    (
+        a_lock_held_by_a_thread,
+        "lock",
+        ["rank 0's main thread waits for another thread of it", f"barrier at {line_of(a_lock_held_by_a_thread, 6)}"],
+    ),
+    (a_loader_whose_worker_waits_for_a_lock, "loader", ["a worker of rank 0's data loader waits for a lock"]),
+    (a_full_pipe, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
+    (a_full_pipe_of_its_own, "full pipe", ["a pipe is full, and only rank 2 could read it"]),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang[0].__name__)
+def test_a_hang_is_named(
+    session: Session, asked: list[Verdict | None], hang: tuple[Callable[[], None], str, list[str]]
+) -> None:
+    fn, kind, words = hang
+    with pytest.raises(RankStuck) as caught:
+        session.run(fn)
+    found = asked[-1]
+    assert found is not None
+    assert found.kind == kind, found
+    assert all(word in found.why for word in words), found.why
+    assert str(caught.value).startswith(f"{found}\n\n")
+    assert session.run_all(dist.get_rank) == [0, 1, 2]
+
+
+@pytest.mark.long
+def test_the_lock_of_a_file(session: Session, tmp_path: Path) -> None:
+    with pytest.raises(RankStuck, match="waits for the lock of a file that rank 1 holds, and rank 1 waits in barrier"):
+        session.run(the_lock_of_a_file, str(tmp_path / "lock"))
+
+
+def test_a_rank_that_takes_no_part(session: Session) -> None:
+    with pytest.raises(RankStuck, match="rank 2 takes no part in this call after"):
+        session.run(lambda: dist.all_reduce(torch.ones(1)), ranks=[0, 1])
+
+
+def test_a_rank_that_was_stopped(session: Session) -> None:
+    pids = session.run_all(os.getpid)
+
+    def stop() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    future = session.submit(stop)
+    try:
+        error = future.exception()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it did not leave the call, and was killed
+            os.kill(pids[1], signal.SIGCONT)
+    assert isinstance(error, RankStuck)
+    assert "rank 1 is stopped" in str(error) and "rank 1 was stopped by a signal" in str(error)
+
+
+# -------------------------------------------------------------------------------------------------- what is no hang
+
+
+def compute(go: str) -> None:
+    while not os.path.exists(go):
+        sum(range(10_000))
+
+
+def sleep(go: str) -> None:
+    while not os.path.exists(go):
+        time.sleep(0.05)
+
+
+def wait_with_a_timeout(go: str) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    while not os.path.exists(go):
+        lock.acquire(timeout=1.0)
+
+
+def wait_for_a_thread(go: str) -> None:
+    done: queue.Queue[None] = queue.Queue()
+    threading.Thread(target=lambda: done.put(sleep(go)), daemon=True).start()
+    done.get()
+
+
+def wait_for_a_child(go: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import os, time\nwhile not os.path.exists({go!r}): time.sleep(0.05)"])
+
+
+class Slow(Dataset[int]):
+    """Rows that take their time."""
+
+    def __init__(self, go: str) -> None:
+        self.go = go
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> int:
+        sleep(self.go)
+        return row
+
+
+def load_slowly(go: str) -> None:
+    list(DataLoader(Slow(go), num_workers=2, multiprocessing_context="fork"))
+
+
+def wait_for_a_strangers_lock(go: str) -> None:
+    with open(go + ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def sleep_in_a_model(go: str) -> None:
+    class Sleeper(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sleep(go)
+            return super().forward(x)
+
+    group = dist.new_group([1], use_local_synchronization=True)
+    DistributedDataParallel(Sleeper(1, 1), process_group=group)(torch.ones(1, 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "slow",
+    [
+        sleep,
+        wait_with_a_timeout,
+        wait_for_a_thread,
+        wait_for_a_child,
+        load_slowly,
+        wait_for_a_strangers_lock,
+        sleep_in_a_model,
+    ],
+)
+def test_what_can_go_on_is_no_hang(
+    session: Session, asked: list[Verdict | None], slow: Callable[[str], None], tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+
+    def one_is_slow() -> int:
+        if dist.get_rank() == 1:
+            slow(str(go))
+        dist.barrier()
+        return 5
+
+    with open(f"{go}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        future = session.submit(one_is_slow)
+        assert poll(lambda: len(asked) >= 3 or future.done())
+        go.touch()
+    assert future.result() == 5
+    assert set(asked) == {None}
+
+
+def test_a_rank_that_computes_is_not_even_asked(
+    session: Session, asked: list[Verdict | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    go, looks = tmp_path / "go", []
+    idle = hangs.Hangs._idle
+
+    def look(self: hangs.Hangs, *what: Any) -> bool:
+        looks.append(idle(self, *what))
+        return looks[-1]
+
+    monkeypatch.setattr(hangs.Hangs, "_idle", look)
+
+    def one_computes() -> None:
+        if dist.get_rank() == 1:
+            compute(str(go))
+        dist.barrier()
+
+    future = session.submit(one_computes)
+    assert poll(lambda: len(looks) >= 30 or future.done())
+    go.touch()
+    future.result()
+    assert not any(looks[5:20]) and asked == []
+
+
+# -------------------------------------------------------------------------------------------------- what comes of it
+
+
+def test_by_default_the_cell_is_told_and_the_call_goes_on(
+    capsys: pytest.CaptureFixture[str], asked: list[Verdict | None]
+) -> None:
+    with Session(2, devices="cpu") as session:
+        future = session.submit(one_returns)
+        assert poll(lambda: asked and asked[-1] is not None)
+        said = ""
+
+        def told() -> bool:
+            nonlocal said
+            said += capsys.readouterr().err
+            return "The stop button ends the call" in said
+
+        assert poll(told), said
+        assert not future.done()
+        future.cancel()
+    said += capsys.readouterr().err
+    assert said.count("nbdist: this call hangs: rank 0 waits in all_reduce of 3 float32 at") == 1
+    assert "  What helps: let all ranks make the same collectives" in said
+
+
+def test_stuck_ranks_are_held_for_post_mortem(capsys: pytest.CaptureFixture[str]) -> None:
+    def hold() -> None:
+        marker = "kept"  # noqa: F841
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    with Session(2, devices="cpu", on_hang="raise", hold_on_error=True) as session:
+        with pytest.raises(RankStuck, match="Stack of rank 0"):
+            session.run(hold)
+        session.post_mortem(rank=0, commands=["up", "up", "up", "p marker"])
+        assert "'kept'" in capsys.readouterr().out
+
+
+def test_a_notebook_names_the_cell(kernel: Kernel) -> None:
+    kernel.ok("from nbdist import Session\nfrom nbdist.kernel.calls import hangs")
+    kernel.ok("hangs.LOOK_EVERY, hangs.QUIET, hangs.ASK_EVERY = 0.1, 0.5, 0.3")
+    result = kernel.run("""import torch, torch.distributed as dist
+def train():
+    for _ in range(2 + dist.get_rank()):
+        dist.all_reduce(torch.ones(1))
+with Session(2, on_hang="raise") as session:
+    session.run(train)""")
+    assert result.error == "RankStuck"
+    assert "rank 1 stands in its 3rd, all_reduce of 1 float32 at Cell In[3], line 4, and rank 0 has" in result.message
+
+
+def test_what_is_typed_cannot_be_waited_for_in_the_background(session: Session) -> None:
+    with pytest.raises(NbdistError, match="a call in the background has no cell that could ask"):
+        session.submit(lambda: input("name?") if dist.get_rank() == 0 else dist.barrier()).result()
