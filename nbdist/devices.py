@@ -181,7 +181,7 @@ def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
     """Return what each rank sees, given devices of `choose_devices` and the CUDA_VISIBLE_DEVICES of the ranks.
 
     As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of their own among these:
-    what chooses by it chooses right. Where ranks share a GPU, and with parts of GPUs (MIG), of which CUDA shows a
+    a choice by it is right. Where ranks share a GPU, and with parts of GPUs (MIG), where CUDA shows a
     process the first only, each rank sees nothing but its own.
     """
     if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved

@@ -77,7 +77,7 @@ def own_file(module: types.ModuleType | None, name: str) -> str | None:
 
 
 def checksum(file: str) -> int:
-    """That of a source; 0 where there is none."""
+    """Return the checksum of a source file; 0 where there is none."""
     try:
         with open(file, "rb") as source:
             return zlib.crc32(source.read())

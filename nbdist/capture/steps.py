@@ -23,17 +23,17 @@ _DEFINITIONS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Whether reading `value` runs nothing and needs nothing that is not imported."""
+    """Return whether reading `value` runs nothing and needs nothing that is not imported."""
     return type(value) in _CONSTANTS or isinstance(value, types.ModuleType)
 
 
 def is_definition(value: Any) -> bool:
-    """Whether `value` is code."""
+    """Return whether `value` is code."""
     return isinstance(value, _DEFINITIONS)
 
 
 class Progress:
-    """How far the writing of a pickle has come."""
+    """Progress of the writing of a pickle."""
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, str], bool] = {}
@@ -50,7 +50,7 @@ class Step:
     __slots__ = ()
 
     def reduce(self, progress: Progress) -> Reduction:
-        """How it is pickled."""
+        """Return the reduction that is pickled for it."""
         raise NotImplementedError
 
 

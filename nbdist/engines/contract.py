@@ -148,7 +148,7 @@ class Engine(Protocol):
         """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
 
     def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> Ranks:
-        """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for.
+        """Start `world_size` ranks that wait for their first message. Calls `notice` with what it has to wait for.
 
         With `least`, there may be fewer: as many as there is room for, but not less than that.
         """

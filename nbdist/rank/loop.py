@@ -54,7 +54,7 @@ class Rank:
     def abort(self, group: int, peers: Sequence[Address]) -> None:
         """In another thread, after an interrupt was sent: let the main thread leave what it waits for.
 
-        On a busy machine that may be heard late. What is done in the next process group is not broken off.
+        On a busy machine the interrupt may act late. What is done in the next process group is not broken off.
         """
         block, groups = self._interrupts.block, process_groups()
         if group == self._membership.number:  # so these are of it, too

@@ -156,7 +156,7 @@ class Reloader(importlib.abc.MetaPathFinder):
 
 
 def import_beside(names: Sequence[str]) -> None:
-    """Import what nobody has asked for in so many words, such as fastai's patches: a warning says where that fails."""
+    """Import modules that no code of the call names, such as fastai's patches: a warning says where an import fails."""
     for name in names:
         if name not in sys.modules:
             try:

@@ -62,7 +62,7 @@ class Outcomes:
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
             instead: What goes in the place of parts of it, by their ids.
-            waited: Seconds that it waited for other ranks; less than one is not told.
+            waited: Seconds that it waited for other ranks; less than one is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel

@@ -17,7 +17,7 @@ _AMD = "/dev/kfd"
 
 
 def initialised() -> bool:
-    """Whether somebody has called `cuInit` here. `torch.cuda.is_initialized()` only knows of torch's own contexts.
+    """Return whether `cuInit` was called in this process. `torch.cuda.is_initialized()` only knows torch's contexts.
 
     A library that is not loaded stays so. Until `cuInit`, every function of it answers CUDA_ERROR_NOT_INITIALIZED.
     """

@@ -2,7 +2,7 @@
 
 gloo sends through loopback TCP, with several threads a rank: one number takes a millisecond on two busy cores, half a
 megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and its size into each
-other rank's pipe, and waits for that of each: some hundredths of a millisecond.
+other rank's pipe, and waits for the size from each: some hundredths of a millisecond.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def _no_name_server() -> Iterator[None]:
 
     A `TCPStore` asks for the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), for its own
     log only. Where the name server is slow, away, or drops some of many questions at once, each rank would wait for it
-    for seconds. GNU's C library alone can be told otherwise.
+    for seconds. GNU's C library alone can be set otherwise.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None) if _LINUX else None
     if configure is None:

@@ -40,8 +40,8 @@ from ..session import draw_seeds
 
 R = TypeVar("R")
 
-#: Seconds that a worker should be busy with what it is sent at once: sending is little beside it, and no worker has
-#: much left to do when the others are done.
+#: Seconds that a worker should be busy with what it is sent at once: sending is little compared to it, and no worker
+#: has much left to do when the others are done.
 _BUSY = 0.05
 #: Chunks that a worker has at a time: one that it works on, and the next.
 _AHEAD = 2

@@ -87,8 +87,8 @@ class Starter:
         return running
 
     def _preparation(self, name: str) -> dict[str, Any]:
-        """What the library's `spawn.prepare` is told. Not of `__main__`: functions come by value, and nobody needs the
-        notebook's file. Nor of a start method: what a process starts itself is forked."""
+        """Return what the library's `spawn.prepare` is given. Not `__main__`: functions come by value without the
+        notebook's file. Nor a start method: what a process starts itself is forked."""
         process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
         preparation = {
             "name": name,

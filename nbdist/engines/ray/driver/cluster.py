@@ -70,7 +70,7 @@ class Link:
 
 
 def versions(same: Sequence[str]) -> dict[str, str]:
-    """Return the versions that the nodes must have: those of this machine. Raises `Refused`."""
+    """Return the versions that the nodes must have: the same as on this machine. Raises `Refused`."""
     here = {"Python": platform.python_version(), "nbdist": __version__}
     try:
         return here | {name: importlib.metadata.version(name) for name in (*PACKAGES, *same)}

@@ -135,7 +135,7 @@ class Agent:
     def poll(self, number: int) -> tuple[int, int, list[Event]]:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
-        Events are pickles for the kernel (told), parts of big data, and answers that refer to these. `number` is the
+        Events are pickles for the kernel (`_told`), parts of big data, and answers that refer to these. `number` is the
         number of the last answer that has arrived: an answer that was lost on the way is given again.
         """
         with self._polling:
