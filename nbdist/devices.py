@@ -138,7 +138,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
     allowed = known
     if entries is not None:
         allowed = [known[int(e)] if e.isdigit() and int(e) < len(known) else e for e in entries]
-    if not allowed:  # nobody knows here: CUDA will
+    if not allowed:  # unknown here: CUDA will
         return name
     found = [one for one in allowed if one.startswith(name)]
     if len(found) != 1:
@@ -150,7 +150,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
 def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     """Return how many GPUs, or parts of GPUs, ranks with this environment may use."""
     if entries is not None and all(entry.startswith("MIG-") for entry in entries):
-        return len(entries)  # of parts, of which a process sees the first only
+        return len(entries)  # parts: a process sees the first only
     if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
         return visible_gpus()
     known = len(gpu_names())  # of the machine, where that is known

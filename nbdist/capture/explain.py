@@ -31,7 +31,7 @@ class Item:
     how: str
     nbytes: int
     read: bool = True
-    """Whether the function is seen to use it."""
+    """True if the function is seen to use it."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class MappedFiles:
             return None
         start, _, access, position, path = self._maps[index]
         end = address + size
-        while (mapped_to := self._maps[index][1]) < end:  # one mapping may be told in pieces
+        while (mapped_to := self._maps[index][1]) < end:  # one mapping may be listed in pieces
             index += 1
             if index == len(self._maps) or self._maps[index][::4] != (mapped_to, path):
                 return None

@@ -24,7 +24,7 @@ class _Executed(NamedTuple):
     """The source of a module when this process has executed it."""
 
     spec: Any
-    """That of the module then: `reload` gives it another one."""
+    """The module's spec then: `reload` gives it another one."""
     read: float | None
     """When the file was modified that %autoreload has read last; None before it has read any."""
     file: str

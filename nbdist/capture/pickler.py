@@ -91,7 +91,7 @@ class Pickler(cloudpickle.Pickler):
         self.originals: list[Any] = []  # functions and classes sent by value, in the order of their numbers
         self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
         self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
-        self.captured: dict[str, Any] = {}  # those of them that travel
+        self.captured: dict[str, Any] = {}  # the variables that travel
         self.defines = False  # whether anything is sent by value: then only `reading.read` reads it
         self._progress = Progress()
         self._skip = skip
@@ -192,7 +192,7 @@ class Pickler(cloudpickle.Pickler):
         if self._says_copies:
             shared.warn_of_trial(obj)
         if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
-            self.modules.add(module)  # such as that of a compiled function, which is found by its name
+            self.modules.add(module)  # such as a compiled function's, which is found by its name
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
 
     def _number(self, obj: Any) -> None:

@@ -26,9 +26,9 @@ class _Reading(threading.local):
     originals: Sequence[Any] = ()
     keep: Keep
     modules: dict[str, types.ModuleType]
-    """Those that are made, by the keys of their namespaces."""
+    """Modules that are made, by the keys of their namespaces."""
     names: list[str]
-    """Of the variables and arguments that are being read, the innermost last."""
+    """Names of the variables and arguments that are being read, the innermost last."""
 
 
 _reading = _Reading()

@@ -39,9 +39,9 @@ class Progress:
         self.entered: dict[tuple[str, str], bool] = {}
         """The variables that are written, by the key of their namespace and their name: whether to the end."""
         self.depth = 0
-        """Of definitions that are being written."""
+        """The number of nested definitions that are being written."""
         self.waiting: list[Step] = []
-        """What these refer to, and is written after them."""
+        """Steps that these refer to, and that are written after them."""
 
 
 class Step:

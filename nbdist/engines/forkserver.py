@@ -165,7 +165,7 @@ def remove_if_killed(folder: str) -> None:
         _folders.append((os.getpid(), folder))
         for key, found in _servers.items():
             if key[0] == os.getpid():
-                with contextlib.suppress(OSError):  # it has just retired: the next one is told
+                with contextlib.suppress(OSError):  # it has just retired: the next one gets it
                     found.ask("folder", folder)
 
 

@@ -36,7 +36,7 @@ class Interrupts:
     def __init__(self, notify: Callable[[str, float], None] = lambda *_: None) -> None:
         self._notify = notify
         self.possible = False
-        """Whether one may come now."""
+        """True if an interrupt may come now."""
         self._interrupted = False
         self.block = 0
         """The number of that in which an interrupt may come."""
@@ -96,7 +96,7 @@ class Interrupts:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """An interrupt may come in this block."""
-        with self._turning:  # an interrupt that was insisted on is heard, and is none, before the next block
+        with self._turning:  # an interrupt that was insisted on is handled, and is none, before the next block
             self.block += 1
         self._waits = None
         self.possible, self._interrupted = True, False

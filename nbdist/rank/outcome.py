@@ -50,9 +50,9 @@ class Outcomes:
     def __init__(self, channel: KernelChannel, caller: Caller, interrupts: Interrupts) -> None:
         self._channel, self._caller, self._interrupts = channel, caller, interrupts
         self.reads_memory = False
-        """Whether the kernel may read big answers out of this process's memory."""
+        """True if the kernel may read big answers out of this process's memory."""
         self._absent: dict[int, Any] = {}
-        """What goes in the place of parts of a value that cannot be sent, by their ids, until the error has gone."""
+        """Replacements for parts of a value that cannot be sent, by their ids, until the error has gone."""
 
     def value(self, value: Any, grouped: bool, wanted: bool, waited: float, instead: Mapping[int, Any]) -> Answer:
         """The answer of a call that has returned.

@@ -151,7 +151,7 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
 def _cut_off(peers: Sequence[Address]) -> None:
     try:
         cut_off(peers)
-    except OSError:  # out of descriptors: those of a call that has raised may wait for the garbage collector
+    except OSError:  # out of descriptors: a call that has raised may hold some until garbage collection
         gc.collect()
         cut_off(peers)
 
@@ -218,7 +218,7 @@ class Membership:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the process group, as `World` has it."""
+        """The number of the process group, as in `World`."""
         self._environ: Mapping[str, str] = {}
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store

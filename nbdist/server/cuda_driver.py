@@ -38,7 +38,7 @@ def _hip_initialised() -> bool:
     if not os.path.exists(_AMD):
         return False
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
+        with contextlib.suppress(OSError):  # the folder's own is closed by now
             if os.readlink(f"/proc/self/fd/{fd}") == _AMD:
                 return True
     return False

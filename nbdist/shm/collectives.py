@@ -242,7 +242,7 @@ class SharedCollectives:
                 return mmap.mmap(fd, size)
             finally:
                 os.close(fd)
-                self.barrier()  # nobody closes what another has yet to open
+                self.barrier()  # no rank closes what another has yet to open
 
     def abort(self) -> None:
         """End, from any thread, what waits here: it fails, and so does all that follows."""
@@ -296,7 +296,7 @@ def open_shared_collectives() -> SharedCollectives | None:
             parts = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8).view(2, size, _PIECE)
         except OSError:  # another machine, container or user
             made.zero_()
-        dist.all_reduce(made, dist.ReduceOp.MIN)  # and nobody closes what another has yet to open
+        dist.all_reduce(made, dist.ReduceOp.MIN)  # and no rank closes what another has yet to open
         if not made:
             return None
         kept.pop_all()

@@ -34,7 +34,7 @@ class Starter:
     def __init__(self, library: str) -> None:
         self.library = library
         self.roles: weakref.WeakKeyDictionary[Any, Role] = weakref.WeakKeyDictionary()
-        """Of `Process` objects that are to work for a pool."""
+        """Roles of `Process` objects that are to work for a pool."""
         self.deaths = 0
         """Processes that have not ended by themselves, so far."""
         self._cache = SentCache()
@@ -113,7 +113,7 @@ class Starter:
         running.role.on_exit(running)
         with self._capturing:
             self._left -= 1
-            if not self._left:  # nobody shares data with what was sent
+            if not self._left:  # no process shares data with what was sent
                 self._cache.close()
 
 

@@ -75,7 +75,7 @@ def main(config: dict[str, Any]) -> None:
     session = os.path.join(config["folder"], "session_latest")
     threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
     try:
-        while lines.get():  # a head is told of itself, too
+        while lines.get():  # a head gets its own line, too
             pass
     finally:
         _end(ray, config["folder"])

@@ -227,7 +227,7 @@ class Agent:
     def _send(self, rank: int, message: protocol.ToRank, parcel: Parcel | None) -> None:
         joins = isinstance(message, protocol.Join)
         fds = self._rendezvous.fds(rank) if joins and self._rendezvous is not None else []
-        with contextlib.suppress(OSError):  # it is dead, which is told otherwise
+        with contextlib.suppress(OSError):  # it is dead, which is reported otherwise
             self._ranks.channels[rank - self._first].send(message, parcel, fds)
         if joins:
             self._joining.discard(rank)
