@@ -138,7 +138,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
     allowed = known
     if entries is not None:
         allowed = [known[int(e)] if e.isdigit() and int(e) < len(known) else e for e in entries]
-    if not allowed:  # nobody knows here: CUDA will
+    if not allowed:  # unknown here: CUDA will
         return name
     found = [one for one in allowed if one.startswith(name)]
     if len(found) != 1:
@@ -150,7 +150,7 @@ def _uuid(name: str, entries: Sequence[str] | None) -> str:
 def _count(entries: Sequence[str] | None, environ: Mapping[str, str]) -> int:
     """Return how many GPUs, or parts of GPUs, ranks with this environment may use."""
     if entries is not None and all(entry.startswith("MIG-") for entry in entries):
-        return len(entries)  # of parts, of which a process sees the first only
+        return len(entries)  # parts: a process sees the first only
     if entries is None or environ.get(VISIBLE) == os.environ.get(VISIBLE):
         return visible_gpus()
     known = len(gpu_names())  # of the machine, where that is known
@@ -181,7 +181,7 @@ def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
     """Return what each rank sees, given devices of `choose_devices` and the CUDA_VISIBLE_DEVICES of the ranks.
 
     As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of their own among these:
-    what chooses by it chooses right. Where ranks share a GPU, and with parts of GPUs (MIG), of which CUDA shows a
+    a choice by it is right. Where ranks share a GPU, and with parts of GPUs (MIG), where CUDA shows a
     process the first only, each rank sees nothing but its own.
     """
     if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved

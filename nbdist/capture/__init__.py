@@ -1,1 +1,1 @@
-"""What a call takes along, as bytes and back."""
+"""The capture of a call: what goes to the ranks with it, written as bytes and read again."""

@@ -157,7 +157,7 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
 
 
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
-    """Where those of `modules` and their parents lie that a fresh interpreter would not find by `sys.path`."""
+    """Return where `modules` and their parents lie, for those that a fresh interpreter does not find by `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
     for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)

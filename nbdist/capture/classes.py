@@ -16,7 +16,7 @@ import cloudpickle.cloudpickle as cp
 from .names import importable
 from .steps import Call, Step
 
-#: Classes that are in `types` alone, such as that of functions.
+#: Classes that are in `types` alone, such as the class of functions.
 BUILT_IN = frozenset(cp._BUILTIN_TYPE_NAMES)
 
 #: What makes a class, its arguments, the attributes to set, and what is to be done when all of these are there.
@@ -24,7 +24,7 @@ ClassReduction = tuple[Any, tuple[Any, ...], dict[str, Any], list[Step]]
 
 
 def reduce_class(cls: Any) -> ClassReduction:
-    """How a class is made again. `set_attributes` sets its attributes."""
+    """Return how a class is made again. `set_attributes` sets its attributes."""
     if issubclass(cls, enum.Enum):
         return _reduce_enum(cls)
     make, (metaclass, name, bases, namespace, *more), (attributes, _), *_ = cp._dynamic_class_reduce(cls)
@@ -102,7 +102,7 @@ def _reduce_enum(cls: Any) -> ClassReduction:
 
 
 def _content(member: Any) -> tuple[Any, ...] | None:
-    """What makes the part of a member that is of another type, as in `class Level(int, Enum)`."""
+    """Return what makes the part of a member that is of another type, as in `class Level(int, Enum)`."""
     for base in _CONTENT:
         if isinstance(member, base):
             return (frozenset(member),) if base is frozenset else tuple(base.__getnewargs__(member))

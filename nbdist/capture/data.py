@@ -1,4 +1,4 @@
-"""Big data: how arrays, tensors and data frames are pickled so that their memory travels beside the pickle."""
+"""Big data: how arrays, tensors and data frames are pickled so that their memory travels outside the pickle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..system.free_memory import check_fits
 from . import mapped
 from .mapped import MappedFiles
 
-#: Buffers of at least this many bytes travel beside the pickle; smaller ones are cheaper inside it.
+#: Buffers of at least this many bytes travel outside the pickle; smaller ones are cheaper inside it.
 OUT_OF_BAND = 16 * 1024
 
 Reduction = tuple[Any, ...]
 
 
 def reduce_data(obj: Any, files: MappedFiles | None) -> Reduction | None:
-    """How those data are pickled whose own way would copy them into the pickle, or lose a part of them; None for any
+    """Return the reduction of data whose own would copy them into the pickle, or lose a part of them; None for any
     other object.
 
     Those that lie in `files` are not copied at all.

@@ -18,10 +18,10 @@ _one_at_a_time = threading.Lock()
 
 
 def deeply(action: Callable[[], T]) -> T:
-    """What `action` returns, done again where the stack is large if it was too deep for that of this thread.
+    """Return what `action` returns; if the stack of this thread is too small for it, run it again on a large stack.
 
-    CPython counts levels up to 3.11 and can be told how many the stack bears. From 3.12 on the number is fixed for code
-    in C, pickling included: there the second try ends like the first, with `RecursionError`.
+    CPython counts levels up to 3.11, and the limit can be set to what the stack bears. From 3.12 on it is fixed for
+    code in C, pickling included: there the second try ends like the first, with `RecursionError`.
     """
     try:
         return action()

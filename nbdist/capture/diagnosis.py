@@ -1,4 +1,4 @@
-"""What cannot be pickled: which name it was, where inside it, and why."""
+"""Diagnosis of what cannot be pickled: which name it was, where inside it, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call would take along, name by name, without making it."""
+"""Lists what goes to the ranks with a call, name by name, without making the call."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HEAD = ("name", "how it travels", "size")
 
 @dataclass(frozen=True)
 class Item:
-    """One name: "import" (the ranks import it), "by value" (pickled), or "shared" (its data in shared memory)."""
+    """A name: "import" (the ranks import it), "by value" (pickled), or "shared" (its data in shared memory)."""
 
     name: str
     how: str
     nbytes: int
     read: bool = True
-    """Whether the function is seen to use it."""
+    """True if the function is seen to use it."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Explanation:
 
     @property
     def warnings(self) -> list[str]:
-        """What travels for nothing."""
+        """Return a line for each large name that travels and is not used."""
         return [
             f"{item.name} ({size(item.nbytes)}) travels, but the function never reads it"
             for item in self.items
@@ -68,7 +68,7 @@ class Explanation:
 def explain(
     fn: Callable[..., Any], /, *args: Any, imports: str | Iterable[str] = "", need: Names = "", **kwargs: Any
 ) -> Explanation:
-    """What `in_ddp(n, fn, *args, imports=imports, need=need, **kwargs)` would send to the ranks.
+    """Return what `in_ddp(n, fn, *args, imports=imports, need=need, **kwargs)` would send to the ranks.
 
     Starts no process and copies no big data. Sizes are in bytes, of each name for itself: what two names share is
     counted twice here, and travels once.

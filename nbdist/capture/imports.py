@@ -87,7 +87,7 @@ def _public_names(module: types.ModuleType) -> list[str]:
 
 
 def keep_source(file: str, text: str) -> None:
-    """Let tracebacks show the lines of code that is in no file."""
+    """Make tracebacks show the lines of code that is in no file."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 

@@ -48,7 +48,7 @@ class FilePart(NamedTuple):
 
 
 class MappedFiles:
-    """Which data of this process lie in files, as the system says at the first question. Linux alone does."""
+    """Finds data of this process that lie in files. The system is asked at the first question; only Linux answers."""
 
     def find(self, address: int, size: int, named: bool = False) -> FilePart | None:
         """The part of a file that lies there, if it can be opened again and is the same then.
@@ -61,7 +61,7 @@ class MappedFiles:
             return None
         start, _, access, position, path = self._maps[index]
         end = address + size
-        while (mapped_to := self._maps[index][1]) < end:  # one mapping may be told in pieces
+        while (mapped_to := self._maps[index][1]) < end:  # one mapping may be listed in pieces
             index += 1
             if index == len(self._maps) or self._maps[index][::4] != (mapped_to, path):
                 return None
@@ -90,7 +90,7 @@ class MappedFiles:
 
 
 def _changed(start: int, end: int) -> bool:
-    """Whether this process has written to the private mappings there: the file does not have that."""
+    """Return whether this process has written to the private mappings there: the file does not have what it wrote."""
     with open("/proc/self/smaps", **_NAMES) as file:
         inside = False
         for line in file:
@@ -115,7 +115,7 @@ def _warn_of_copy(what: str, nbytes: int) -> None:
 
 
 def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """How an array is pickled that is mapped from a file; None for any other."""
+    """Return the reduction of an array that is mapped from a file; None for any other."""
     import numpy as np
 
     is_memmap = type(array) is np.memmap
@@ -133,7 +133,7 @@ def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
 
 
 def _borrows(array: Any) -> bool:
-    """Whether an array's memory belongs to something that is no array."""
+    """Return whether an array's memory belongs to something that is no array."""
     import numpy as np
 
     while isinstance(array, np.ndarray):
@@ -161,7 +161,7 @@ def _mapped_array(
 
 
 def reduce_buffer(buffer: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """How a buffer of Arrow is pickled that is mapped from a file; None for any other."""
+    """Return the reduction of a buffer of Arrow that is mapped from a file; None for any other."""
     part = files.find(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= LEAST else None
     return None if part is None else (_mapped_buffer, (part,))
 
@@ -174,7 +174,7 @@ def _mapped_buffer(part: FilePart) -> Any:
 
 
 def reduce_storage(untyped: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """How a storage of torch is pickled that is mapped from a file; None for any other."""
+    """Return the reduction of a storage of torch that is mapped from a file; None for any other."""
     if untyped.device.type != "cpu":
         return None
     named = getattr(untyped, "filename", None) is not None

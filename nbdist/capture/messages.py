@@ -1,4 +1,4 @@
-"""What `multiprocessing` and `multiprocess` send between processes, pickled as a call is: by value what cells define.
+"""Messages of `multiprocessing` and `multiprocess`, pickled as a call is: by value what cells define.
 
 Both libraries pickle the messages of their queues and pipes by `ForkingPickler.dumps`, and by nothing that could be
 exchanged for one context alone: `concurrent.futures` makes its queue itself.
@@ -70,7 +70,7 @@ class MessagePickler(Pickler):
 
 
 class _Reduction:
-    """What a function that was registered with dill takes for dill's pickler."""
+    """The pickler that a function registered with dill is given: it keeps the reduction."""
 
     def save_reduce(self, *reduction: Any, obj: Any = None) -> None:
         self.reduction = reduction
@@ -81,7 +81,7 @@ def _itself(obj: Any) -> Any:
 
 
 def registered(library: str) -> dict[type, Any]:
-    """How dill pickles those types for which the user has told it (`dill.register`, `dill.pickle`)."""
+    """Return the reductions that the user has registered with dill (`dill.register`, `dill.pickle`), by type."""
     if library != "multiprocess":
         return {}
     dispatch = importlib.import_module("dill").Pickler.dispatch

@@ -24,7 +24,7 @@ class _Executed(NamedTuple):
     """The source of a module when this process has executed it."""
 
     spec: Any
-    """That of the module then: `reload` gives it another one."""
+    """The module's spec then: `reload` gives it another one."""
     read: float | None
     """When the file was modified that %autoreload has read last; None before it has read any."""
     file: str
@@ -77,7 +77,7 @@ def own_file(module: types.ModuleType | None, name: str) -> str | None:
 
 
 def checksum(file: str) -> int:
-    """That of a source; 0 where there is none."""
+    """Return the checksum of a source file; 0 where there is none."""
     try:
         with open(file, "rb") as source:
             return zlib.crc32(source.read())

@@ -1,4 +1,4 @@
-"""Which names functions and classes use, and where they find them."""
+"""Finds the names that functions and classes use, and the namespaces that they find them in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BY_NAME = frozenset(
 
 
 def importable(obj: Any) -> bool:
-    """Whether a reader finds this very function or class by importing its module."""
+    """Return whether a reader finds this very function or class by importing its module."""
     name = text(obj, "__module__")
     module = sys.modules.get(name) if name != "__main__" else None
     if module is None or travels_by_value(module):

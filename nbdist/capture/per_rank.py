@@ -96,5 +96,5 @@ def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 
 def own(value: Any, place: int) -> Any:
-    """What an argument is for the rank at this place among those that run the function."""
+    """Return an argument's value for the rank at this place among those that run the function."""
     return value.values[place] if is_a(value, PerRank) else value

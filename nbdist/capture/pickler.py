@@ -1,4 +1,4 @@
-"""Notebook objects as bytes: functions and classes by value, big buffers beside the pickle. `reading` reads them.
+"""Notebook objects as bytes: functions and classes by value, big buffers outside the pickle. `reading` reads them.
 
 A function keeps the namespace it lives in: notebook functions find their globals in the rank's `__main__`, all of
 them in the same one. The globals that they use travel too, once each, and end up in that namespace; and so do the
@@ -91,7 +91,7 @@ class Pickler(cloudpickle.Pickler):
         self.originals: list[Any] = []  # functions and classes sent by value, in the order of their numbers
         self.modules: set[str] = set()  # modules of what is sent by reference: the reader has to import them
         self.used: set[tuple[str, str]] = set()  # globals that functions use: key of the namespace, name
-        self.captured: dict[str, Any] = {}  # those of them that travel
+        self.captured: dict[str, Any] = {}  # the variables that travel
         self.defines = False  # whether anything is sent by value: then only `reading.read` reads it
         self._progress = Progress()
         self._skip = skip
@@ -114,7 +114,7 @@ class Pickler(cloudpickle.Pickler):
         pickle.Pickler.dump(self, obj)
 
     def needed(self) -> tuple[Step, ...]:
-        """What brings all that is needed, whether or not it is seen to be used."""
+        """Return the steps that bring what is named in `need`, whether or not its use is seen."""
         return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
@@ -192,7 +192,7 @@ class Pickler(cloudpickle.Pickler):
         if self._says_copies:
             shared.warn_of_trial(obj)
         if callable(obj) and (module := text(obj, "__module__")) in sys.modules and module != "__main__":
-            self.modules.add(module)  # such as that of a compiled function, which is found by its name
+            self.modules.add(module)  # such as a compiled function's, which is found by its name
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
 
     def _number(self, obj: Any) -> None:
@@ -200,7 +200,7 @@ class Pickler(cloudpickle.Pickler):
             self._numbers[id(obj)] = len(self.originals)
             self.originals.append(obj)
 
-    # What follows gives steps in pairs of lists: those of code, and those of data, which wait until all code is there.
+    # The following methods give steps in pairs of lists: first code, then data, which wait until all code is there.
 
     def _reduce_function(self, fn: types.FunctionType) -> tuple[Any, ...]:
         key, captured = namespace_of(fn.__globals__)
@@ -263,7 +263,7 @@ class Pickler(cloudpickle.Pickler):
         return (Open(), *code, Close(data)) if code or data else ()
 
     def _own_name(self, obj: Any) -> list[Any]:
-        """What lets the reader find `obj` by its name, if the notebook does."""
+        """Return the steps by which the reader finds `obj` by its name, if the notebook does."""
         name, *inner = obj.__qualname__.split(".")
         outermost = main_namespace().get(name) if obj.__module__ == "__main__" else None
         found = outermost
@@ -321,7 +321,7 @@ class Pickler(cloudpickle.Pickler):
         return not self._skipped[key, name]
 
     def _storage(self, untyped: Any) -> Storage:
-        # Each access to a tensor's storage makes a new Python object: only its address tells that two are one.
+        # Each access to a tensor's storage makes a new Python object: only its address shows that two are one.
         if untyped._cdata not in self._storages:
             if self._says_copies:
                 shared.warn_of_shared_tensor(untyped)
@@ -364,7 +364,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _keep_buffer(kept: list[pickle.PickleBuffer], least: int, buffer: pickle.PickleBuffer) -> bool:
-    """Whether `buffer` belongs into the pickle; it is kept beside it otherwise."""
+    """Return whether `buffer` belongs into the pickle; otherwise add it to `kept`."""
     if buffer.raw().nbytes < least:
         return True
     kept.append(buffer)

@@ -1,4 +1,4 @@
-"""What pickles of the notebook's objects call while they are read."""
+"""Functions that pickles of the notebook's objects call while they are read."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Unreadable(Exception):
 
 
 class _Reading(threading.local):
-    """What the functions named in a pickle need to know of the load that they are part of."""
+    """State of the load in this thread, for the functions that its pickle calls."""
 
     originals: Sequence[Any] = ()
     keep: Keep
     modules: dict[str, types.ModuleType]
-    """Those that are made, by the keys of their namespaces."""
+    """Modules that are made, by the keys of their namespaces."""
     names: list[str]
-    """Of the variables and arguments that are being read, the innermost last."""
+    """Names of the variables and arguments that are being read, the innermost last."""
 
 
 _reading = _Reading()
@@ -86,13 +86,13 @@ def nothing(*args: Any) -> None:
 
 
 def begin(name: str) -> bool:
-    """What is read now has this name."""
+    """Note that the object which is read now has this name."""
     _reading.names.append(name)
     return True
 
 
 def named(begun: bool, value: Any, done: None = None) -> Any:
-    """What has had a name is read."""
+    """Note that the object with the latest name is read."""
     _reading.names.pop()
     return value
 

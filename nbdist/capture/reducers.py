@@ -24,7 +24,7 @@ Reduction = tuple[Any, ...]
 
 
 def has_own_init(cls: type[BaseException]) -> bool:
-    """Whether Python would rebuild such an exception by `__init__(*args)`, though its `__init__` may want others."""
+    """Return whether Python would rebuild such an exception by `__init__(*args)`, though `__init__` may want others."""
     return isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__
 
 
@@ -35,8 +35,9 @@ def make_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcep
 
 
 def reduce_own(obj: Any) -> Reduction | None:
-    """What each process has of its own: a standard stream, `input`, `getpass` and a notebook's shell become the
-    reader's; None for any other object.
+    """Return the reduction of an object that each process has of its own; None for any other object.
+
+    A standard stream, `input`, `getpass` and a notebook's shell become the reader's.
 
     Raises `TypeError` for a thread and for the end of a pipe.
     """
@@ -163,7 +164,7 @@ def set_state(obj: Any, state: Any) -> None:
 
 
 def reduce_fastai(obj: Any) -> tuple[Any, ...] | None:
-    """How those of fastai's objects are pickled that do not give or keep all of themselves; None for any other.
+    """Return the reduction of fastai's objects that do not give or keep all of themselves; None for any other.
 
     A `DataLoader` keeps the generator of its last epoch, which cannot be pickled and is of no more use. A `Recorder`
     gives everything but what it has recorded.
@@ -185,10 +186,11 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
 
 
 def reduce_widget(obj: Any) -> Reduction | None:
-    """How widgets are pickled: by what they show. None for any other object, and for those that say it themselves.
+    """Return the reduction of a widget: by what it shows. None for other objects, and for widgets that define their
+    own reduction.
 
-    One of the notebook's is the same widget in a rank: what that changes is seen in its views. One of a rank's is a new
-    one of the notebook's, which hears what is done to it there.
+    A widget of the notebook is the same widget in a rank: its changes are seen in its views. A rank's widget is a new
+    one of the notebook's, which receives the rank's changes there.
     """
     module = sys.modules.get("ipywidgets.widgets.widget")
     if module is None or not isinstance(obj, module.Widget):

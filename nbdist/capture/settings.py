@@ -48,7 +48,8 @@ LARGEST = 1 << 20
 
 
 class SettingsSender:
-    """What of this process's settings goes with a call: pickles by name, made anew when the settings have changed."""
+    """The settings of this process that go with a call: pickles by name, written again when the settings have
+    changed."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -58,8 +59,8 @@ class SettingsSender:
         self._lock = threading.RLock()  # several threads may call; what is pickled may call, too
 
     def modules(self) -> set[str]:
-        """What the reader of the settings that were taken last imports: the libraries that they are of, and modules of
-        what they name, such as categories of warnings."""
+        """Return the modules that reading the latest settings imports: the libraries that they belong to, and modules
+        of what they name, such as categories of warnings."""
         with self._lock:
             return set().union(*self._modules.values())
 
@@ -110,7 +111,7 @@ def _refused(value: Any) -> str:
 
 
 def same(old: Any, new: Any) -> bool:
-    """Whether two readings of a setting are alike, as far as that can be told."""
+    """Return whether two readings of a setting are equal; False where they cannot be compared."""
     try:
         return bool(old == new)
     except Exception:  # it holds what does not compare, such as arrays
@@ -128,7 +129,7 @@ def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:
 
 
 class _Loggers:
-    """Reads the settings of loggers: a hundred there are, of which nearly all are as libraries leave them."""
+    """Reads the settings of loggers: there are about a hundred, and nearly all are as libraries leave them."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Any, ...]] = []
@@ -168,7 +169,7 @@ class _Loggers:
 
 
 def describe_handler(handler: Any) -> tuple[Any, ...] | None:
-    """What makes a handler again; None for one that writes elsewhere than to a stream or a file, or that is torch's."""
+    """Return what makes a handler again; None for one of torch's, and for one without a stream or file."""
     formatter = handler.formatter
     if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
         return None

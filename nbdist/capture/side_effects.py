@@ -1,8 +1,8 @@
 """Modules that are imported for what they do to others: `fastai.distributed` gives fastai's learners a `distrib_ctx`.
 
 No name that a call uses leads to them, so the notebook's own import statements are gone through: of each package that a
-call uses, ranks import all that the notebook does. torch is left out: it is there as a whole, and what is beside it,
-such as `torch.utils.tensorboard`, takes long to import.
+call uses, ranks import all that the notebook does. torch is left out: it is there as a whole, and its further modules,
+such as `torch.utils.tensorboard`, take long to import.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ statements = ImportStatements()
 
 
 def imported_beside(modules: Iterable[str]) -> list[str]:
-    """What the notebook has imported of the packages that a call uses, beside the `modules` that it uses of them."""
+    """Return what the notebook has imported of the packages that a call uses, without the `modules` that it uses."""
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER
     if not packages:
@@ -60,7 +60,7 @@ def imported_beside(modules: Iterable[str]) -> list[str]:
 
 
 def missing_import(error: AttributeError) -> str:
-    """Which import lacks where an attribute does that a module has given to somebody else's class; else empty."""
+    """Return which import is missing for an attribute that a module adds to a class of another; empty if none is."""
     unknown = _UNKNOWN.search(text_of(error))
     if unknown is not None and unknown[1] in main_namespace():
         return f"The notebook has {unknown[1]}, and the rank had not been given it: need={unknown[1]!r}"

@@ -23,25 +23,25 @@ _DEFINITIONS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Whether reading `value` runs nothing and needs nothing that is not imported."""
+    """Return whether reading `value` runs nothing and needs nothing that is not imported."""
     return type(value) in _CONSTANTS or isinstance(value, types.ModuleType)
 
 
 def is_definition(value: Any) -> bool:
-    """Whether `value` is code."""
+    """Return whether `value` is code."""
     return isinstance(value, _DEFINITIONS)
 
 
 class Progress:
-    """How far the writing of a pickle has come."""
+    """Progress of the writing of a pickle."""
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, str], bool] = {}
         """The variables that are written, by the key of their namespace and their name: whether to the end."""
         self.depth = 0
-        """Of definitions that are being written."""
+        """The number of nested definitions that are being written."""
         self.waiting: list[Step] = []
-        """What these refer to, and is written after them."""
+        """Steps that these refer to, and that are written after them."""
 
 
 class Step:
@@ -50,7 +50,7 @@ class Step:
     __slots__ = ()
 
     def reduce(self, progress: Progress) -> Reduction:
-        """How it is pickled."""
+        """Return the reduction that is pickled for it."""
         raise NotImplementedError
 
 

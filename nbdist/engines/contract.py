@@ -26,7 +26,7 @@ class Exit(NamedTuple):
     rank: int
     status: int | None
     reason: str = ""
-    """Why nobody knows, such as a lost node."""
+    """The reason why the end is unknown, such as a lost node."""
 
 
 class OpenRendezvous(Protocol):
@@ -73,7 +73,7 @@ class Ranks(Protocol):
     """The ranks of one session, as the kernel holds them."""
 
     takes_descriptors: bool
-    """Whether `send` can give a rank descriptors of this process, such as those of shared memory."""
+    """True if `send` can give a rank descriptors of this process, such as descriptors of shared memory."""
     patience: float
     """Seconds that it may take until the loss of a rank is noticed."""
 
@@ -142,13 +142,13 @@ class Engine(Protocol):
     """A way to start ranks."""
 
     local: bool
-    """Whether the ranks are processes of this machine, which share its cores with the notebook."""
+    """True if the ranks are processes of this machine, which share its cores with the notebook."""
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
         """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
 
     def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> Ranks:
-        """Start `world_size` ranks that wait for their first message. Tells by `notice` what it has to wait for.
+        """Start `world_size` ranks that wait for their first message. Calls `notice` with what it has to wait for.
 
         With `least`, there may be fewer: as many as there is room for, but not less than that.
         """

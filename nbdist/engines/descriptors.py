@@ -55,7 +55,7 @@ def make_room(ranks: int, each: int) -> None:
 
 @contextlib.contextmanager
 def open_descriptors(pipes: int) -> Iterator[tuple[Channel, list[int], list[int]]]:
-    """The kernel's ends (a channel, and where it reads so many pipes) and the rank's (its socket, where it writes).
+    """The kernel's ends (a channel, and `pipes` descriptors to read) and the rank's (its socket, and those to write).
 
     The rank's are closed at the end of the block, when they are handed over; the kernel's, too, if that fails.
     """

@@ -35,8 +35,9 @@ READ_AT_IMPORT = (
     *("TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "ATEN_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMBA_"),
 )
-#: Those of them that hold without that: ranks size the pools of threads themselves, NCCL is asked when a process group
-#: is made, and the rest are set by libraries (scikit-learn, torch) in the notebook when these are imported or used.
+#: Of these, the ones that hold without it: ranks size the pools of threads themselves, NCCL is asked when a process
+#: group is made, and the rest are set by libraries (scikit-learn, torch) in the notebook when these are imported or
+#: used.
 _HOLD = re.compile(
     r"\w+_NUM_THREADS|TORCH_NCCL_\w+|KMP_DUPLICATE_LIB_OK|KMP_INIT_AT_FORK|TORCHINDUCTOR_CACHE_DIR"
     r"|PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -164,7 +165,7 @@ def remove_if_killed(folder: str) -> None:
         _folders.append((os.getpid(), folder))
         for key, found in _servers.items():
             if key[0] == os.getpid():
-                with contextlib.suppress(OSError):  # it has just retired: the next one is told
+                with contextlib.suppress(OSError):  # it has just retired: the next one gets it
                     found.ask("folder", folder)
 
 

@@ -1,4 +1,4 @@
-"""Hearing ranks: what they write, what they say and how they end, of each rank in the order in which it happened."""
+"""Output, messages and ends of ranks, taken in by one thread: for each rank in the order in which they happened."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ _told: set[tuple[str, str]] = set()
 class LocalEngine:
     """Starts ranks through this process's fork server, which it starts at first use and again whenever it died.
 
-    `env` is what the ranks will find beside the environment of this process: a server of its own imports what they
-    need where that depends on it. `start` is how ranks start: "forkserver", or "spawn", each in an interpreter of its
-    own, where nothing is imported yet.
+    `env` is what the ranks will find in addition to the environment of this process: a server of its own imports what
+    they need where that depends on it. `start` is how ranks start: "forkserver", or "spawn", each in an interpreter of
+    its own, where nothing is imported yet.
     """
 
     local = True
@@ -128,7 +128,8 @@ class LocalRanks:
     patience = 0.0  # they are this machine's children: it knows at once
 
     def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:
-        """All of them come from one server, which alone hears of their ends. Raises `ConnectionError` if it is lost.
+        """Start all ranks from one server, which alone is informed of their ends. Raises `ConnectionError` if it is
+        lost.
 
         With an `environ` they are fresh interpreters that start with it.
         """

@@ -25,7 +25,7 @@ class Watch:
     system can (Linux 5.3). In a process that is forked from this one there are no ranks any more.
 
     Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known;
-    `fd`, readable when there is something to tell.
+    `fd`, readable when there is something to report.
     """
 
     def __init__(self, size: int) -> None:

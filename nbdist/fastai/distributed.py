@@ -55,7 +55,7 @@ def patch_distributed(module: types.ModuleType) -> Originals:
             prepare(self)
         finally:
             self.accelerator.ddp_handler = given
-        if group is not None and not getattr(self.learn.model, "_comm_hooks", True):  # nobody else's
+        if group is not None and not getattr(self.learn.model, "_comm_hooks", True):  # not another library's
             self.learn.model.register_comm_hook(self.learn, mean_of_gradients)
 
     def mean_of_gradients(learn, bucket):  # type: ignore[no-untyped-def] # torch compares annotations with its own types

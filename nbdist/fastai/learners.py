@@ -27,7 +27,7 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
     """Make a tabular or collaborative learner train in a fraction of the time, and return it.
 
     It stays a fastai learner: model, metrics, callbacks, schedules, recorder, `get_preds`, `show_results`. Instead of
-    selecting rows of a data frame for each batch, its loaders gather them from tensors, of which there is a copy in
+    selecting rows of a data frame for each batch, its loaders gather them from tensors, which are a copy in
     memory; and a step of Adam is one operation, not six for each parameter. The losses are the same within noise: in
     training each row comes once an epoch, where fastai 2.8 draws rows with replacement.
 
@@ -191,7 +191,7 @@ def _fused(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def _fuse(optimizer: Any) -> Any:
-    """Let fastai's Adam take fused steps; any other optimizer stays as it is."""
+    """Make fastai's Adam take fused steps; any other optimizer stays as it is."""
     if type(optimizer) is Optimizer and [getattr(cb, "func", cb) for cb in optimizer.cbs] == _ADAM:
         optimizer.__class__ = FusedAdam
     return optimizer

@@ -63,7 +63,7 @@ def patch_tabular(module: types.ModuleType) -> Originals:
         return None if None in tables else _Batch(tables, rows.with_cont, rows.device, ())  # type: ignore[arg-type]
 
     def get_idxs(self: Any) -> Any:
-        """What `np.random.choice` draws by weights, without its search for each where all weigh the same."""
+        """Draw rows as `np.random.choice` does by weights, without its search for each where all weigh the same."""
         if not (self.n and self.shuffle) or np.ptp(self.wgts):
             return draw(self)
         ends = self.wgts.cumsum()
@@ -75,13 +75,13 @@ def patch_tabular(module: types.ModuleType) -> Originals:
         return rows.tolist()
 
     def _chunks(self: Any, numbers: Iterator[int]) -> Iterator[Any]:
-        """As many as a batch has, each time; there may be no end of them."""
+        """Yield `bs` numbers at a time; `numbers` may have no end."""
         while len(rows := np.fromiter(islice(numbers, self.bs), np.intp)):
             if len(rows) == self.bs or not self.drop_last:
                 yield rows
 
     def sample(self: Any) -> Any:
-        """One of several workers has every so many."""
+        """Return the row numbers of this worker: with several, each takes every `num_workers`-th."""
         return every(self) if self.num_workers > 1 else iter(self._DataLoader__idxs)
 
     def create_batches(self: Any, samps: Any) -> Any:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Launcher:
-    """What the fixtures give: `ddp(nranks, fn, *args, **kwargs)`, with `imports=` and `need=` as for `in_ddp`."""
+    """The value of the fixtures: `ddp(nranks, fn, *args, **kwargs)`, with `imports=` and `need=` as for `in_ddp`."""
 
     def __init__(self, shared: bool) -> None:
         self.node: Any = None

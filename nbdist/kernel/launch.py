@@ -264,7 +264,7 @@ def _group_of_one() -> Iterator[None]:
             rendezvous=rendezvous.address,
             threads=torch.get_num_threads(),
         )
-        for name in INTERFACE_VARIABLES:  # the group has nobody to speak to
+        for name in INTERFACE_VARIABLES:  # the group has no other process to connect to
             os.environ.pop(name, None)
         os.environ.update(rank_world.environ(world))
         try:

@@ -49,7 +49,7 @@ class Session:
 
     What `fn` leaves in the `__main__` of a rank stays there for later calls. A call that raises leaves the session
     usable: where ranks waited for one another, a new process group is made of the same processes (whatever holds the
-    old one, such as a `DistributedDataParallel`, has to be made anew). Where that cannot be, fresh ranks are started
+    old one, such as a `DistributedDataParallel`, has to be made again). Where that cannot be, fresh ranks are started
     with the next call, which says so. After a rank has died, `restart` starts fresh ranks.
 
     Calls take turns, in the order in which they were made. A session that is no longer referred to closes itself.
@@ -57,7 +57,7 @@ class Session:
     Args:
         nranks: How many ranks, at least one.
         backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
-            objects gloo beside it: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
+            objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
             further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
             collective that has waited for 60 seconds.
         devices: "cpu", "cuda", or one device per rank: by numbers among the visible GPUs (`["cuda:0", "cuda:2"]`) or
@@ -70,10 +70,10 @@ class Session:
             the failed one first) or "none". `logs` has the rest.
         lines: How many lines of a call's output a cell shows. Of more it shows the last hundred and how many there
             were, and has all in a file. None: all, which a page may take minutes for.
-        env: Environment variables for the ranks, beside those of the notebook. Where libraries read one while they are
+        env: Environment variables for the ranks, in addition to the notebook's. Where libraries read one while they are
             imported (TORCH_LOGS, PYTORCH_ALLOC_CONF, OMP_PROC_BIND), a fork server of its own imports them for these
             ranks, which takes some seconds once.
-        seed: Seeds the ranks once, when they start. None: every call seeds them anew from the notebook's own
+        seed: Seeds the ranks once, when they start. None: every call seeds them again from the notebook's own
             random state (`random`, NumPy and torch, each from its own).
         seed_ranks: Rank r is seeded with r added to every seed, so that dropout masks and augmentations differ between
             the ranks. Models that are made on each rank differ then too, until `DistributedDataParallel` or the like
@@ -94,8 +94,8 @@ class Session:
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
-            for, at least so many, and has all of them again at the next restart, if it can. None: it waits until there
-            is room for all.
+            for, at least this many, and has all of them again at the next restart, if it can. None: it waits until
+            there is room for all.
 
     Raises:
         TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.

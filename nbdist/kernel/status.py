@@ -28,7 +28,7 @@ class Snapshot:
     title: str
     rows: Sequence[Sequence[str]]
     busy: bool
-    """Whether a call runs, or waits for its turn."""
+    """True if a call runs, or waits for its turn."""
 
 
 class Status:

@@ -31,7 +31,7 @@ class Caller:
         self._finder, self._reloader, self._settings = SourceFinder(), Reloader(), Settings()
 
     def install(self) -> None:
-        """Let modules be found where the notebook found them, and be as new as there; let spawned processes have what
+        """Make modules found where the notebook found them, and as new as there; give spawned processes what
         the notebook defines."""
         sys.meta_path[:0] = [self._reloader, self._finder]
         spawning.install()
@@ -73,7 +73,7 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        import_beside(header.imported_beside)  # before the settings, some of which modules change
+        import_beside(header.imported_beside)  # before the settings: modules change some of them
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()

@@ -39,7 +39,7 @@ class DefaultGroup:
 
     def __init__(self) -> None:
         self.started = False
-        """Whether the function has started the group that was up."""
+        """True if the function has started the group that was up."""
         self._ended = False
         self._told = False
         self._module: Any = None

@@ -29,14 +29,14 @@ class Interrupts:
     """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
 
     Args:
-        tell: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
+        notify: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
             half: what the rank does, and for how many seconds that was waited for.
     """
 
-    def __init__(self, tell: Callable[[str, float], None] = lambda *_: None) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str, float], None] = lambda *_: None) -> None:
+        self._notify = notify
         self.possible = False
-        """Whether one may come now."""
+        """True if an interrupt may come now."""
         self._interrupted = False
         self.block = 0
         """The number of that in which an interrupt may come."""
@@ -61,8 +61,8 @@ class Interrupts:
     def insist(self, block: int) -> None:
         """In any thread: see to it that an interrupt which was sent does come, as long as it is this block's turn.
 
-        Python hears of a signal between two steps of its own: where one comes right before a system call that waits,
-        such as that of `time.sleep`, nothing is heard before the end of this.
+        Python handles a signal between two steps of its own: where one comes right before a system call that waits,
+        such as the one of `time.sleep`, it is not handled before the end of the call.
         """
         _thread.start_new_thread(self._repeat, (block,))
 
@@ -87,7 +87,7 @@ class Interrupts:
             if now < self._waits + _MOST:
                 if now > self._told + _WORD:
                     self._told = now
-                    self._tell(what, now - self._waits)
+                    self._notify(what, now - self._waits)
                 return
         # Once: what cleans up after it must not be torn away from its work.
         self.possible, self._interrupted = False, True
@@ -96,7 +96,7 @@ class Interrupts:
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """An interrupt may come in this block."""
-        with self._turning:  # an interrupt that was insisted on is heard, and is none, before the next block
+        with self._turning:  # an interrupt that was insisted on is handled, and is none, before the next block
             self.block += 1
         self._waits = None
         self.possible, self._interrupted = True, False

@@ -37,7 +37,7 @@ class Mapper:
         seed_everything(begin.seeds)
 
     def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
-        """The seconds that the items in the parcel take, of which this is the number of the first, and the function's
+        """Return the seconds that the items in the parcel take (`first` is the number of the first), and the function's
         values for them. Fewer if the call is over meanwhile."""
         if self._failed:  # what the board says is to stay
             return 0.0, []

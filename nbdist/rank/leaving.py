@@ -1,6 +1,6 @@
 """A rank's end in good order: what Python does at the end of a program, so that loggers and writers lose nothing.
 
-A rank cannot end as a program does: below its frames are those of the server, and torch's threads crash where a fork
+A rank cannot end as a program does: below its frames are the server's, and torch's threads crash where a fork
 takes the interpreter down. So it does the steps itself, and leaves by `os._exit`. Their bound is the kernel's patience.
 """
 
@@ -49,7 +49,7 @@ def leave() -> None:
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    # Those of the server are not among them: `gc.freeze` has put them elsewhere.
+    # The files of the server are not among them: `gc.freeze` has put them elsewhere.
     # By type: `isinstance` asks a weak proxy for its object, which may be gone.
     for file in [found for found in gc.get_objects() if issubclass(type(found), (io.TextIOWrapper, io.BufferedWriter))]:
         with contextlib.suppress(Exception):  # closed, detached, or the disk is full

@@ -45,10 +45,10 @@ class Rank:
         self._mapper = Mapper(self._caller)
         self._recorder: CollectiveRecorder | None = None
         self._descriptors: list[int] = []
-        """Those that a process of a context is given, beside its own."""
+        """Descriptors that a process of a context is given, in addition to its own."""
         self._keep_frames = False
         self._frames: types.TracebackType | None = None
-        """Of the call that has raised, for the debugger."""
+        """Frames of the call that has raised, for the debugger."""
 
     def after_fork(self) -> None:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
@@ -57,7 +57,7 @@ class Rank:
     def abort(self, group: int, peers: Sequence[Address]) -> None:
         """In another thread, after an interrupt was sent: let the main thread leave what it waits for.
 
-        On a busy machine that may be heard late. What is done in the next process group is not broken off.
+        On a busy machine the interrupt may act late. What is done in the next process group is not broken off.
         """
         block, groups = self._interrupts.block, process_groups()
         if group == self._membership.number:  # so these are of it, too
@@ -105,11 +105,11 @@ class Rank:
         try:
             with allowed, patched():
                 if not joins and not isinstance(request, protocol.Items):  # a board says when items are over
-                    self._channel.send(protocol.Begun())  # an interrupt that came before this was not heard
+                    self._channel.send(protocol.Begun())  # an interrupt that came before this was not handled
                 answer = self._do(request, parcel, fds)
         except BaseException as exc:
             if os.getpid() == pid:
-                self._channel.send(protocol.Raised())  # it may take a while to tell what
+                self._channel.send(protocol.Raised())  # it may take a while to say what
             if joins:
                 ends = NO_GROUP
             elif isinstance(request, protocol.Call) and gpu_state.lost():

@@ -71,7 +71,7 @@ class Reloader(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._imported: dict[str, _Imported] = {}
-        self._new: list[str] = []  # those of which nothing but the moment is known
+        self._new: list[str] = []  # modules with nothing known but the moment
         self._sources: Mapping[str, tuple[str, int]] = {}  # as the notebook had them at the last call
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None) -> None:
@@ -156,7 +156,7 @@ class Reloader(importlib.abc.MetaPathFinder):
 
 
 def import_beside(names: Sequence[str]) -> None:
-    """Import what nobody has asked for in so many words, such as fastai's patches: a warning says where that fails."""
+    """Import modules that no code of the call names, such as fastai's patches: a warning says where an import fails."""
     for name in names:
         if name not in sys.modules:
             try:

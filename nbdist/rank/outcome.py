@@ -50,9 +50,9 @@ class Outcomes:
     def __init__(self, channel: KernelChannel, caller: Caller, interrupts: Interrupts) -> None:
         self._channel, self._caller, self._interrupts = channel, caller, interrupts
         self.reads_memory = False
-        """Whether the kernel may read big answers out of this process's memory."""
+        """True if the kernel may read big answers out of this process's memory."""
         self._absent: dict[int, Any] = {}
-        """What goes in the place of parts of a value that cannot be sent, by their ids, until the error has gone."""
+        """Replacements for parts of a value that cannot be sent, by their ids, until the error has gone."""
 
     def value(self, value: Any, grouped: bool, wanted: bool, waited: float, instead: Mapping[int, Any]) -> Answer:
         """The answer of a call that has returned.
@@ -62,7 +62,7 @@ class Outcomes:
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
             instead: What goes in the place of parts of it, by their ids.
-            waited: Seconds that it waited for other ranks; less than one is not told.
+            waited: Seconds that it waited for other ranks; less than one is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel

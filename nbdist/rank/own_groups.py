@@ -25,11 +25,11 @@ class OwnGroups:
         self._world: World | None = None
         self._store: Any = None
         self._made: Counter[int] = Counter()
-        """How many groups were made, by the port that they were to meet at."""
+        """The number of groups that were made, by the port that they were to meet at."""
         self._replaced: tuple[Any, Any] | None = None
-        """What torch calls by itself to open a store, and to end a group."""
+        """Functions that torch calls by itself to open a store, and to end a group."""
         self._shares = False
-        """Whether the group that was made last meets at the session's store."""
+        """True if the group that was made last meets at the session's store."""
         self._last: Any = None
 
     def install(self) -> None:
@@ -96,7 +96,7 @@ def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libu
         try:
             fd = socket.dup(sock.fileno())
             return _dist().TCPStore(hostname, port, world_size, use_libuv=use_libuv, master_listen_fd=fd, **about)
-        except NotImplementedError:  # that of torch 2.5 takes no socket that listens already
+        except NotImplementedError:  # the store of torch 2.5 takes no socket that listens already
             return _dist().TCPStore(hostname, port, world_size, use_libuv=False, master_listen_fd=fd, **about)
 
 

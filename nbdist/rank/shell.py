@@ -1,4 +1,4 @@
-"""What makes a rank look like the notebook that it works for: an IPython shell, and displays.
+"""The parts by which a rank looks like the notebook that it works for: an IPython shell, and displays.
 
 Libraries decide when they are imported whether they are in a notebook, by the shell's class name, its configuration
 or `get_ipython`; so the shell is made in the fork server, before anything else is imported.

@@ -1,7 +1,7 @@
 """Changes of a rank's widgets in the page while a call runs: a thread applies them, in order.
 
-The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell hears such things in a
-thread, too.
+The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell handles such messages
+in a thread, too.
 """
 
 from __future__ import annotations

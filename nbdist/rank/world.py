@@ -32,7 +32,7 @@ LATE = "TORCH_GLOO_LAZY_INIT"
 MANY = 128
 #: Seconds that process groups may take to be left.
 PATIENCE_TO_LEAVE = 5.0
-#: Seconds that what is let go of may take to end, before that is left to itself.
+#: Seconds that a released process group may take to end, before it is left to itself.
 _PATIENCE_TO_END = 1.0
 _NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
@@ -109,7 +109,7 @@ def join(world: World, store: Any) -> Any:
         torch.cuda.set_device(device)
         if "nccl" in world.backend and world.world_size > 1:
             # Connects the ranks now, which takes a third of a second: a rank that waits for the others in its first
-            # collective, until NCCL has connected them, could not be let go.
+            # collective, until NCCL has connected them, could not be released.
             options.setdefault("device_id", device)
     group_store = dist.PrefixStore("nbdist", store)
     with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
@@ -151,7 +151,7 @@ def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
 def _cut_off(peers: Sequence[Address]) -> None:
     try:
         cut_off(peers)
-    except OSError:  # out of descriptors: those of a call that has raised may wait for the garbage collector
+    except OSError:  # out of descriptors: a call that has raised may hold some until garbage collection
         gc.collect()
         cut_off(peers)
 
@@ -173,7 +173,7 @@ def let_go(held: list[Any]) -> None:
     """Empty a list of what may be the last to refer to process groups of a call that has failed.
 
     Such a group's end waits for what gloo's threads still do for it. Where the other side of a transfer leaves in the
-    wrong moment, gloo forgets to tell its own thread, which then waits for half an hour. So the main thread does not
+    wrong moment, gloo forgets to notify its own thread, which then waits for half an hour. So the main thread does not
     wait for that end, but for a thread that does, and not for long.
     """
     thread = threading.Thread(target=_end, args=(held,), name="nbdist: let go", daemon=True)
@@ -218,14 +218,14 @@ class Membership:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the process group, as `World` has it."""
+        """The number of the process group, as in `World`."""
         self._environ: Mapping[str, str] = {}
         self._leaving: threading.Thread | None = None
         self._fds: list[int] = []  # the descriptors of the store
         self.kept: Any = None
         """The store; and the group, which must not go with a model under DDP when the function has destroyed it, as
         scripts do at their end: that waits with the GIL for gloo's threads, and these for the GIL to end their work."""
-        # Those of all groups. The last that a `FileStore` does is to write into its file and to read it. That is the
+        # The stores of all groups. Last of all, a `FileStore` writes into its file and reads it. That file is the
         # next group's (see `join`) if somebody kept the group until then: it would misread it, and might never end.
         self._file_stores: list[Any] = []
         self._own_groups = OwnGroups()

@@ -17,7 +17,7 @@ _AMD = "/dev/kfd"
 
 
 def initialised() -> bool:
-    """Whether somebody has called `cuInit` here. `torch.cuda.is_initialized()` only knows of torch's own contexts.
+    """Return whether `cuInit` was called in this process. `torch.cuda.is_initialized()` only knows torch's contexts.
 
     A library that is not loaded stays so. Until `cuInit`, every function of it answers CUDA_ERROR_NOT_INITIALIZED.
     """
@@ -38,7 +38,7 @@ def _hip_initialised() -> bool:
     if not os.path.exists(_AMD):
         return False
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
+        with contextlib.suppress(OSError):  # the folder's own is closed by now
             if os.readlink(f"/proc/self/fd/{fd}") == _AMD:
                 return True
     return False

@@ -78,7 +78,7 @@ def _try(modules: Sequence[str], path: Sequence[str], progress: int) -> None:
         prctl(PDEATHSIG, signal.SIGKILL)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
-        os.dup2(silent, 2)  # the server tells what goes wrong
+        os.dup2(silent, 2)  # the server reports what goes wrong
         sys.path[:] = path
         for name in modules:
             os.write(progress, f"{name}\n".encode())

@@ -28,10 +28,10 @@ def huge_pages() -> list[int]:
 
 
 def pretend_objects(count: int) -> None:
-    """Let Python believe that it has so many objects in which it found no garbage.
+    """Make Python count `count` more objects in which it found no garbage.
 
-    It looks through all when those that are new are a quarter of these. Frozen ones do not count, so in a rank it would
-    look again and again while `fn` makes its own: 0.16 s of a training of 6 s (a fresh interpreter: 0.03 s).
+    It searches all objects when the new ones are a quarter of the old ones. Frozen ones do not count, so in a rank it
+    would look again and again while `fn` makes its own: 0.16 s of a training of 6 s (a fresh interpreter: 0.03 s).
     To collect after the imports would do too, but leaves holes all over the memory: what a rank puts there copies 5 MB
     of pages.
     """

@@ -32,7 +32,7 @@ class Preloaded:
     def __init__(self) -> None:
         self.loaded: list[str] = []
         self.refused: list[str] = []
-        """Those, with their sub-modules, that cannot be imported, or must not be before a fork."""
+        """Modules, with their sub-modules, that cannot be imported, or must not be before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:
         """Import the modules, found by `path`; whether this process is still fit to be forked after that."""

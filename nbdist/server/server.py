@@ -64,7 +64,7 @@ class Server:
         self._launches: dict[int, Launch] = {}
         self._preloaded = Preloaded()
         self._idle = IDLE
-        self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nobody else removes them
+        self._folders: list[str] = []  # the notebook's, for temporary files: if it is killed, nothing else removes them
         self._scratch, self._scratch_made = scratch, False
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
@@ -306,5 +306,5 @@ class Server:
     def _report(self, number: int, rank: int, pid: int, status: int) -> None:
         launch = self._launches.get(number)
         if launch is not None:
-            with contextlib.suppress(BrokenPipeError):  # the session is gone, and nobody wants to know
+            with contextlib.suppress(BrokenPipeError):  # the session is gone, and needs no answer
                 os.write(launch.report, REPORT.pack(rank, pid, status))

@@ -2,7 +2,7 @@
 
 gloo sends through loopback TCP, with several threads a rank: one number takes a millisecond on two busy cores, half a
 megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and its size into each
-other rank's pipe, and waits for that of each: some hundredths of a millisecond.
+other rank's pipe, and waits for the size from each: some hundredths of a millisecond.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class SharedCollectives:
                 return mmap.mmap(fd, size)
             finally:
                 os.close(fd)
-                self.barrier()  # nobody closes what another has yet to open
+                self.barrier()  # no rank closes what another has yet to open
 
     def abort(self) -> None:
         """End, from any thread, what waits here: it fails, and so does all that follows."""
@@ -296,7 +296,7 @@ def open_shared_collectives() -> SharedCollectives | None:
             parts = torch.frombuffer(mmap.mmap(memory, length), dtype=torch.uint8).view(2, size, _PIECE)
         except OSError:  # another machine, container or user
             made.zero_()
-        dist.all_reduce(made, dist.ReduceOp.MIN)  # and nobody closes what another has yet to open
+        dist.all_reduce(made, dist.ReduceOp.MIN)  # and no rank closes what another has yet to open
         if not made:
             return None
         kept.pop_all()

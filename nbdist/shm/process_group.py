@@ -164,7 +164,7 @@ def shared_group() -> SharedGroup | None:
 
 
 _opened: list[SharedCollectives] = []
-"""Those of the groups that are made: of all ranks, by one order of collectives."""
+"""Collectives of the groups that are made: of all ranks, by one order of collectives."""
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:

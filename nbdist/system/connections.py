@@ -54,7 +54,7 @@ def between(connections: Sequence[Sequence[Connection]]) -> list[list[Address]]:
 def cut_off(peers: Collection[Address]) -> None:
     """Shut this process's connections to the `peers`.
 
-    A collective waits until its peer's connection ends, and torch closes those of gloo only when nothing refers to
+    A collective waits until its peer's connection ends, and torch closes gloo's only when nothing refers to
     the process group any more; a `DistributedDataParallel` does.
     """
     theirs = set(map(tuple, peers))

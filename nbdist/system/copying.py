@@ -14,7 +14,7 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 _ALIGNMENT = 64  # what numpy and torch want of a buffer's address
-_BIG = 1 << 20  # bytes from which on memory is mapped: it goes back to the system as soon as nobody has it
+_BIG = 1 << 20  # bytes from which on memory is mapped: it goes back to the system as soon as it is freed
 _MOST_THREADS = 4  # the memory is no faster for more
 
 

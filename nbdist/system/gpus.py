@@ -25,7 +25,7 @@ class GpuUse(NamedTuple):
     """Bytes."""
     total: int
     load: int | None
-    """Percent of the time in which it worked; None where nobody knows, as for parts of a GPU."""
+    """Percent of the time in which it worked; None where it is unknown, as for parts of a GPU."""
     processes: Mapping[int, int | None]
     """Pid → bytes that the process has there, None where the driver does not say."""
 

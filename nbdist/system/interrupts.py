@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_handler: Any = None  # who is to hear of them
+_handler: Any = None  # the function that is to be called for them
 _count = 0
 
 
@@ -21,7 +21,7 @@ def postponed_interrupts() -> Iterator[None]:
     main thread all the same.
     """
     global _handler, _count
-    if threading.current_thread() is not threading.main_thread():  # which never hears of any
+    if threading.current_thread() is not threading.main_thread():  # which never handles any
         yield
         return
     handler = signal.getsignal(signal.SIGINT)

@@ -28,7 +28,7 @@ def allow_open_files(count: int) -> int:
     wanted = used + count + _SPARE
     if soft < wanted:
         raised = min(hard, max(wanted, _ENOUGH))
-        with contextlib.suppress(ValueError, OSError):  # macOS has a third limit, which it does not tell
+        with contextlib.suppress(ValueError, OSError):  # macOS has a third limit, which it does not report
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             soft = raised
     return soft - used - _SPARE

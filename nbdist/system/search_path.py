@@ -65,7 +65,7 @@ def standard_first(path: Iterable[str]) -> list[str]:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a path is that of a folder of installed packages, or lies in one."""
+    """Return whether a path is a folder of installed packages, or lies in one."""
     return not _PACKAGES.isdisjoint(path.split(os.sep))
 
 

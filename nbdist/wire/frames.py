@@ -50,7 +50,7 @@ class FrameWriter:
 
     def keep(self) -> None:
         """Go on writing to what descriptor 1 is now, whatever a function puts in its place or sets for it."""
-        try:  # opened anew it has flags of its own, such as O_NONBLOCK; without a reader it would wait for one
+        try:  # opened again it has flags of its own, such as O_NONBLOCK; without a reader it would wait for one
             own = os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(own, True)
         except OSError:

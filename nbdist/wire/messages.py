@@ -33,7 +33,7 @@ class World:
     rank: int
     world_size: int
     device: str
-    """`cpu` or `cuda:N`, N counted among the GPUs that it sees; `cuda` is that of the rank's number on its node."""
+    """`cpu` or `cuda:N`, N counted among the GPUs that it sees; `cuda` is the GPU of the rank's number on its node."""
     backend: str
     slot: Slot
     rendezvous: RendezvousAddress
@@ -46,7 +46,7 @@ class World:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `init_process_group`, such as the `timeout` of a collective in seconds."""
     shares_gpu: bool = False
-    """Whether other ranks of this machine use the same GPU."""
+    """True if other ranks of this machine use the same GPU."""
     group: int = 0
     """The number of the process group among those that the ranks enter, one after the other."""
 
@@ -60,7 +60,7 @@ class Setting:
     path: Sequence[str]
     argv: Sequence[str]
     reads_memory: bool = False
-    """Whether the kernel may try to read big answers out of the rank's memory."""
+    """True if the kernel may try to read big answers out of the rank's memory."""
     standard: Sequence[str] = ()
     """Modules of Python's own that the kernel has, and that the rank would find elsewhere on `path` first."""
 
@@ -90,7 +90,8 @@ class Header:
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""
     own_sources: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """What the notebook has executed of each of the user's own modules: the file, and the checksum of the source."""
+    """The source that the notebook has executed of each of the user's modules: the file, and the checksum of the
+    source."""
     gone: Sequence[str] = ()
     """Variables that calls have brought, and that the notebook has no more."""
 
@@ -102,7 +103,7 @@ class ProcessStart:
     library: str
     """Whose process it is: "multiprocessing" or "multiprocess"."""
     preparation: Mapping[str, Any]
-    """What the library's `spawn.prepare` takes: name, key, log level and the like."""
+    """The argument of the library's `spawn.prepare`: name, key, log level and the like."""
     threads: int
     """Threads for the kernels of torch and BLAS."""
     seeds: Sequence[int]
@@ -111,4 +112,4 @@ class ProcessStart:
     """The libraries whose resource trackers it shares with the notebook, in the order of their descriptors, which come
     first. Where it had one of its own, that would unlink at its end what the notebook still uses."""
     worker: bool
-    """Whether it works for a pool: all that it sends is for the notebook then."""
+    """True if it works for a pool: all that it sends is for the notebook then."""

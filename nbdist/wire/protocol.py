@@ -35,9 +35,9 @@ class Call(NamedTuple):
     header: Header
     seeds: Sequence[int] | None
     answers: bool
-    """Whether the kernel wants the value."""
+    """True if the kernel wants the value."""
     keep_frames: bool
-    """Whether the rank keeps the frames of a call that raises, for `Debug`."""
+    """True if the rank keeps the frames of a call that raises, for `Debug`."""
     place: int
     """The number of the rank among those that run the call."""
     restarts: Mapping[str, str]
@@ -80,7 +80,7 @@ class Line(NamedTuple):
     line: str | None
     """None: the end of the input."""
     refusal: str
-    """Why nobody can type; empty where somebody can."""
+    """The reason why input is impossible; empty where it is possible."""
 
 
 class Begin(NamedTuple):
@@ -142,7 +142,7 @@ class Finishing(NamedTuple):
     answered."""
 
     what: str
-    """What the rank does, such as "imports a module"."""
+    """The rank's activity, such as "imports a module"."""
     seconds: float
     """For how long the interrupt has waited."""
 
@@ -151,7 +151,7 @@ class Done(NamedTuple):
     """Sent, with the parcel of the value where that is wanted, when a request has returned."""
 
     grouped: bool
-    """Whether the rank is still in its process group."""
+    """True if the rank is still in its process group."""
     waited: float = 0.0
     """Seconds for which the call waited for other ranks; 0 where that is less than a second."""
 
@@ -160,7 +160,7 @@ class Values(NamedTuple):
     """Sent, with the parcel of the function's values, when a worker of `parallel_map` is done with `Items`."""
 
     seconds: float
-    """What the items took."""
+    """The time that the items took."""
 
 
 class Error(NamedTuple):
@@ -188,10 +188,10 @@ class Prompt(NamedTuple):
 
     prompt: str
     shown: str
-    """What is to be seen before the prompt."""
+    """Text that is shown before the prompt."""
     debugger: bool
     hidden: bool
-    """Whether what is typed is not shown."""
+    """True if typed text is not shown."""
 
 
 class FunctionWanted(NamedTuple):

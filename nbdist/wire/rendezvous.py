@@ -27,7 +27,7 @@ class RendezvousAddress(NamedTuple):
 
     host: str
     port: int
-    """Nobody else is given it: for a group that `fn` makes itself."""
+    """A port that no other group is given: for a group that `fn` makes itself."""
     store_port: int
     """0 where the store is a file."""
 
@@ -95,7 +95,7 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
         try:
             # torch's other server asks for the name of each rank that connects.
             return dist.TCPStore(address.host, address.store_port, world_size, use_libuv=True, **about)
-        except NotImplementedError:  # that of torch 2.5 takes no socket that listens already
+        except NotImplementedError:  # the store of torch 2.5 takes no socket that listens already
             return dist.TCPStore(address.host, address.store_port, world_size, use_libuv=False, **about)
 
 
@@ -105,7 +105,7 @@ def _no_name_server() -> Iterator[None]:
 
     A `TCPStore` asks for the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), for its own
     log only. Where the name server is slow, away, or drops some of many questions at once, each rank would wait for it
-    for seconds. GNU's C library alone can be told otherwise.
+    for seconds. GNU's C library alone can be set otherwise.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None) if _LINUX else None
     if configure is None:

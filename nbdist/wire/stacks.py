@@ -50,7 +50,7 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: Of the question, from 1 to 255; not that of one just before.
+        number: Of the question, from 1 to 255; not the number of the question just before.
         insist: Sends `STACK_SIGNAL`. Called after a while without an answer.
     """
     question = bytes([number])

@@ -41,19 +41,19 @@ class RayOptions:
     gpus: int = 0
     """1: a GPU for each rank. 0: the ranks work on CPUs."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What else Ray has to reserve for each rank, such as `{"memory": 8e9}` or a resource of one's own."""
+    """Further resources that Ray reserves for each rank, such as `{"memory": 8e9}` or a resource of one's own."""
     placement: str = "pack"
     """`pack`: on as few nodes as possible. `spread`: on as many. `strict_pack`: all on one node. `strict_spread`: each
     on another."""
     ranks_per_node: int = 1
-    """So many ranks are placed together, and found room for at once, which a cluster of many equal nodes does sooner.
-    With `strict_spread` they have a node to themselves."""
+    """The number of ranks that are placed together, and found room for at once, which a cluster of many equal nodes
+    does sooner. With `strict_spread` they have a node to themselves."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Only nodes with these labels, as Ray selects them: `{"ray.io/accelerator-type": "H100"}`."""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    """What Ray makes ready on the nodes: `{"working_dir": ".", "pip": ["polars"]}`."""
+    """Ray's runtime environment, made ready on the nodes: `{"working_dir": ".", "pip": ["polars"]}`."""
     same: Sequence[str] = ()
-    """Further packages whose versions have to be those of the notebook, beside torch, nbdist, cloudpickle and Ray."""
+    """Further packages whose versions have to be the notebook's, in addition to torch, nbdist, cloudpickle and Ray."""
     wait: float = 120.0
     """Seconds that the cluster may take to have room."""
     linger: float = 60.0

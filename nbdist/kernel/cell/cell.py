@@ -16,8 +16,8 @@ class Cell:
     """The cell (or terminal) that output goes to.
 
     That is the one that runs, from the thread that runs it. For a call in the `background` it is the cell in which
-    this object was made, from any thread, whichever cell runs then; but where nobody looks, as under nbconvert and
-    papermill, which hear no more of a cell once it is done, it is the one that runs then.
+    this object was made, from any thread, whichever cell runs then; but where no page shows the notebook, as under
+    nbconvert and papermill, which take no messages of a cell once it is done, it is the one that runs then.
     """
 
     def __init__(self, background: bool = False) -> None:

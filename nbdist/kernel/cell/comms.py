@@ -134,7 +134,7 @@ class Comms:
     # ----------------------------------------------------------------------------------------- from the page to ranks
 
     def take(self, message: Mapping[str, Any]) -> bool:
-        """Pass on what the page says while a call runs; False where the notebook has to hear it, too, which does so
+        """Pass on what the page says while a call runs; False where the notebook has to get it, too, which it does
         when its cell is done."""
         comm_id = message["content"].get("comm_id")
         if comm_id in self._models:
@@ -173,7 +173,7 @@ class Comms:
                 self._cell.later().notice(f"rank {rank} has not heard what was done to its widget: {why}")
 
     def state(self, comm_id: str) -> dict[str, Any]:
-        """What a page is told that asks: it may be away when pictures take the place of views, and ask again."""
+        """Return the state for a page that asks: it may be away when pictures replace the views, and ask again."""
         self._kept = True
         return self._widgets.state(comm_id)
 
@@ -191,8 +191,8 @@ class Comms:
             shared.comms.remove(self)
         self._shared = {}
         models, self._new = self._new, []
-        # Where nobody looks, as under nbconvert and papermill, what earlier cells have shown must not change: nbclient
-        # does not find it any more once it has put texts together.
+        # Where no page shows the notebook, as under nbconvert and papermill, what earlier cells show must not change:
+        # nbclient does not find it any more once it has put texts together.
         if self._cell is None or not self._cell.watched or not self._widgets.take_input(models):
             self._freeze([display_id for display_id in self._views if display_id not in self._before], models)
         self._before = set(self._views)

@@ -89,7 +89,7 @@ class Relay:
     def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
         """From now on, output goes to `cell`.
 
-        `show` says whose: "rank0" (that of the rank `first`, which stands for all), "all" (each line with its rank
+        `show` says whose: "rank0" (the rank `first`, which stands for all), "all" (each line with its rank
         before it), "lines" (the same without the rank), "tabs" (each rank in a column of its own; in a terminal like
         "all") or "none". `lines` are shown at most, and then the last ones; None: all.
         """

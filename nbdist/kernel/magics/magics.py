@@ -59,7 +59,7 @@ class DdpMagics(Magics):
         self._history: list[str] = []
         self._auto = False
         self.undo: list[Callable[[], None]] = []
-        """What takes back what `load` has done to the shell."""
+        """Functions that undo what `load` has done to the shell."""
         self._line, self._commands = line_parser(self)
         self._cell = cell_parser()
 

@@ -132,8 +132,8 @@ def _make(library: str) -> Any:
             self._deaths: int = starter.deaths
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            """As the library's, but a wait of some seconds ends when a process has died: loaders look at their workers
-            then. What was lost with its sender raises when that is known to have died."""
+            """Get as the library does, but end a wait of some seconds when a process has died: loaders look at their
+            workers then. What was lost with its sender raises when that is known to have died."""
             deadline = time.monotonic() + timeout if block and timeout is not None else math.inf
             while True:
                 try:

@@ -40,8 +40,8 @@ from ..session import draw_seeds
 
 R = TypeVar("R")
 
-#: Seconds that a worker should be busy with what it is sent at once: sending is little beside it, and no worker has
-#: much left to do when the others are done.
+#: Seconds that a worker should be busy with what it is sent at once: sending is little compared to it, and no worker
+#: has much left to do when the others are done.
 _BUSY = 0.05
 #: Chunks that a worker has at a time: one that it works on, and the next.
 _AHEAD = 2
@@ -173,7 +173,7 @@ class _Map:
         self._call, self._items, self._chunk, self._cache, self._advance = call, items, chunk, cache, advance
         self._known = {id(obj): number for number, obj in enumerate(call.originals)}
         self._values: list[Any] = [None] * len(items)
-        self._next = 0  # the first item that nobody has
+        self._next = 0  # the first item that no worker has
         self._seconds = 0.0  # that an item takes, as far as is known
         self._error: BaseException | None = None
         self._ranks, self._relay = ranks, Relay(ranks)
@@ -218,7 +218,7 @@ class _Map:
                 self._give(worker)
 
     def _send(self, worker: int, message: protocol.ToRank, **parts: Any) -> None:
-        with contextlib.suppress(ConnectionError):  # it is dead: that is heard otherwise
+        with contextlib.suppress(ConnectionError):  # it is dead: that is noticed otherwise
             self._ranks.send(worker, message, **parts)
 
     def _give(self, worker: int) -> None:

@@ -35,17 +35,17 @@ class Role:
     """The purpose of a process: by itself, or for a pool."""
 
     cell: Cell
-    """Where its output goes."""
+    """The cell that its output goes to."""
     processes: int = 1
-    """How many there are of its kind, who share the cores."""
+    """The number of processes of its kind, which share the cores."""
     worker: bool = False
-    """Whether it works for a pool."""
+    """True if it works for a pool."""
     owner: Callable[[], Any] | None = None
     """Gives that pool, as long as it is there."""
     functions: Mapping[int, Call] = field(default_factory=dict)
-    """What it may ask for, by number."""
+    """Functions that it may ask for, by number."""
     busy: Callable[[], bool] = lambda: True
-    """Whether an interrupt of the notebook concerns it."""
+    """Returns True if an interrupt of the notebook concerns it."""
     on_exit: Callable[[Running], None] = lambda running: None
     """Called when it has ended."""
 

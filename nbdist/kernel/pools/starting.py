@@ -34,7 +34,7 @@ class Starter:
     def __init__(self, library: str) -> None:
         self.library = library
         self.roles: weakref.WeakKeyDictionary[Any, Role] = weakref.WeakKeyDictionary()
-        """Of `Process` objects that are to work for a pool."""
+        """Roles of `Process` objects that are to work for a pool."""
         self.deaths = 0
         """Processes that have not ended by themselves, so far."""
         self._cache = SentCache()
@@ -87,8 +87,8 @@ class Starter:
         return running
 
     def _preparation(self, name: str) -> dict[str, Any]:
-        """What the library's `spawn.prepare` is told. Not of `__main__`: functions come by value, and nobody needs the
-        notebook's file. Nor of a start method: what a process starts itself is forked."""
+        """Return what the library's `spawn.prepare` is given. Not `__main__`: functions come by value without the
+        notebook's file. Nor a start method: what a process starts itself is forked."""
         process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
         preparation = {
             "name": name,
@@ -113,7 +113,7 @@ class Starter:
         running.role.on_exit(running)
         with self._capturing:
             self._left -= 1
-            if not self._left:  # nobody shares data with what was sent
+            if not self._left:  # no process shares data with what was sent
                 self._cache.close()
 
 

@@ -175,7 +175,7 @@ def _waits(traces: Mapping[int, Trace]) -> dict[int, list[tuple[int, Span]]]:
     waits: dict[int, list[tuple[int, Span]]] = {rank: [] for rank in traces}
     for spans in by_name.values():
         if len(spans) < len(traces) or len({len(own) for own in spans.values()}) > 1:
-            continue  # of some of the ranks only: nobody can say which belong together
+            continue  # of some of the ranks only: it is unknown which belong together
         for arrivals in zip(
             *([(own[k].start, rank) for k in range(len(own))] for rank, own in spans.items()), strict=True
         ):

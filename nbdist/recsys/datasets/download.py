@@ -21,7 +21,7 @@ from typing import BinaryIO
 TIMEOUT = 20.0
 """Seconds that one network operation may take."""
 ATTEMPTS = 5
-"""How often a call goes on with a download that breaks off, and seconds between:"""
+"""Number of times that a call goes on with a download that breaks off, and seconds between:"""
 PAUSE = 2.0
 
 
@@ -109,7 +109,7 @@ def _receive(url: str, file: BinaryIO) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         if have and error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return  # there is no more of it; the checksum tells whether it is the file
+            return  # there is no more of it; the checksum shows whether it is the file
         raise
     except (OSError, http.client.HTTPException) as error:  # no name server, no route, refused, timed out, no answer
         reason = getattr(error, "reason", error)

@@ -28,7 +28,7 @@ GENRES = (
     "War",
     "Western",
 )
-"""Of MovieLens 100k, in the order of its ``u.item``."""
+"""Genres of MovieLens 100k, in the order of its ``u.item``."""
 
 
 class Ratings(NamedTuple):

@@ -15,7 +15,7 @@ class DirectTable:
     low: int
     """The least key."""
     columns: pl.DataFrame
-    """Row i is that of the key ``low + i``; nulls where there is no such key."""
+    """Row i belongs to the key ``low + i``; nulls where there is no such key."""
 
     @classmethod
     def of(cls, keys: pl.Series, columns: pl.DataFrame) -> DirectTable | None:

@@ -106,7 +106,7 @@ def _gives_physical(node: Any, schema: pl.Schema) -> bool:
     try:
         operand = pl.Expr.deserialize(io.StringIO(json.dumps(node["input"][0])), format="json")
         (dtype,) = pl.LazyFrame(schema=schema).select(operand).collect_schema().dtypes()
-    except pl.exceptions.PolarsError:  # an element of a list, say, of which nothing is known here
+    except pl.exceptions.PolarsError:  # an element of a list, say, is unknown here
         return True
     return _has_categories(dtype)
 

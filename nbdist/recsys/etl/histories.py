@@ -240,7 +240,7 @@ class _Histories:
         times = known_time(rows, time)
         order = rows.select(number.sort_by(*by, times, nulls_last=False, maintain_order=True)).to_series()
         self._values = rows[column][order]
-        place = rows.select(by)[order].select(number.over(by)).to_series().to_numpy()  # among those of the user
+        place = rows.select(by)[order].select(number.over(by)).to_series().to_numpy()  # among the user's rows
         self._ends = np.empty(len(rows), np.int64)  # where each row is in that order
         self._ends[order.to_numpy()] = np.arange(len(rows))
         self._lengths = np.minimum(place, length)[self._ends]

@@ -28,7 +28,7 @@ _Slice: TypeAlias = Callable[[int, int], pl.LazyFrame]
 _COPIES = 8  # of a part's rows that may be in memory at the same time, before and after the steps, in Arrow, sorted
 _CHUNK = 1 << 26  # bytes that go to other machines at a time
 Source: TypeAlias = Paths | Tabular
-"""What rows come from: names of files, or what `frame_of` takes."""
+"""The source of rows: names of files, or what `frame_of` takes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reading:
     engine: Any
     """Polars' engine for what is on disk."""
     progress: bool
-    """Whether rank 0 shows bars."""
+    """True if rank 0 shows bars."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import polars as pl
 from .. import ranks
 
 VALUE = "value"
-"""What the column is called whose values are added up."""
+"""Name of the column whose values are added up."""
 ROWS, COUNT, SUM, SQUARES, LEAST, MOST = "rows", "count", "sum", "squares", "least", "most"
-"""What a table has beside its keys: rows; those with a value; their sum, the sum of the squared distances from their
-mean (null where nobody needs it), the least and the greatest. The names of columns are kept away from them by `key`."""
+"""Columns of a table, without its keys: rows; those with a value; their sum, the sum of the squared distances from
+their mean (null where it is not needed), the least and the greatest. The names of columns are kept away from them by
+`key`."""
 _EXPONENT, _HIGH, _LOW, _NUMBER = "exponent", "high", "low", "number"
 _WINDOW = 8  # exponents that are added up together
 _LOW_BITS = 30  # so that neither half of a value overflows in 2**33 rows
@@ -36,7 +37,7 @@ class Aggregate:
     column: str | None
     """None: only rows are counted."""
     squares: bool = False
-    """Whether the squared distances from the mean are needed; they take another pass over the rows."""
+    """True if the squared distances from the mean are needed; they take another pass over the rows."""
 
 
 def key(name: str) -> str:

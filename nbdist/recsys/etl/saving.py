@@ -5,7 +5,7 @@
     format, version   "nbdist.recsys.etl", 2
     polars            the version that has written the expressions
     rows              how many rows the workflow was fitted to
-    codes             {"null": 0, "unseen": 1}: of null, and the first of those of values that are not known
+    codes             {"null": 0, "unseen": 1}: the code of null, and the first code of values that are not known
     inputs, outputs   {column: type}: what `fit` saw, and what the steps make of it; in order
     steps             in the order in which they are applied, each with its "kind" and its arguments, by their names;
                       what else there is, the `describe` of its class in `ops/` says
@@ -32,7 +32,7 @@ FILES = ("workflow.json", "table-*.parquet", "vocabulary-*.parquet", "learnt-*.p
 def describe(
     steps: Sequence[Step], state: State, inputs: Mapping[str, str], outputs: Mapping[str, str], rows: int
 ) -> dict[str, Any]:
-    """What ``workflow.json`` holds, as plain data."""
+    """Return the content of ``workflow.json``, as plain data."""
     return {
         "format": _FORMAT,
         "version": _VERSION,

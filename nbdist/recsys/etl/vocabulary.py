@@ -43,7 +43,7 @@ class Vocabulary:
     counts: pl.Series
     """Number of times that each was seen; int64."""
     lists: bool
-    """Whether the column is one of lists."""
+    """True if the column holds lists."""
     nulls: int
     """Number of times that code 0 was seen."""
     bucket_counts: pl.Series

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-_AT_FDCWD = -100  # Linux: a path is that of the current folder
+_AT_FDCWD = -100  # Linux: a path is relative to the current folder
 _EXCHANGE = 2  # RENAME_EXCHANGE of Linux, and RENAME_SWAP of macOS
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 

@@ -10,9 +10,9 @@ import polars as pl
 import pyarrow as pa
 
 Tabular: TypeAlias = pl.DataFrame | pl.LazyFrame | Mapping[str, Any] | Any
-"""What `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
+"""The types that `frame_of` takes; `Any` is for frames of pandas, whose types need not be known here."""
 KINDS = "a frame of polars or pandas, an Arrow table, or a dict of columns"
-"""What `frame_of` takes, for messages."""
+"""The types that `frame_of` takes, for messages."""
 
 
 def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:

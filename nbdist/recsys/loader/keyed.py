@@ -27,7 +27,7 @@ class Keyed(NamedTuple):
     starts: list[int]
     """The first position of each batch among the values, and the end of the last one."""
     rows: list[int]
-    """Likewise, of their rows."""
+    """The same, of their rows."""
     limits: list[dict[str, tuple[int, int]]]
     """The smallest and the largest id of each key that has any, for each batch."""
 

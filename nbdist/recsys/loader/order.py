@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..io.permutation import Permutation
 
-_FEW = 1 << 17  # rows of which torch draws an order in a few ms, on the CPU, every one as likely as any other
+_FEW = 1 << 17  # rows for which torch draws an order in a few ms, on the CPU, every one as likely as any other
 _CHUNK = 1 << 22  # rows that are drawn at a time on a GPU: what is computed on the way takes 32 MB a piece
 _LOW = (1 << 32) - 1
 

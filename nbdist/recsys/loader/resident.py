@@ -11,7 +11,7 @@ from torch import Tensor
 from .batches import Window
 from .columns import Columns, version_of
 
-_PART = 4  # of the GPU's free memory that a table may take, at most: one in so many
+_PART = 4  # of the GPU's free memory that a table may take, at most: one part in this number
 
 
 class _Copy(NamedTuple):

@@ -42,7 +42,7 @@ class Ties(NamedTuple):
         size, positives = number.bincount(), number.bincount(weights=labels.double()).long()
         owner = owner[first]
         ahead = size.cumsum(0) - size  # rows of all users ahead of the tie
-        start = ahead - ahead[torch.searchsorted(owner, owner)]  # that of the user's first tie
+        start = ahead - ahead[torch.searchsorted(owner, owner)]  # the start of the user's first tie
         return cls(owner, start, size, positives, totals)
 
     def within(self, k: int) -> Tensor:

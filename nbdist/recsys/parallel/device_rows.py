@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .fused_rows import FusedAdagrad
 
 FUSED = True
-"""Whether Triton's kernel is used where there is one."""
+"""True if Triton's kernel is used where there is one."""
 
 
 class RowSteps:

@@ -14,7 +14,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from ...devices import collective_device
 
 Growth = Mapping[str, torch.Tensor]
-"""Weight of the model, by its name or that of its table → the part that each of its rows in the checkpoint has in the
+"""Weight of the model, by its name or its table's name → the part that each of its rows in the checkpoint has in the
 rows that are new."""
 
 
@@ -22,7 +22,7 @@ _FROM_ZERO = {
     *("sum", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"),  # Adagrad and its row-wise kin; Adam and its kin
     *("momentum_buffer", "square_avg", "grad_avg", "acc_delta"),  # SGD, RMSprop, Adadelta
 }
-"""What optimizers keep of each number of a weight, and begin with 0."""
+"""State that optimizers keep for each number of a weight, and begin with 0."""
 
 
 def resolve(

@@ -12,14 +12,14 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimi
 """Parameters → their optimizer, such as `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`."""
 
 LR, EPS = 0.01, 1e-8
-"""Of an optimizer by name, where nothing else is said."""
+"""Defaults of an optimizer that is chosen by name."""
 
 BY_NAME: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, lr, eps: torch.optim.SGD(parameters, lr=lr),
     "adagrad": lambda parameters, lr, eps: torch.optim.Adagrad(parameters, lr=lr, eps=eps),
     "adam": lambda parameters, lr, eps: torch.optim.Adam(parameters, lr=lr, eps=eps),
 }
-"""Those that torch has for parameters of any kind."""
+"""Optimizers that torch has for parameters of any kind."""
 
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adagrad: "adagrad", torch.optim.Adam: "adam"}
 

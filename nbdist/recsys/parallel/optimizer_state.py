@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 _RATES = ("lr", "initial_lr")
-"""Of a group's options those that are not saved: what sets them goes on by itself."""
+"""Options of a group that are not saved: what sets them goes on by itself."""
 
 _PREFIX = "dense."
 

@@ -199,7 +199,7 @@ def replicate(
     elif sparse:
         tables = CopiedTables(sparse, process_group)
     parallel = model
-    alone = dist.get_world_size(process_group) == 1  # with nobody to exchange gradients with
+    alone = dist.get_world_size(process_group) == 1  # without another rank to exchange gradients with
     if not alone and (tables is None or any(parameter not in tables for parameter in trained)):
         if tables is not None:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sparse))

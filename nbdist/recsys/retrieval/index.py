@@ -47,8 +47,8 @@ class ItemIndex:
     """
 
     ids: pl.Series
-    """As requests and tables have them, not the codes; each once, none null. A column of pandas or Arrow, an array, or
-    a list becomes a series."""
+    """Ids as requests and tables have them, not the codes; each once, none null. A column of pandas or Arrow, an array,
+    or a list becomes a series."""
     vectors: Tensor
     """float32, shape (items, width), on the CPU. Numbers of other types and NumPy's arrays become that."""
 
@@ -102,7 +102,7 @@ class ItemIndex:
         table = to_table(items)
         if rows_of(next(iter(table.values()))):
             batches: Any = MemoryLoader(table, batch_size, device=device, rank=0, world_size=1)
-        else:  # which tells how wide vectors are
+        else:  # which shows how wide vectors are
             batches = [{name: _on(device, column) for name, column in table.items()}]
         with evaluating(tower):
             return cls(ids, torch.cat([tower(batch).float().cpu() for batch in batches]))

@@ -15,8 +15,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from .strategies import Table
 
 _BLOCK, _GPU_BLOCK = 2**17, 2**22
-"""Elements of a table that are initialised at a time: what the initialisation takes beside the shards. A GPU, which
-fills 16 MB as soon as it begins, takes as long for less."""
+"""Elements of a table that are initialised at a time: memory of the initialisation in addition to the shards. A GPU,
+which fills 16 MB as soon as it begins, takes as long for less."""
 
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 

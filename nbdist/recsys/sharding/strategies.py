@@ -70,7 +70,7 @@ SMALL = 4 << 20
 """Bytes of a table up to which a copy on every rank costs little."""
 
 DEFERRED = (*EVERYWHERE, "adam")
-"""Those that can wait for the optimizer's step."""
+"""Optimizers that can wait for the optimizer's step."""
 
 
 def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) -> None:

@@ -12,7 +12,8 @@ from ...notebook.shell import shell
 from .history import History, cells, failures, head, text_row
 
 _PART = 0.05
-"""Of the time, what drawing may take: a plot takes as long as many steps, and the other ranks wait for rank 0."""
+"""The part of the time that drawing may take: a plot takes as long as many steps, and the other ranks wait for rank
+0."""
 
 
 class RunDisplay:

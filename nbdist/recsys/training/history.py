@@ -136,7 +136,7 @@ class History:
             axes.tick_params(labelsize=8)
             if len(lines) > 1:
                 axes.legend(fontsize=7)
-                if title == "learning rate":  # those of tables are often a hundred times the others
+                if title == "learning rate":  # tables have often a hundred times the others' rate
                     axes.set_yscale("log")
             if title == "rows/s":
                 axes.set_ylim(bottom=0)

@@ -280,7 +280,7 @@ def _endless(run: Run) -> Generator[list[tuple[int, Any]], None, None]:
     """The batches of each step from where the loader is, epoch after epoch, each with its number in the epoch."""
     loader = run.train
     state = loader.state_dict()
-    loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin anew
+    loader.load_state_dict(state)  # an epoch that was broken off goes on, and does not begin again
     first = state["step"]
     while True:
         run.note_sizes()

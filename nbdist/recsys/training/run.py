@@ -48,8 +48,8 @@ class Run:
         self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
         self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)
-        """A step after which so many epochs were over; and the part of an epoch that a step before it is, which differs
-        in one that was begun on other ranks."""
+        """A step, and the number of epochs that were over after it; and the part of an epoch that a step before it is,
+        which differs in one that was begun on other ranks."""
         self._scaler = _scaler(precision, model.optimizer)
         self.step = 0
         self._saved = -1

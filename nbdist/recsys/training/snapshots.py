@@ -60,7 +60,7 @@ class Snapshots:
     keep_best: str | None = None
     """Metric: the snapshot after whose steps it was best is kept too, whatever `keep` says, and `best` names it."""
     resume: bool = False
-    """Whether to go on from the newest snapshot in the folder, if there is one. False: there must be none."""
+    """True: go on from the newest snapshot in the folder, if there is one. False: there must be none."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):

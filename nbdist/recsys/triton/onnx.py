@@ -23,10 +23,10 @@ from ..loader.columns import Columns, Ragged, rows_of
 from .request import Feature
 
 Call: TypeAlias = Callable[[nn.Module, Columns], Tensor]
-"""How a batch is put to a model: what it returns is what is served."""
+"""A function that calls the model with a batch: its value is what is served."""
 
 _OPSET = 18
-"""Of ONNX; ONNX Runtime has it since 1.14, of February 2023."""
+"""The version of ONNX's operators; ONNX Runtime has it since 1.14, of February 2023."""
 
 
 class _PaddedBag(nn.Module):

@@ -70,7 +70,7 @@ class Link:
 
 
 def versions(same: Sequence[str]) -> dict[str, str]:
-    """Return the versions that the nodes must have: those of this machine. Raises `Refused`."""
+    """Return the versions that the nodes must have: the same as on this machine. Raises `Refused`."""
     here = {"Python": platform.python_version(), "nbdist": __version__}
     try:
         return here | {name: importlib.metadata.version(name) for name in (*PACKAGES, *same)}
@@ -219,7 +219,7 @@ class Cluster:
         self._group: Any = None
         self._counts: list[int] = []
         self.takes_folder = "working_dir" not in options.runtime_env
-        """Whether ranks work in the notebook's folder, where there is such a one."""
+        """True if ranks work in the notebook's folder, where it exists."""
         connect(options, say)
         self._reserve(world_size, world_size if least is None else least, say)
         self.links: list[Link] = []

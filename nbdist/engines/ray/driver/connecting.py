@@ -11,7 +11,8 @@ from collections.abc import Callable
 from ..options import RayOptions
 
 #: What a `ray://` address answers while its machine is too busy to start the client's server in its 30 seconds, or the
-#: client to hear of it (`proxier.py` and `worker.py` of ray/util/client); the last two where that server just ended.
+#: client to be informed of it (`proxier.py` and `worker.py` of ray/util/client); the last two where that server just
+#: ended.
 _TOO_BUSY = (
     "Starting Ray client server failed",
     "Proxy failed to Connect to backend",

@@ -143,7 +143,7 @@ class Forwarding:
         """Send a segment to nodes: to some of them, which pass it on."""
         feeding = [self._feed(key, shared, branch) for branch in branches([link for link in links if not link.lost])]
         missed = set().union(*await asyncio.gather(*feeding)) if feeding else set()
-        if missed:  # behind a node that was lost, which is told otherwise
+        if missed:  # behind a node that was lost, which is reported otherwise
             await self._spread(key, shared, [link for link in links if link.number in missed])
         shared.sent()
 
@@ -196,7 +196,7 @@ class Forwarding:
     async def _receive(self, link: Link) -> None:
         number = 0
         while True:
-            while self._unread > UNREAD:  # ranks wait that print what nobody reads
+            while self._unread > UNREAD:  # ranks whose output is not read wait
                 self._more.clear()
                 await self._more.wait()
             number, size, items = await link.call("poll", number)
@@ -253,7 +253,7 @@ class Forwarding:
                 draining = await asyncio.wait_for(asked.call("draining"), PATIENCE)
             except asyncio.CancelledError:
                 raise
-            except Exception:  # who is lost is told otherwise; another one is asked then
+            except Exception:  # a lost one is reported otherwise; another one is asked then
                 continue
             new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
             told.update(link.node_id for link in new)

@@ -104,7 +104,7 @@ def main(fd: str, kernel: str) -> None:
     (_, options, world_size, tasks, least), _, _ = control.receive()
 
     def say(text: str) -> None:
-        if any(readable(end) for end in (control, int(kernel)) if end != -1):  # nobody waits for this any more
+        if any(readable(end) for end in (control, int(kernel)) if end != -1):  # no process waits for this any more
             os._exit(1)
         control.send(("notice", text))
 

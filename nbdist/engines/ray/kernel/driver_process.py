@@ -82,13 +82,13 @@ class DriverProcess:
             """Ranks on each node."""
             self.world_size = sum(self.counts)
             self.whole = self.world_size == world_size
-            """Whether there is room for as many as were wanted."""
+            """True if there is room for as many as were wanted."""
         except BaseException:
             self.stop(at_once=True)
             raise
 
     def _next(self) -> tuple[Any, ...]:
-        while True:  # a second at a time: Python hears of an interrupt that comes right before a wait at its end
+        while True:  # a second at a time: Python handles an interrupt right before a wait at its end
             with contextlib.suppress(queue.Empty):
                 return self._news.get(timeout=1.0)
 
@@ -215,7 +215,7 @@ class DriverProcess:
         self._log.close()
 
 
-_lock = threading.RLock()  # ranks that nobody refers to any more are given up at any time, in any thread
+_lock = threading.RLock()  # ranks without a reference are given up at any time, in any thread
 _idle: dict[tuple[int, str, int, bool], list[DriverProcess]] = {}  # by process, options, number of ranks, tasks
 #: By address: the variables that open a Ray which was started from here.
 opened_by: dict[str, Mapping[str, str]] = {}
@@ -288,7 +288,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # another thread may have held it
     for process, _, _ in private_rays.values():
         if process.stdin is not None and not process.stdin.closed:
-            blind(process.stdin.fileno())  # the end of which ends it
+            blind(process.stdin.fileno())  # its end ends the process
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -39,7 +39,7 @@ class News:
         self.alive = set(range(driver.world_size))
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
         self._written: dict[tuple[int, int], collections.deque[bytes]] = {}
-        self._read = 0  # bytes, of which the driver does not know yet
+        self._read = 0  # bytes that the driver does not know of yet
         self._lock = threading.RLock()
         self.fd, self._wake = os.pipe()
         os.set_blocking(self.fd, False)

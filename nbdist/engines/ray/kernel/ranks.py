@@ -68,7 +68,7 @@ class RayEngine:
         try:
             acquire(self._options, count, notice, taken, **about)
             return RayRanks(taken[0], modules, self._env)
-        except BaseException:  # an interrupt, too: nobody else would give the room back
+        except BaseException:  # an interrupt, too: nothing else would give the room back
             for driver in taken:
                 driver.stop(at_once=True)
             raise
@@ -97,7 +97,7 @@ class RayRanks:
     def __init__(self, driver: DriverProcess, modules: Sequence[str], env: Mapping[str, str]) -> None:
         self.driver = driver
         self._several = len(driver.counts) > 1
-        self._rendezvous = 0  # how many there were: the agent tells a question that is repeated from the next one
+        self._rendezvous = 0  # how many there were: the agent distinguishes a repeated question from the next
         self._gathered: list[_Sent] | None = None
         self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
         self._open = True
@@ -156,7 +156,7 @@ class RayRanks:
         for rank, kind, what, _ in gathered:
             found[kind].setdefault(self.slots[rank].node, []).append((rank, what))
         messages = found.pop("messages")
-        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+        with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
             if messages:
                 pickled = [(node, pickle.dumps(own, protocol=5)) for node, own in messages.items()]
                 self.driver.send("deliver", 0, pickled, parcel=gathered[0].parcel)
@@ -221,7 +221,7 @@ class RayRanks:
     def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         if rank not in self._news.alive:
             return False
-        with contextlib.suppress(OSError):  # the driver is gone, which is heard otherwise
+        with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
             self.driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
         return True
 

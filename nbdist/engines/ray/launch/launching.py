@@ -134,7 +134,7 @@ class Machines:
     def _tell(self, number: int, what: Any) -> None:
         stdin = self._processes[number].stdin
         assert stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it is gone, of which there is news
+        with contextlib.suppress(OSError, ValueError):  # it is gone, and its end is reported
             stdin.write(json.dumps(what) + "\n")
             stdin.flush()
 
@@ -269,5 +269,5 @@ def by_slurm(nodes: int, options: Sequence[str], gpus: int, **about: Any) -> Mac
         )
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--unbuffered"]
     srun += [f"--gpus-per-node={gpus}"] * bool(gpus)
-    srun += ["--overlap"] * ("SLURM_JOB_ID" in os.environ)  # within an allocation, beside the notebook's own step
+    srun += ["--overlap"] * ("SLURM_JOB_ID" in os.environ)  # within an allocation, while the notebook's own step runs
     return Machines([("slurm", [*srun, *options])], nodes, gpus=gpus, **about)

@@ -1,8 +1,8 @@
 """On a machine that `nbdist.cluster` was given: a node of Ray, as long as standard input is open.
 
 The notebook's side (`launching.py`) sends this file's text by ssh or srun, before anything of nbdist is known to be
-there: it imports the standard library alone until that is sure. What it says are lines of JSON after `MARK`; others are
-those of the machine's shell.
+there: it imports the standard library alone until that is sure. It writes lines of JSON after `MARK`; other lines are
+written by the machine's shell.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def main(config: dict[str, Any]) -> None:
         text=True,
         start_new_session=True,
     )
-    # Ray itself drains the node, of which its ranks are notified, and ends it half a minute later.
+    # Ray itself drains the node, notifies its ranks, and ends it half a minute later.
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
     about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
     session = os.path.join(config["folder"], "session_latest")
     threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
     try:
-        while lines.get():  # a head is told of itself, too
+        while lines.get():  # a head gets its own line, too
             pass
     finally:
         _end(ray, config["folder"])

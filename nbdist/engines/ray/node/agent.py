@@ -135,7 +135,7 @@ class Agent:
     def poll(self, number: int) -> tuple[int, int, list[Event]]:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
-        Events are pickles for the kernel (told), parts of big data, and answers that refer to these. `number` is the
+        Events are pickles for the kernel (`_told`), parts of big data, and answers that refer to these. `number` is the
         number of the last answer that has arrived: an answer that was lost on the way is given again.
         """
         with self._polling:
@@ -227,7 +227,7 @@ class Agent:
     def _send(self, rank: int, message: protocol.ToRank, parcel: Parcel | None) -> None:
         joins = isinstance(message, protocol.Join)
         fds = self._rendezvous.fds(rank) if joins and self._rendezvous is not None else []
-        with contextlib.suppress(OSError):  # it is dead, which is told otherwise
+        with contextlib.suppress(OSError):  # it is dead, which is reported otherwise
             self._ranks.channels[rank - self._first].send(message, parcel, fds)
         if joins:
             self._joining.discard(rank)

@@ -103,7 +103,7 @@ def work(
                 _forget()
             if events:
                 yield events
-    except KeyboardInterrupt:  # Ray's, who has been told to cancel the task
+    except KeyboardInterrupt:  # Ray's: it was asked to cancel the task
         worker.interrupt()
         deadline = time.monotonic() + _GRACE
         while not over and time.monotonic() < deadline:

@@ -16,7 +16,7 @@ class Branch(NamedTuple):
 
     host: Any
     numbers: list[int]
-    """Of this node and of all below it."""
+    """Numbers of this node and of all below it."""
     below: list[Branch]
 
 

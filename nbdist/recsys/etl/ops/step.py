@@ -111,17 +111,17 @@ class Step:
     kinds: ClassVar[dict[str, type[Step]]] = {}
     """Each class by its `kind`."""
     positional: ClassVar[str] = "columns"
-    """The attribute with its positional arguments, of which a saved workflow makes it again;"""
+    """The attribute with its positional arguments, from which a saved workflow makes it again;"""
     options: ClassVar[tuple[str, ...]] = ()
     """and those with its keyword arguments, which are called alike."""
     adds: Sequence[str] = ()
     """The columns that it adds or replaces."""
     learns: Collection[str] = ()
-    """The names of what it learns, each of which one step of a kind can learn."""
+    """The names of what it learns; one step of a kind can learn each."""
     selects: bool = False
     """True for a step that only selects rows: it does nothing to a frame or a request, whose rows are all answered."""
     recognizes: Collection[str] = ()
-    """The columns by which, beside those it reads, it knows the rows again that it was fitted to."""
+    """The columns by which, with the columns it reads, it recognizes the rows that it was fitted to."""
     numbers_rows: bool = False
     """True where the step's result for the rows of `fit` depends on their numbers, the column `ROW`."""
     not_served: str = "made by a step that only polars can do"

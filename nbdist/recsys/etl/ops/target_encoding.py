@@ -156,7 +156,7 @@ class TargetEncoding(StatisticsStep):
         return kernels
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: {new column: those that it is of}; `target`, `folds`, `smoothing`, `seed`; `learnt`;
+        """`columns`: {new column: the columns that it encodes}; `target`, `folds`, `smoothing`, `seed`; `learnt`;
         `learnt_by_fold`: {name: file} with the rows of the latest `fit` alone, fold by fold; and `fingerprints`: {name:
         text} of these rows, in their order, as `fingerprint.py` has it."""
         prints = {name: state.fingerprints[name] for name in self.groups if name in state.fingerprints}

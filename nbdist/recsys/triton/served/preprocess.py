@@ -30,7 +30,8 @@ NULL_FLOAT_BITS = {4: 0x7FC01A00, 8: 0x7FF8034000000000}
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""What a step of ``steps.json`` can be, by its kind: a function of the columns that it takes, or a class of such."""
+"""The steps that ``steps.json`` can have, by their kind: a function of the columns that it takes, or a class of
+such."""
 
 
 def kernel(made: Any) -> Any:

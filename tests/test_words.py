@@ -1,0 +1,108 @@
+"""First words of docstrings and a list of words to avoid, checked in the text of nbdist/ and docs/.
+
+They cover the docstrings of modules, classes, functions and attributes and the comments of nbdist/, and the pages of
+docs/. Code is left out: what is in backticks, code blocks, examples of docstrings. Messages have tests of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+#: Not yet rewritten.
+LATER = ("nbdist/kernel/calls/",)
+#: A docstring begins with a verb or a noun instead.
+FIRST = "what whether how let that those this these such it which where who whom nobody as one of".split()
+AVOIDED = re.compile(
+    r"\b(hear[sd]?|hearing|heed(s|ed)?|tells?|telling|told|foretells?|foretold|learnt|nobody|whom|bury|buries|buried|"
+    r"beside|mend(s|ed|ing)?|lets?\s+go|so\s+many|of\s+which|(those|that)\s+of|thereby|[wt]?hither|anew|likewise)\b",
+    re.IGNORECASE,
+)
+#: Code in Markdown and docstrings: blocks, spans, and examples with what they show.
+CODE = re.compile(r"^(?P<fence> *```+).*?^(?P=fence)|``?[^`]+``?|^ *>>> .*?(?=^ *$|\Z)", re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def docstrings(source: str) -> list[tuple[int, str]]:
+    """Return the docstrings with their lines."""
+    statements = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    constants = (one.value for one in statements if isinstance(one.value, ast.Constant))
+    return [(one.lineno, one.value) for one in constants if isinstance(one.value, str)]
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield each comment with its line; comments of consecutive lines as one text."""
+    first, last, lines = 0, -1, []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if lines and token.start[0] != last + 1:
+                yield first, "\n".join(lines)
+                lines = []
+            first = first if lines else token.start[0]
+            last = token.start[0]
+            lines.append(token.string.lstrip("#: "))
+    if lines:
+        yield first, "\n".join(lines)
+
+
+def avoided(text: str) -> list[str]:
+    return [found[0] for found in AVOIDED.finditer(CODE.sub(lambda code: "`" + "\n" * code[0].count("\n"), text))]
+
+
+def first_word(text: str) -> str:
+    found = re.match(r"\s*([A-Za-z]+)", text)
+    return found[1].lower() if found else ""
+
+
+def without_glossary(page: str) -> str:
+    """Remove the last column of the glossary: it lists the words that are not used."""
+    return re.sub(r"(?<=\n)(\| .* \| .* \|) .* \|(?=\n)", r"\1", page)
+
+
+def files(folder: str, pattern: str) -> list[str]:
+    names = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob(pattern))
+    return sorted(name for name in names if not name.startswith(LATER))
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = [
+        f"{name}:{line}: {text.splitlines()[0]}"
+        for name in files("nbdist", "*.py")
+        for line, text in docstrings((ROOT / name).read_text())
+        if first_word(text) in FIRST
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_docstrings_and_comments_avoid_words() -> None:
+    found = []
+    for name in files("nbdist", "*.py"):
+        source = (ROOT / name).read_text()
+        for line, text in [*docstrings(source), *comments(source)]:
+            found += [f"{name}:{line}: {word!r}" for word in avoided(text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", files("docs", "*.md"))
+def test_pages_avoid_words(name: str) -> None:
+    page = (ROOT / name).read_text()
+    assert not avoided(without_glossary(page) if name == "docs/development.md" else page)
+
+
+def test_code_is_left_out() -> None:
+    assert avoided("Told\nof `told`, that\nof a `` whom ``:\n\n```python\nbeside\n```\nanew") == [
+        "Told",
+        "that\nof",
+        "anew",
+    ]
+    assert avoided("Mended.\n\n    >>> told()\n    anew\n\nLikewise") == ["Mended", "Likewise"]
+    assert first_word(" `Whom`") == "" and first_word("What comes") == "what"
+    assert list(comments("a = 1  # told\n#: so\n#: many\n\n# one")) == [(1, "told\nso\nmany"), (5, "one")]
