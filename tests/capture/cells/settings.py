@@ -69,8 +69,10 @@ in_ddp(1, fn)
 for name in ("a.log", "w.log", kept.name):
     assert pathlib.Path(name).read_text() == "to none of the cell's streams\n"
 printed.append("to the cell")
-for name in streams:
+for name, stream in streams.items():
     logging.getLogger(f"to_{name}").handlers.clear()
+    if stream is not sys.stdout:
+        stream.close()
 
 # %% warnings
 import warnings
