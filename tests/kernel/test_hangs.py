@@ -242,7 +242,7 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.long("hangs on real ranks, each for seconds")
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang[0].__name__)
 def test_a_hang_is_named(
     session: Session, asked: list[Verdict | None], hang: tuple[Callable[[], None], str, list[str]]
@@ -258,7 +258,7 @@ def test_a_hang_is_named(
     assert session.run_all(dist.get_rank) == [0, 1, 2]
 
 
-@pytest.mark.long
+@pytest.mark.long("hangs on real ranks, each for seconds")
 def test_the_lock_of_a_file(session: Session, tmp_path: Path) -> None:
     with pytest.raises(RankStuck, match="waits for the lock of a file that rank 1 holds, and rank 1 waits in barrier"):
         session.run(the_lock_of_a_file, str(tmp_path / "lock"))
@@ -350,7 +350,7 @@ def sleep_in_a_model(go: str) -> None:
     DistributedDataParallel(Sleeper(1, 1), process_group=group)(torch.ones(1, 1))
 
 
-@pytest.mark.long
+@pytest.mark.long("hangs on real ranks, each for seconds")
 @pytest.mark.parametrize(
     "slow",
     [
