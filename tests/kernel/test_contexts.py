@@ -604,7 +604,7 @@ def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
     calls it, and a thread holds a lock that a fork would find locked for ever, as threads of CUDA's driver do."""
     cell(POOL)
     cell(CELLS["CUDA live in the kernel"])
-    text = cell(CELLS["a loader beside it"]).text
+    text = cell(CELLS["a loader with it"]).text
     assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
 
 
