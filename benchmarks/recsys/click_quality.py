@@ -204,7 +204,7 @@ def table(curves: dict[str, list[Curve]]) -> list[str]:
         for name, turns in curves.items()
     }
     lines = [
-        f"The AUC to be reached: {target:.4f}, reached by the plain loop after {EPOCHS} epochs; the others have {MORE}.",
+        f"The AUC to be reached: {target:.4f}, the plain loop's after {EPOCHS} epochs; the others have {MORE}.",
         "",
         "| | ranks × threads | best AUC | seconds to the plain loop's | of the plain loop |",
         "|---|---:|---:|---:|---:|",
