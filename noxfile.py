@@ -163,7 +163,7 @@ for _name, _about in ENVIRONMENTS.items():
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """What the latest run in each environment has found."""
+    """Print what the latest run in each environment has found."""
     head = ["environment", "python", *SHOWN, "passed", "failed", "skipped", "notebook 01", "sharding", "minutes"]
     rows = [head, ["---"] * len(head)]
     for name, about in ENVIRONMENTS.items():

@@ -1,4 +1,4 @@
-"""What is measured, in rooms like those of `nbdist/`: `python -m benchmarks.<room>.<name>`, in the root of a clone."""
+"""Measurements, in rooms like `nbdist/`'s: `python -m benchmarks.<room>.<name>`, in the root of a clone."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""On what, with what and how a benchmark was run, to be kept beside its figures."""
+"""Conditions of a benchmark (machine, versions, command, load), to be kept with its figures."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def cpu() -> str:
 
 
 def name_of(source: str) -> str:
-    """What `movielens` says of its data, without addresses and this machine's folders."""
+    """Return what `movielens` says of its data, without addresses and this machine's folders."""
     return re.split(": http| from the folder", source)[0]
 
 
 def title_of(size: str, source: str) -> str:
-    """Of a section about ratings of MovieLens' size, such as "1m": whether they are the real ones."""
+    """Return the title of a section about ratings of a size of MovieLens, such as "1m": whether they are the real
+    ones."""
     real = not source.startswith("Synthetic")
     return f"MovieLens {size}, the real one" if real else f"Invented ratings, as many as in MovieLens {size}"
 

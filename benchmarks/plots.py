@@ -1,4 +1,4 @@
-"""The pictures beside the tables in `results/`."""
+"""The pictures for the tables in `results/`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def curves(name: str, title: str, quality: str, found: Mapping[str, Curve], targ
 def bars(
     name: str, panels: Mapping[str, Mapping[str, Sequence[float]]], ours: Collection[str], log: bool = False
 ) -> list[str]:
-    """The medians of each contestant's turns, and their spread, with `ours` in colour; one panel beside the other, by
+    """The medians of each contestant's turns, and their spread, with `ours` in colour; one panel next to the other, by
     what it shows. Returns lines for a result."""
     figure, axes = plt.subplots(1, len(panels), figsize=(6.5 * len(panels), 4.5), layout="constrained", squeeze=False)
     for axis, (shown, found) in zip(axes[0], panels.items(), strict=True):

@@ -6,7 +6,7 @@ and what was added is booked on the kind of process and on the file of tests tha
 CPU seconds that no look saw, of processes that began and ended between two looks, are shown as "not seen".
 
 As a pytest plugin (`-p benchmarks.suite`, given by `PYTEST_ARGS`), this module notes which test a worker is running,
-and keeps the seconds that each file took in tests/seconds.json, by which `tests/progress.py` tells the time left.
+and keeps the seconds that each file took in tests/seconds.json, by which `tests/progress.py` shows the time left.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Badges below a notebook's title, which open it in Colab and in Kaggle. Without a public repository there are none.
 
-python notebooks/badges.py    puts those of pyproject.toml's repository into all notebooks, or takes them out
+python notebooks/badges.py    puts the badges of pyproject.toml's repository into all notebooks, or takes them out
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def plain(node: NotebookNode) -> NotebookNode:
 
 
 def write(name: str) -> None:
-    """Write one page, and its plots beside it."""
+    """Write one page, and its plots in the same folder."""
     exporter = MarkdownExporter(
         config=Config({"NbConvertBase": {"display_data_priority": ["text/html", "image/png", "text/plain"]}})
     )

@@ -1,4 +1,4 @@
-"""Where pip is told to look for packages, as options of uv, which does not read pip's settings: one line for a shell.
+"""The places where pip looks for packages, as options of uv, which does not read pip's settings: one line for a shell.
 
 python requirements/places.py    with the Python whose pip it is
 """

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of calls, sessions and interrupts."""
+"""Functions of ranks in the tests of calls, sessions and interrupts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on(rank: int, action: Callable[[], Any], otherwise: Callable[[], Any] = sums
 
 
 def press() -> None:
-    """The stop button; returns when Python has heard of it, also where another thread takes the signal."""
+    """The stop button; returns when Python has handled it, also where another thread takes the signal."""
     hearing, telling = socket.socketpair()
     with hearing, telling:
         telling.setblocking(False)

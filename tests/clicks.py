@@ -60,7 +60,7 @@ def clicks(rows: int, seed: int) -> dict[str, torch.Tensor]:
 def build(how: str, dropout: float = 0.0, optimizer: Any = None, tables: dict[str, Any] | None = None) -> Any:
     """A model, "sharded" or "replicated", that begins with the same weights either way, and learns by Adagrad.
 
-    Another `optimizer` is that of the dense layers or, if it is replicated, of all; `tables` is for `shard`.
+    Another `optimizer` belongs to the dense layers or, if it is replicated, of all; `tables` is for `shard`.
     """
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)

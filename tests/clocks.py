@@ -1,4 +1,4 @@
-"""A clock for the timeouts of calls: no test may depend on what a machine gets done in so many seconds."""
+"""A clock for the timeouts of calls: no test may depend on what a machine gets done within a time."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def poll(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. A zombie has: only its parent has not asked for its status yet."""
+    """Return the processes that have not ended. A zombie has: only its parent has not asked for its status yet."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,9 +165,9 @@ def shared_memory_names() -> set[str]:
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """The names in /dev/shm that were not there `before`, and stay: tests that run beside this one make some, too.
+    """Return new names in /dev/shm that stay: other tests that run at the same time make some, too.
 
-    Those of Triton servers stay as long as these run; their own tests watch them.
+    Names of Triton servers stay as long as these run; their own tests watch them.
     """
     new = {name for name in shared_memory_names() - before if not name.startswith(("psm_", "nbdist-triton-"))}
     poll(lambda: not new & shared_memory_names())
@@ -178,7 +178,7 @@ class Sessions:
     """Sessions that all tests of a file share: `sessions[3]`, of three ranks, is made when it is first asked for.
 
     Args:
-        imports: What `nbdist.warm` is told before the first is made.
+        imports: The argument of `nbdist.warm` before the first session is made.
         options: Options of each session.
     """
 
@@ -197,7 +197,8 @@ class Sessions:
         return self._made[nranks]
 
     def outlived_by(self) -> list[psutil.Process]:
-        """What `ranks_of` finds, but for the ranks of these sessions. What these ranks start ends with its call."""
+        """Return what `ranks_of` finds, without the ranks of these sessions. Processes of these ranks end with their
+        call."""
         found = set(ranks_of()) - self._ranks
         if found:  # the tables need milliseconds for each rank: its memory
             tables = "\n".join(str(session.status()) for session in self._made.values())
@@ -259,7 +260,7 @@ def ray_cluster() -> Iterator[Any]:
 
 @dataclass
 class Result:
-    """What one cell did, as a front end sees it."""
+    """The outcome of a cell, as a front end sees it."""
 
     text: str = ""
     error: str | None = None
@@ -301,7 +302,7 @@ class Kernel:
     def start(self, code: str, watched: bool = False) -> str:
         """Start a cell; returns its message id. `watched`: as for somebody who could type something."""
         assert not self._stuck, "it is still at the cell of a test whose time was over"
-        # ipykernel 6 drops a cell that comes right after one that has failed, unless the latter was told not to.
+        # ipykernel 6 drops a cell that comes right after one that has failed, unless the latter was asked not to.
         return str(self.client.execute(code, store_history=True, allow_stdin=watched, stop_on_error=False))
 
     def finish(self, message_id: str, until: Callable[[Result], bool] | None = None) -> Result:
@@ -353,7 +354,7 @@ class Kernel:
         return result
 
     def interrupt(self) -> None:
-        """As the front end's stop button does."""
+        """Interrupt as the front end's stop button does."""
         self.manager.interrupt_kernel()
 
     def close(self) -> None:
@@ -412,7 +413,7 @@ def kernel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def notebook(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for a whole file, which may have a `FIRST_CELL`."""
+    """Start a kernel for a whole file, which may have a `FIRST_CELL`."""
     kernel = Kernel(tmp_path_factory.mktemp("notebook"))
     try:
         kernel.ok(getattr(request.module, "FIRST_CELL", ""))

@@ -19,7 +19,7 @@ PRELUDE = f"import sys; sys.path.append({str(Path(__file__).parent)!r})\n" + CEL
 
 @dataclass(frozen=True)
 class Fault:
-    """One row: the cell, the exception type and a part of the message or traceback that the user must see."""
+    """A row: the cell, the exception type and a part of the message or traceback that the user must see."""
 
     name: str
     code: str
@@ -39,7 +39,7 @@ class Fault:
 
     @property
     def survives(self) -> bool:
-        """Whether the ranks of a session are the same afterwards."""
+        """Return whether the ranks of a session are the same afterwards."""
         return self.error not in ("RankDied", None) and not self.ruins and "Session(" not in self.code
 
 
@@ -281,7 +281,7 @@ raise LookupError('seen')
 
 @dataclass(frozen=True)
 class Phase:
-    """Where ranks can be when the notebook interrupts or loses them; `began` exists as a file from then on."""
+    """A phase of ranks when the notebook interrupts or loses them; `began` exists as a file from then on."""
 
     name: str
     code: str

@@ -23,7 +23,7 @@ from nbdist.engines import forkserver
 
 
 class Held(NamedTuple):
-    """What is held at one moment between two calls; memory in MB, of the process and of its fork server."""
+    """Resources held at one moment between two calls; memory in MB, of the process and of its fork server."""
 
     descriptors: int
     threads: int
@@ -34,9 +34,9 @@ class Held(NamedTuple):
 
 
 class Soak:
-    """One process with a session of two ranks, in which anything may happen next."""
+    """A process with a session of two ranks, in which anything may happen next."""
 
-    #: What may happen, and how often beside the others.
+    #: Actions, and how often each comes in proportion to the others.
     WEIGHTS: ClassVar = {
         "value": 40,
         "data": 8,
@@ -66,7 +66,7 @@ class Soak:
         self.done[name] += 1
 
     def held(self) -> Held:
-        """What this process and its server hold now."""
+        """Return what this process and its server hold now."""
         gc.collect()
         me, server = psutil.Process(), psutil.Process(forkserver.server().process.pid)
         assert self._session.run(sums) == 2.0

@@ -1,4 +1,4 @@
-"""Which GPUs ranks are given, seen from the notebook that has none: the numbers and names of GPUs are simulated."""
+"""GPUs that ranks are given, seen from a notebook that has none: the numbers and names of GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[World]:
-    """What the ranks of a session would be told."""
+    """Return the worlds that the ranks of a session would be given."""
     worlds: list[World] = []
 
     def send(self: Group, rank: int, message: Any, **parts: Any) -> None:
@@ -197,7 +197,7 @@ def test_torch_does_not_end_ranks_with_nccl(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:2"]])
 def test_several_ranks_alone_wait_for_nccl_at_their_start(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has nobody to be connected with, and would wait a third of a second; several can be let go once they are."""
+    """A single rank has no peer to connect to, and would wait a third of a second; several can be released after it."""
     entered: dict[str, Any] = {}
     worlds = worlds_of(devices, monkeypatch)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: entered.update(current=device))

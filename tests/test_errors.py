@@ -1,4 +1,4 @@
-"""What a failing rank looks like in the cell: its own exception type, the lines that failed, how a process ended."""
+"""Errors of ranks in the cell: their own exception type, the lines that failed, how a process ended."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_the_chain_is_in_the_text() -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have the time that they need to tell their own errors."""
+    """Give the other ranks the time that they need to send their own errors."""
     monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 
@@ -296,7 +296,7 @@ def fails(kernel: Kernel, code: str, error: str) -> Result:
 
 
 def number(kernel: Kernel) -> int:
-    """Of the cell that ran last."""
+    """Return the number of the cell that ran last."""
     return int(kernel.ok("print(len(In) - 2)").text)
 
 

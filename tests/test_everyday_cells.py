@@ -1,4 +1,4 @@
-"""What people do in cells every day, in a real kernel of whatever IPython, ipykernel and ipywidgets are here."""
+"""Everyday cells of users, in a real kernel of whatever IPython, ipykernel and ipywidgets are here."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from nbdist import RayOptions
 
 @pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))])
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One kernel for the whole table, on each engine: each row must leave it as it was."""
+    """Start a kernel for the whole table, on each engine: each row must leave it as it was."""
     engine: Any = request.param
     if engine == "ray":
         engine = RayOptions(address=request.getfixturevalue("ray_cluster").address, placement="spread")
@@ -38,7 +38,7 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 class Leftovers:
-    """What a kernel holds; nothing of it may grow by a failed call."""
+    """Resources of a kernel; none of them may grow by a failed call."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = psutil.Process(kernel.pid)
@@ -58,7 +58,7 @@ class Leftovers:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(fault: Fault, shared: Kernel) -> None:
-    """How soon it is seen, benchmarks/kernel/faults.py measures."""
+    """The fault is seen; benchmarks/kernel/faults.py measures how soon."""
     leftovers = Leftovers(shared)
     result = shared.run(fault.code)
     assert result.error == fault.error, result.traceback or result.text
@@ -100,7 +100,7 @@ def test_fault_in_a_live_session(fault: Fault, live: Kernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.survives], ids=lambda fault: fault.name)
 def test_a_live_session_survives(fault: Fault, live: Kernel) -> None:
-    """What an exception leaves behind does not keep the same ranks from the next call."""
+    """An exception leaves nothing behind that keeps the same ranks from the next call."""
     pids = live.ok("print(staying.run_all(os.getpid))").text
     live.run(fault.code)
     assert live.ok("print(staying.run(sums))").text == "2.0\n"
@@ -141,7 +141,7 @@ def test_interrupt_in_a_finalizer(shared: Kernel) -> None:
 
 
 def test_second_interrupt_does_not_wait(shared: Kernel) -> None:
-    """Of what ranks get to clean up after the first there is no end here."""
+    """The time for ranks to clean up after the first interrupt has no end here."""
     leftovers = Leftovers(shared)
     cell = shared.start(CELLS["a second interrupt does not wait"])
     shared.finish(cell, until=lambda result: "begin" in result.text)

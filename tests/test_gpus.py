@@ -1,6 +1,6 @@
-"""What README and the how-to page promise of GPUs, on real ones: `make gpu` runs this, on bare machines, too.
+"""Promises of README and the how-to page about GPUs, on real ones: `make gpu` runs this, on bare machines, too.
 
-NBDIST_GPU_DRY_RUN=1 runs on CPU ranks what of it can be: that tells whether these tests work, and nothing of GPUs.
+NBDIST_GPU_DRY_RUN=1 runs on CPU ranks what of it can be: that shows whether these tests work, and nothing of GPUs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def collectives() -> list[str]:
             dist.send(ones(7.0), 1) if rank == 0 else dist.recv(own, 0)
         check("recv", own if rank == 1 else ones(7.0), [7.0])
     dist.barrier()
-    # Of CPU tensors and objects, beside NCCL.
+    # Of CPU tensors and objects, in addition to NCCL.
     host = torch.ones(1)
     dist.all_reduce(host)
     check("all_reduce on the CPU", host, [float(size)])
@@ -422,7 +422,7 @@ Rows = list[list[int]]
 
 
 def batches(column: Any, **options: Any) -> tuple[set[str], list[Rows]]:
-    """Where they are, and those of three epochs; before the last one a row is written to."""
+    """Return the devices and the rows of three epochs; before the last one a row is written to."""
     from nbdist.recsys.loader import MemoryLoader, Ragged
 
     loader = MemoryLoader({"row": column}, 256, shuffle=True, seed=3, **options)
@@ -670,7 +670,7 @@ def train_sharded() -> bool:
 
 
 def fit_sharded(pipelined: bool) -> tuple[list[float], float]:
-    """Losses of a run, and that of the model which came together on the CPU."""
+    """Losses of a run, and the loss of the model which came together on the CPU."""
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
     from nbdist.recsys.loader import MemoryLoader, keyed_jagged

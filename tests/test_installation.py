@@ -1,4 +1,4 @@
-"""Where people are, packages are there already, and installing nbdist replaces none: asked of pip, not tried."""
+"""Packages in people's environments stay: installing nbdist replaces none, by pip's plan, without an installation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
 
 
 def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What pip would install, and what is there: an environment of names and versions with nothing behind them."""
+    """The packages that pip would install, and those present: an environment of names and versions without files."""
     about = ENVIRONMENTS[name]
     python = noxfile.interpreter(about["python"])
     if not Path(python).is_absolute():
@@ -71,7 +71,7 @@ def test_the_rest_fits_where_pip_is_told_to_keep_what_is_there(name: str, tmp_pa
 
 
 def test_floors_are_what_the_oldest_environment_has() -> None:
-    """Of what is declared for the launcher, fastai and notebooks: no floor is above or below what is tested."""
+    """No floor of the launcher's, fastai's and notebooks' requirements is above or below what is tested."""
     project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["fastai"], *extras["notebook"], *extras["recsys"]]

@@ -61,7 +61,7 @@ class Executed:
         assert "Warning" not in self.text
 
     def tables(self, *words: str) -> int:
-        """How many displays hold an HTML table with these words in it."""
+        """Return how many displays hold an HTML table with these words in it."""
         pages = [part.get("text/html", "") for part in self.data]
         return sum("<table" in page and all(word in page for word in words) for page in pages)
 
@@ -209,7 +209,7 @@ def test_ctr_triton(run: Run) -> None:
     # The model knows who likes what, which the regression cannot.
     auc, baseline = map(float, re.findall(r"AUC ([\d.]+), logistic regression ([\d.]+)", done.text)[0])
     assert baseline > 0.6 and auc > baseline + 0.03
-    # An unknown user is no stranger one than the known are, and is told what they are told on average.
+    # An unknown user is no stranger one than the known are, and gets their average prediction.
     unknown, known, low, high, correlation = map(
         float,
         re.findall(
@@ -231,7 +231,7 @@ def test_multislot(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBDIST_RANKS")
     done = run("06_multislot")
 
-    # Chance on random labels, and much better on those that can be learnt: the summary is in the last cell.
+    # Chance on random labels, and much better on labels that can be learned: the summary is in the last cell.
     names, *lines = [line.split() for line in done.result.splitlines()]
     assert names == ["loss", "valid", "loss", "auc", "samples/s"]
     results = {name: [float(value) for value in values] for name, *values in lines}
@@ -297,7 +297,7 @@ def test_next_movie(run: Run) -> None:
     lines = re.findall(r"^(.*?) +([\d.]+) +([\d.]+) +([\d.]+)$", done.result, re.MULTILINE)
     found = {name: float(first) for name, first, *_ in lines}
     assert set(found) == {"SASRec", "what came after the last movie", "popularity"}
-    # The last two movies tell the next one, and the last one alone leaves two.
+    # The last two movies determine the next one, and the last one alone leaves two.
     assert found["SASRec"] > 0.85 and found["what came after the last movie"] < 0.7 and found["popularity"] < 0.2
     (difference,) = re.findall(r"vectors from those of this notebook: (\S+)", done.text)
     assert float(difference) < 1e-4

@@ -1,4 +1,4 @@
-"""An interrupt tears no message in two: what waits for the rest of one is heard afterwards."""
+"""An interrupt tears no message in two: what waits for the rest of one is handled afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nbdist.wire.protocol import Line
 
 @pytest.fixture(autouse=True)
 def another_thread() -> Iterator[None]:
-    """Which takes what the main one blocks, as a kernel's and those of gloo do."""
+    """Run a thread that takes signals which the main one blocks, as a kernel's threads and gloo's do."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
@@ -99,7 +99,7 @@ def test_another_thread_changes_nothing() -> None:
 
 
 def test_a_rank_that_reads_a_line(interrupted: None) -> None:
-    """What comes next is the next message, and not the rest of this one."""
+    """The next read gives the next message, and not the rest of this one."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         keyboard, kernel = Keyboard(KernelChannel(theirs, Membership())), Channel(ours)
@@ -120,7 +120,7 @@ def test_a_notebook_that_reads_an_answer(request: pytest.FixtureRequest) -> None
 
 
 def test_a_notebook_that_sends_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The press is heard after the message: the rank can read it, and leaves the call."""
+    """The press is handled after the message: the rank can read it, and leaves the call."""
     send_fds = socket.send_fds
 
     def interrupted(*args: Any) -> int:

@@ -22,7 +22,7 @@ FILES = {
 
 #: Everybody may ask what this process is, and raise what users meet.
 COMMON = {"", "checks", "errors", "deaths", "notebook", "system", "devices"}
-#: What each room may import beside these and itself.
+#: What each room may import in addition to these and itself.
 MAY: dict[str, set[str]] = {
     "wire": set(),
     "shm": set(),

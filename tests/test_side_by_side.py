@@ -76,7 +76,7 @@ def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None
 
 @pytest.mark.long("other test runs")
 def test_a_notebook_beside_a_test_run(kernel: Kernel, tmp_path: Path) -> None:
-    """`pytest -n 2` with ranks of its own, some of which fail."""
+    """`pytest -n 2` with ranks of its own; some of them fail."""
     (tmp_path / "test_in_ranks.py").write_text(
         "import os, pytest, torch, torch.distributed as dist\n"
         "from nbdist import RankDied\n"

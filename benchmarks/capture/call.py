@@ -1,4 +1,4 @@
-"""How long it takes to capture a call: `python -m benchmarks.capture.call [OTHER]`.
+"""Time to capture a call: `python -m benchmarks.capture.call [OTHER]`.
 
 With OTHER, the folder of another version of nbdist, both are measured in turns, each in processes of its own, and the
 table has both. The notebook's settings (log levels, options of libraries and so on), which go with each call and are

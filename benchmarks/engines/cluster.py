@@ -1,4 +1,4 @@
-"""The Ray engine on two nodes of this machine, beside Ray Train: `python -m benchmarks.engines.cluster`."""
+"""The Ray engine on two nodes of this machine, compared with Ray Train: `python -m benchmarks.engines.cluster`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from benchmarks.machine import conditions
 from nbdist import Session
 
 COUNTS = (2, 32, 128)
-#: Each measurement is the best of so many.
+#: Each measurement is the best of this number.
 TURNS = 3
 HEADING = "## Many ranks on one machine"
 ROWS = {
@@ -54,7 +54,7 @@ def fail(session: Session) -> None:
 
 
 def measure(count: int) -> dict[str, float]:
-    """Seconds of everything with so many ranks."""
+    """Return the seconds of everything with `count` ranks."""
     session = Session(count)
     found = {"launch": seconds(lambda: session.run(noop)), "call": seconds(lambda: session.run(noop))}
     assert session.run(sums) == count

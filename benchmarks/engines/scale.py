@@ -1,4 +1,4 @@
-"""How launch, data and output grow with ranks and nodes: `python -m benchmarks.engines.scale`.
+"""Growth of launch, data and output with ranks and nodes: `python -m benchmarks.engines.scale`.
 
 Nodes are Ray nodes of this one machine, so what nodes would do at the same time they do one after the other here.
 What the notebook's side does by itself (the kernel and its driver) is the same everywhere: its CPU time is measured
@@ -81,7 +81,7 @@ def chatter() -> None:
 
 
 def measure(address: str, ranks: int, nodes: int) -> dict[str, float]:
-    """One shape, in an idle cluster: seconds, CPU seconds."""
+    """Measure one shape, in an idle cluster: seconds, CPU seconds."""
     data = np.random.default_rng(ranks).random(DATA // 8)
 
     def touches() -> float:
@@ -152,7 +152,7 @@ def main() -> None:
     _, heading, ranks_here = RESULTS.with_suffix(".md").read_text().partition(HEADING)
     save("scale", [*report(kept["rows"]), "", *kept["conditions"], "", heading + ranks_here.rstrip()])
     if not arguments.report:
-        # As a script of its own: ranks would import what its functions lie beside, if that were a module.
+        # As a script of its own: ranks would import the modules next to its functions, if that were a module.
         subprocess.run([sys.executable, "-m", "benchmarks.engines.ranks"], check=True)
 
 
@@ -176,7 +176,7 @@ def measured(most: int) -> list[dict[str, float]]:
 
 
 def grown(rows: list[dict[str, float]], name: str) -> float:
-    """What a figure becomes with 10,000 ranks."""
+    """Return a figure's value with 10,000 ranks."""
     base, rank, node = model(rows, name)
     return base + 10_000 * rank + 10_000 // A_NODE * node
 

@@ -27,7 +27,7 @@ from nbdist import Session
 RATE, DATA = 400, 100_000_000
 NODES = (1, 2, 4, 8)
 ROUNDS = 3
-#: Seconds from the start of one node to that of the next.
+#: Seconds from the start of one node to the start of the next.
 STAGGER = 10
 
 

@@ -21,7 +21,7 @@ from .truth import sums
 LIMIT = 150.0
 NEEDS = ()
 SECONDS = 2.0
-"""In which a failure in a NCCL kernel has to be over, beside what the call itself takes."""
+"""Seconds in which a failure in a NCCL kernel has to be over, in addition to the time of the call."""
 
 
 def session_of(device: str, **options: Any) -> Session:

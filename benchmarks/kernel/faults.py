@@ -1,4 +1,4 @@
-"""How soon each row of the fault table is an exception in the cell, and what it leaves behind."""
+"""Time until each row of the fault table is an exception in the cell, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGET = 1.0
 
 @dataclass
 class Row:
-    """What was seen of one fault, run after run; `left` is the most that any run left behind."""
+    """Observations of one fault, run after run; `left` is the most that any run left behind."""
 
     fault: Fault
     seconds: list[float] = field(default_factory=list)

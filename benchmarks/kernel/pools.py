@@ -1,9 +1,10 @@
-"""Pools and processes of a notebook, beside those who make them otherwise: `python -m benchmarks.kernel.pools`.
+"""Pools and processes of a notebook, compared with other libraries: `python -m benchmarks.kernel.pools`.
 
 All of nbdist's figures are taken in a real kernel with torch and fastai imported, after threads were used, with
-functions of cells. So are those of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`, which
-forks that kernel, and ipyparallel. The standard library's `fork` has a clean process of its own with the same imports,
-as what it is like where that is safe, in turns with nbdist; `spawn` has a script, whose functions it can import.
+functions of cells. So are the figures of the others who can: joblib, `concurrent.futures` and multiprocess' `fork`,
+which forks that kernel, and ipyparallel. The standard library's `fork` has a clean process of its own with the same
+imports, as what it is like where that is safe, in turns with nbdist; `spawn` has a script, whose functions it can
+import.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ ONE_BY_ONE = {
     "joblib (loky), batches of 1": "parallel(joblib.delayed(f)(i) for i in items)",
     "ipyparallel, load balanced": "balanced.map_sync(f, items, chunksize=1)",
 }
-#: As many at once as each takes by itself, or as it is told where it takes one.
+#: As many at once as each takes by itself, or as its argument says where it has one.
 AT_ONCE = {
     "`nbdist.parallel_map`, its start included": "nbdist.parallel_map(f, items, 2, progress=False)",
     "`nbdist.context().Pool`": "dill_pool.map(f, items)",
@@ -118,7 +119,7 @@ AT_ONCE = {
     "joblib (loky), batches of its own": "free(joblib.delayed(f)(i) for i in items)",
     "ipyparallel, direct view": "view.map_sync(f, items)",
 }
-#: What each has to have beside `COMMON` and `SETUP`; those who fork the kernel do so before there is more.
+#: Code that each needs after `COMMON` and `SETUP`; those who fork the kernel do so before there is more.
 LIVE = {
     "`multiprocess.Pool`": "forked_dill = multiprocess.get_context('fork').Pool(2)",
     "`multiprocessing.Pool`": "forked = multiprocessing.get_context('fork').Pool(2)",
@@ -186,7 +187,7 @@ def dying(phase):
 
 
 def script(method: str, repeats: int, loads: int) -> dict[str, Any]:
-    """What a clean process measures with a start method of the standard library."""
+    """Return what a clean process measures with a start method of the standard library."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
         path.write_text(COMMON + SCRIPT)
@@ -253,7 +254,7 @@ def starts_and_loaders(kernel: Kernel, rounds: int, repeats: int) -> list[str]:
 
 
 def memory_and_deaths(kernel: Kernel, rounds: int) -> list[str]:
-    """What big data take in 8 workers, and how soon the death of a worker is known."""
+    """Measure what big data take in 8 workers, and how soon the death of a worker is known."""
     kernel.run(MEMORY)
     grown, private = kernel.value("grown(standard)")
     lines = ["", f"8 workers that have read a frame of 500 MB: {grown / 1e6:.0f} MB more in all (sum of their "]

@@ -1,4 +1,4 @@
-"""What `session.profile` costs a training: the same call with and without it, in turns."""
+"""Cost of `session.profile` for a training: the same call with and without it, in turns."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from benchmarks.notebook import Kernel
 
 #: Steps from one look at what is held to the next.
 INTERVAL = 100
-#: Seconds that so many steps may take, on a machine that does much else.
+#: Seconds that these steps may take, on a machine that does much else.
 LIMIT = 600.0
 
 PREPARE = f"""
@@ -35,7 +35,7 @@ TITLES = ("descriptors", "threads", "ranks", "memory, MB", "server's descriptors
 
 
 def measure(steps: int, seed: int) -> tuple[list[list[float]], dict[str, int]]:
-    """What was held before, and after each interval; how often each thing was done."""
+    """Resources held before, and after each interval; how often each thing was done."""
     with contextlib.closing(Kernel()) as kernel:
         kernel.run(PREPARE.format(seed=seed))
         held = [kernel.value(f"some({INTERVAL})", LIMIT)]
@@ -70,7 +70,7 @@ def main() -> None:
     lines = [
         f"# {options.steps:,} calls in one kernel",
         "",
-        "Between calls, every hundred of them: the mean of the first tenth, that of the last, the most.",
+        "Between calls, every hundred of them: the mean of the first tenth, the mean of the last, the most.",
         "",
         "| | first tenth | last tenth | most |",
         "|---|---:|---:|---:|",

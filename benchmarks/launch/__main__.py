@@ -1,4 +1,4 @@
-"""nbdist beside its peers: launches, memory, big data, calls, training; all in one run, in real kernels.
+"""nbdist compared with its peers: launches, memory, big data, calls, training; all in one run, in real kernels.
 
 python -m benchmarks.launch [--quick] [--only ROW ...] [--output FOLDER]
 """
@@ -119,7 +119,7 @@ def frame(run: Run) -> None:
 
 
 def _growth(kernel: Kernel, name: str, ranks: int, size: int) -> dict[str, float]:
-    """By how much all processes grow with the frame's ranks, beside what they hold with a tiny frame."""
+    """Return the growth of all processes with the frame's ranks, compared with a tiny frame."""
     kernel.run(f"frame, tiny = make_frame({size}), make_frame(0.001)")
     held, peak = {}, {}
     for which in ("tiny", "frame"):

@@ -1,6 +1,6 @@
 """The contestants: functions `launch(ranks, fn, *args)` that run `fn` on all ranks and return rank 0's value.
 
-Like that of `tasks.py`, this text is run as a cell where the contestant can send functions of cells.
+Like `tasks.py`, this text is run as a cell where the contestant can send functions of cells.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def ipyparallel(ranks: int, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def torchrun(ranks: int, fn: Callable[..., Any], *args: Any) -> None:
-    """As `!torchrun ...` in a cell, which gives it a terminal: fastai shows its bar there, as it does in a notebook."""
+    """Run `!torchrun ...` as in a cell, which gives it a terminal: fastai shows its bar there, as in a notebook."""
     import shlex
 
     from IPython import get_ipython

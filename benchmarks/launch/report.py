@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON and as a plot; and what nbdist is required to reach, side by side."""
+"""The figures as a table, as JSON and as a plot; and the requirements for nbdist, side by side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TITLES = {
     "ipyparallel": "ipyparallel",
     "torchrun": "torchrun",
 }
-#: What else appears beside them in some rows.
+#: Other names that appear in some rows.
 REFERENCES = {
     "import": "the same imports in a fresh interpreter",
     "after warm()": "nbdist, after `warm()` has finished",
@@ -142,18 +142,22 @@ class Requirement:
 
 REQUIREMENTS = [
     *(
-        Requirement(f"warm `in_ddp(2, f)`, {until}: beside {TITLES[peer]}", row, (row, peer), limit)
+        Requirement(f"warm `in_ddp(2, f)`, {until}: compared with {TITLES[peer]}", row, (row, peer), limit)
         for row, until in (("launch_2", "until it returns"), ("launch_2_inside", "until inside"))
         for peer, limit in (("fabric", 1.0), ("floor", 1.5))
     ),
-    Requirement("spawn beside warm `in_ddp(2, f)`", "launch_2", ("launch_2", "nbdist"), 50, who="spawn", least=True),
-    Requirement("8 ranks beside 2 ranks", "launch_8", ("launch_2", "nbdist"), 3),
+    Requirement(
+        "spawn compared with warm `in_ddp(2, f)`", "launch_2", ("launch_2", "nbdist"), 50, who="spawn", least=True
+    ),
+    Requirement("8 ranks compared with 2 ranks", "launch_8", ("launch_2", "nbdist"), 3),
     Requirement("32 ranks", "launch_32", None, 0.8, show=seconds),
-    Requirement("first call after `warm()` beside the second", "first", ("first", "again"), 1.2, "after warm()"),
-    Requirement("first call without `warm()` beside the imports alone", "first", ("first", "import"), 1.2),
+    Requirement("first call after `warm()` compared with the second", "first", ("first", "again"), 1.2, "after warm()"),
+    Requirement("first call without `warm()` compared with the imports alone", "first", ("first", "import"), 1.2),
     Requirement("private memory of a rank", "private", None, 10e6, show=megabytes),
     *(
-        Requirement(f"500 MB DataFrame to {n} ranks beside a fresh copy", f"frame_{n}", (f"frame_{n}", "copy"), 2)
+        Requirement(
+            f"500 MB DataFrame to {n} ranks compared with a fresh copy", f"frame_{n}", (f"frame_{n}", "copy"), 2
+        )
         for n in (2, 8)
     ),
     *(
@@ -161,13 +165,18 @@ REQUIREMENTS = [
         for n in (2, 8)
         for row, when in (("held", "held"), ("peak", "at the peak"))
     ),
-    Requirement("500 MB again, unchanged, beside the first time", "resend", ("resend_first", "nbdist"), 0.4),
+    Requirement("500 MB again, unchanged, compared with the first time", "resend", ("resend_first", "nbdist"), 0.4),
     Requirement("changed elements seen", "seen", None, 1.0, least=True, show=lambda share: f"{share:.0%}"),
-    Requirement("300 MB tensor back beside a fresh `clone()`", "tensor", ("tensor", "clone"), 2),
+    Requirement("300 MB tensor back compared with a fresh `clone()`", "tensor", ("tensor", "clone"), 2),
     Requirement("no-op call in a live session", "latency", None, 0.002, show=seconds),
-    Requirement("… beside ipyparallel", "latency", ("latency", "ipyparallel"), 1.0),
+    Requirement("… compared with ipyparallel", "latency", ("latency", "ipyparallel"), 1.0),
     Requirement(
-        "collab training beside torchrun", "rate", ("rate", "torchrun"), 0.98, least=True, show=lambda r: f"{r:.3f} ×"
+        "collab training compared with torchrun",
+        "rate",
+        ("rate", "torchrun"),
+        0.98,
+        least=True,
+        show=lambda r: f"{r:.3f} ×",
     ),
 ]
 
@@ -225,7 +234,7 @@ def short_rows(values: Values, reasons: Mapping[str, Mapping[str, str]], foot: l
 def markdown(
     values: Values, reasons: Mapping[str, Mapping[str, str]], where: Mapping[str, str], foot: list[str]
 ) -> str:
-    lines = ["# nbdist beside its peers", "", "## What is required, and what was measured", ""]
+    lines = ["# nbdist compared with its peers", "", "## What is required, and what was measured", ""]
     lines += ["| | required | measured | met |", "|---|---|---|---|"]
     for requirement in REQUIREMENTS:
         lines.append("| " + " | ".join(requirement.line(values).values()) + " |")

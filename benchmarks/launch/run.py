@@ -70,14 +70,14 @@ class Run:
         budget: float,
         fresh: bool = False,
     ) -> None:
-        """Let the contestants take turns, in another order each time, so that what disturbs one disturbs all.
+        """Run the contestants in turns, in another order each time, so that what disturbs one disturbs all.
 
         Args:
             rows: The rows this fills, by the number of a turn that goes there.
             names: Who takes part.
             turn: What a contestant does in its turn, and the numbers that it gives.
             repeats: How many turns each gets.
-            budget: A contestant that has taken so many seconds gets no further turn.
+            budget: A contestant that has taken this number of seconds gets no further turn.
             fresh: Each turn is in a fresh kernel.
         """
         spent = dict.fromkeys(names, 0.0)

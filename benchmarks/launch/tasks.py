@@ -1,4 +1,4 @@
-"""What the ranks do while they are measured, and how the notebook measures them.
+"""Functions that the ranks run while they are measured, and how the notebook measures them.
 
 This text is run as a cell, so that all of it is the notebook's own; peers that cannot send a cell's functions import
 the same text as a module. Ranks report through files, for not every peer returns values: a moment is a reading of the
@@ -151,7 +151,7 @@ Launch = Callable[..., Any]
 
 
 def measure(launch: Launch, ranks: int, task: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """One launch: seconds until all ranks are inside (`inside`), until it returned (`returned`), and their reports."""
+    """Launch once: seconds until all ranks are inside (`inside`), until it returned (`returned`), and their reports."""
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         value = launch(ranks, task, folder, *args)

@@ -1,4 +1,4 @@
-"""Another version of nbdist beside this one, in turns: `python -m benchmarks.launch.versions OTHER`.
+"""Another version of nbdist compared with this one, in turns: `python -m benchmarks.launch.versions OTHER`.
 
 OTHER is the folder of the other version, such as a worktree of what was there before a change. Each has kernels of its
 own; they take turns, so that what else the machine does hits both.
@@ -85,9 +85,9 @@ def main() -> None:
                     for name, kernel in list(kernels.items())[:: 1 if turn % 2 else -1]:
                         found[row][name].append(kernel.value(expression))
     lines = [
-        "# A version beside another",
+        "# A version compared with another",
         "",
-        "Milliseconds: median (lower to upper quartile). The ratio is that of the medians.",
+        "Milliseconds: median (lower to upper quartile). The ratio is between the medians.",
         "",
         "| | " + " | ".join(versions) + " | now / before |",
         "|---|" + "---:|" * (len(versions) + 1),

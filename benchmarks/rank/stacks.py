@@ -40,7 +40,7 @@ def in_threads() -> None:
 
 
 def in_c_code() -> None:
-    """Nobody else gets the GIL until it is done."""
+    """Hold the GIL until it is done."""
     while True:
         sum(itertools.repeat(1, 300_000_000))
 

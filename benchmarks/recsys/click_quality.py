@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Watch:
-    """Counts the seconds of training, and looks at the AUC every so many steps."""
+    """Counts the seconds of training, and looks at the AUC every `steps` steps."""
 
     def __init__(self, steps: int, auc: Callable[[], float]) -> None:
         self.curve: Curve = []
@@ -163,7 +163,7 @@ def als(folder: str, factors: int, regularization: float, alpha: float) -> Curve
 
 
 class Contestant(NamedTuple):
-    """Who trains how; `ranks` of so many threads."""
+    """A way to train; `ranks` with their number of threads."""
 
     name: str
     ranks: int
@@ -204,7 +204,7 @@ def table(curves: dict[str, list[Curve]]) -> list[str]:
         for name, turns in curves.items()
     }
     lines = [
-        f"The AUC to be reached: {target:.4f}, that of the plain loop after {EPOCHS} epochs; the others have {MORE}.",
+        f"The AUC to be reached: {target:.4f}, the plain loop's after {EPOCHS} epochs; the others have {MORE}.",
         "",
         "| | ranks × threads | best AUC | seconds to the plain loop's | of the plain loop |",
         "|---|---:|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""How fast `nbdist.recsys.etl` makes training files of ratings, and in how much memory, beside pandas,
+"""Speed and memory of `nbdist.recsys.etl` as it makes training files of ratings, compared with pandas,
 polars, DuckDB and Dask.
 
 The work: ratings are joined with the movies' genres; users, movies and the lists of genres become codes by descending
@@ -201,7 +201,7 @@ def with_dask(folder: Path, out: Path) -> None:
 
 
 class Run(NamedTuple):
-    """What a task took, in a process of its own; or the slowest of the ranks, and the memory of all together."""
+    """The cost of a task, in a process of its own; or the slowest of the ranks, and the memory of all together."""
 
     seconds: float
     cpu: float
@@ -240,7 +240,7 @@ def on_ranks(count: int, folder: Path) -> Run:
 
 
 def rounds(contestants: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
-    """What each takes, in turn, so that what disturbs one disturbs all."""
+    """Return what each takes, in turn, so that what disturbs one disturbs all."""
     found: dict[str, list[Run]] = {name: [] for name in contestants}
     for _ in range(repeats):
         for name, run in contestants.items():
@@ -250,7 +250,7 @@ def rounds(contestants: dict[str, Callable[[], Run]], repeats: int) -> dict[str,
 
 
 def ratio(slow: list[Run], fast: list[Run]) -> float:
-    """How many times faster: the median of the ratios within a round."""
+    """Return how many times faster it is: the median of the ratios within a round."""
     return statistics.median(a.seconds / b.seconds for a, b in zip(slow, fast, strict=True))
 
 
@@ -329,8 +329,8 @@ def main() -> None:
         f"| 2 ranks over 1 rank, {large / 1e6:g} M ratings | {speedup:.2f} × | {REQUIRED['ranks']:g} ×: "
         f"{verdict(speedup >= REQUIRED['ranks'])} |",
         "",
-        f"Where the time of {large / 1e6:g} M ratings goes: the same without a part of the work, beside the whole "
-        "within a round.",
+        f"Where the time of {large / 1e6:g} M ratings goes: the same without a part of the work, compared with the "
+        "whole within a round.",
         "",
         "| nbdist without | time | CPU time | of the whole time |",
         "|---|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""How fast the loaders of `nbdist.recsys` are, beside other loaders of the same rows in the same run."""
+"""Speed of the loaders of `nbdist.recsys`, compared with other loaders of the same rows in the same run."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def training(rows: int, repeats: int) -> tuple[dict[str, list[float]], dict[str,
 
 
 def table(speeds: dict[str, list[float]], required: dict[str, float]) -> list[str]:
-    """Rows for one group, the first of which is ours; ratios are of figures of one round, then their median."""
+    """Return rows for one group, ours first; ratios are of figures of one round, then their median."""
     (ours, first), *others = speeds.items()
     lines = [f"| {ours} | {statistics.median(first) / 1e6:.2f} M | | |"]
     for name, values in others:
@@ -284,7 +284,7 @@ def main() -> None:
         *table(file_speeds, {"DataLoader over rows": 20, "streaming (MosaicML)": 3}),
         "",
         "An epoch of fastai's training, 6,040 users × 3,706 items, 50 factors, batch 4096, one thread. fastai's own "
-        "loader draws rows with replacement, so that an epoch lacks a good third of them; beside it fastai's "
+        "loader draws rows with replacement, so that an epoch lacks a good third of them; compared with it, fastai's "
         "`TabDataLoader`, which gives each row once, as ours does.",
         "",
         *head,

@@ -1,4 +1,4 @@
-"""How good recommendations are: two towers beside implicit's ALS and BPR and beside popularity, on the same split."""
+"""Quality of recommendations: two towers, implicit's ALS and BPR, and popularity, on the same split."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def main() -> None:
                 f"{len(likes.train):,} to train on; of each user the last one is to be found "
                 f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
                 f"({len(likes.test):,} users); the one before it chose among settings, by NDCG@{K}. The standard error "
-                f"of a recall of 0.06 of so many users is {(0.06 * 0.94 / len(likes.test)) ** 0.5:.4f}.",
+                f"of a recall of 0.06 of these users is {(0.06 * 0.94 / len(likes.test)) ** 0.5:.4f}.",
                 "",
                 f"| model | {' | '.join(METRICS)} | settings tried | chosen |",
                 "|---|" + "--:|" * (len(METRICS) + 1) + "---|",

@@ -1,4 +1,4 @@
-"""SASRec on real data, trained and judged as published results were, beside those.
+"""SASRec on real data, trained and judged as published results were, compared with them.
 
 Games: reviews of video games at Amazon, as the authors of SASRec keep them (``data/Video.txt`` in their repository,
 github.com/kang205/SASRec), in the folder that NBDIST_DATA names. 1m: MovieLens, as `movielens` finds it.
@@ -261,7 +261,7 @@ def main() -> None:
     with Session(options.ranks) as session:
         lines = measure(published, data, session, options.epochs, options.every)
     lines += conditions(("torch", "torchmetrics"))
-    title = f"SASRec on {ALL[options.set].what}, beside a published result"
+    title = f"SASRec on {ALL[options.set].what}, compared with a published result"
     save_section("quality", title, lines, keep=not options.print)
 
 

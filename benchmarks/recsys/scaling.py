@@ -1,8 +1,8 @@
-"""How training scales over 1, 2 and 4 CPU ranks, and what a step is made of.
+"""Scaling of training over 1, 2 and 4 CPU ranks, and the parts of a step.
 
 fastai's collaborative learner with `fast`, and the click model of `training.py` with `shard`; at a fixed batch over all
-ranks and at a fixed batch a rank, beside the best single process with a thread for each core, and beside two processes
-that train at the same time and exchange nothing: what the machine has for two. Contestants take turns.
+ranks and at a fixed batch a rank, compared with the best single process with a thread for each core, and with two
+processes that train at the same time and exchange nothing: what the machine has for two. Contestants take turns.
 A step is taken apart by torch's profiler, in runs of their own, and its parts are scaled to a step without profiler.
 """
 
@@ -62,7 +62,7 @@ class Parts:
 
 @contextmanager
 def _profiled(wanted: bool, found: dict[str, float]) -> Iterator[None]:
-    """Puts into `found` the microseconds of each part, without what it spent in collectives, and those of these."""
+    """Puts into `found` the microseconds of each part, without its collectives, and of the collectives."""
     import torch
 
     if not wanted:
@@ -187,7 +187,7 @@ def collab(batch: int, steps: int, data: str, plain: bool, profiled: bool) -> Ru
 
 
 class Training(NamedTuple):
-    """What is trained, and how large its batches are."""
+    """A model that is trained, and how large its batches are."""
 
     title: str
     function: Callable[[int, int, str, bool, bool], Run]
@@ -305,7 +305,7 @@ def main() -> None:
     lines = [
         "# Scaling",
         "",
-        f"Ranks of one thread each on {CORES} cores, beside one process with {CORES}: the click model's on "
+        f"Ranks of one thread each on {CORES} cores, compared with one process with {CORES}: the click model's on "
         f"`nn.Embedding(sparse=True)`, the learner's with `fast`. Those `exchanging nothing` are "
         f"two such processes at the same time. Medians of {options.turns} turns. The parts of a step of rank 0 in ms, "
         "from profiled steps scaled to those without a profiler; `exchange` is what it spent in "

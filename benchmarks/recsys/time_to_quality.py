@@ -22,14 +22,14 @@ from nbdist import Session
 from nbdist.recsys.datasets import movielens
 
 EPOCHS, RATE, DECAY = 5, 5e-3, 0.1
-#: Of the runs that tell what an epoch takes.
+#: The number of runs that show what an epoch takes.
 MANY = 10
 #: Seconds. A run that takes longer is not repeated: what disturbs a machine for a moment is little of it.
 LONG = 60
 
 
 class Contestant(NamedTuple):
-    """How a learner is trained; `batch` rows a step over all ranks. Without ranks: in a process without nbdist."""
+    """A way to train a learner; `batch` rows a step over all ranks. Without ranks: in a process without nbdist."""
 
     name: str
     ranks: int
@@ -86,7 +86,7 @@ Run = Callable[[Contestant, int], "list[tuple[float, float]]"]
 
 
 def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, float]]:
-    """Of each epoch: the seconds since the beginning, and the validation loss."""
+    """Return for each epoch the seconds since the beginning, and the validation loss."""
     import fastai.distributed  # noqa: F401 (gives Learner distrib_ctx)
     import pandas as pd
     import torch
@@ -167,7 +167,7 @@ def _to_quality(run: Run, contestants: list[Contestant], turns: int) -> tuple[li
 
 
 def _beside_one_rank(two: Contestant, contestants: list[Contestant], times: dict[str, list[float]]) -> list[str]:
-    """What two ranks take of one whose steps have as many rows as each of theirs."""
+    """Return what two ranks take of one whose steps have as many rows as each of theirs."""
     ones = [c for c in contestants if c.fast and c.ranks == 1 and c.batch == two.batch // 2]
     return [
         f"{two.name}: {_ratio(times[two.name], times[one.name]):.2f} of {one.name} (required: {required}).\n"

@@ -1,4 +1,4 @@
-"""How fast a click model trains on 2 ranks, beside one process, TorchRec as it comes, and DDP; and how much memory
+"""Speed of a click model's training on 2 ranks, in one process, with TorchRec as it comes, and DDP; and the memory that
 a rank takes."""
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Sparse(nn.Module):
 
 
 def rows_for(steps: int, rows: int, keyed: tuple[str, ...] = ()) -> MemoryLoader:
-    """So many steps of so many rows over all ranks, alike for everybody; most are of few users and movies."""
+    """Return `steps` steps of `rows` rows over all ranks, alike for all contestants; most are of few users and
+    movies."""
     draw = torch.Generator().manual_seed(0)
     ids = {name: (torch.rand(steps * rows, generator=draw) ** 2 * size).long() for name, size in TABLES.items()}
     liked = (sum(ids.values()) + torch.randint(100_000, (steps * rows,), generator=draw)) % 2
@@ -113,7 +114,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rank tells of a turn: seconds, and the last loss."""
+    """A rank's report of a turn: seconds, and the last loss."""
 
     seconds: float
     loss: float
@@ -198,7 +199,7 @@ def one_process(width: int, rows: int, steps: int) -> Turn:
 
 @dataclass
 class Batch(Pipelineable):
-    """As TorchRec's pipelines take it."""
+    """A batch as TorchRec's pipelines take it."""
 
     features: KeyedJaggedTensor
     liked: torch.Tensor
@@ -214,7 +215,7 @@ class Batch(Pipelineable):
 
 
 class WithLoss(nn.Module):
-    """As TorchRec's pipelines take it."""
+    """A model as TorchRec's pipelines take it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -256,7 +257,7 @@ def torchrec_alone(width: int, rows: int, steps: int) -> Turn:
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who trains how."""
+    """A way to train."""
 
     name: str
     ranks: int
@@ -300,7 +301,7 @@ class Ranks:
         self.deaths: Counter[str] = Counter()
 
     def turn(self, one: Contestant, width: int, rows: int, steps: int) -> list[Turn]:
-        """What its ranks tell."""
+        """Return the reports of its ranks."""
         session = self.apart if one.tries > 1 else self.one if one.ranks == 1 else self.two
         for _ in range(one.tries - 1):
             with contextlib.suppress(RankDied):
@@ -311,8 +312,8 @@ class Ranks:
 
 
 def measure(ranks: Ranks, width: int, rows: int, steps: int, repeats: int) -> dict[str, list[float]]:
-    """Of each contestant the turns, each of all its ranks. They take turns, so that what disturbs one disturbs all; the
-    first round is for warming up."""
+    """Return each contestant's turns, each of all its ranks. They take turns, so that what disturbs one disturbs all;
+    the first round is for warming up."""
     turns: dict[str, list[float]] = {one.name: [] for one in CONTESTANTS}
     for number in range(repeats + 1):
         for one in CONTESTANTS:

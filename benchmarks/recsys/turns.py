@@ -1,4 +1,4 @@
-"""What benchmarks share whose contestants take turns on MovieLens' sets: their options, and how figures are told."""
+"""Common parts of benchmarks whose contestants take turns on MovieLens' sets: options, and formats of figures."""
 
 from __future__ import annotations
 

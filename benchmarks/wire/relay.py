@@ -1,4 +1,4 @@
-"""What it costs a training loop to print a line a batch, shown live in the notebook."""
+"""Cost for a training loop of printing a line a batch, shown live in the notebook."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def main() -> None:
         "# Printing once a batch",
         "",
         f"2 ranks in a real kernel; {options.batches} batches a run, {options.repeats} runs with a print a batch and "
-        "as many without, in turn. Times are those of a batch in the slower rank: median, and the middle half.",
+        "as many without, in turn. Times are per batch in the slower rank: median, and the middle half.",
         "",
         "| | without | with a print | difference |",
         "|---|---:|---:|---:|",

@@ -187,7 +187,7 @@ def test_launch_with_a_bar(open_notebook: Open, lab: tuple[str, Path]) -> None:
 
 
 def stop(book: Notebook) -> None:
-    """As the stop button does, without the mouse."""
+    """Interrupt as the stop button does, without the mouse."""
     book.page.keyboard.press("Escape")
     book.page.keyboard.press("i")
     book.page.keyboard.press("i")

@@ -1,7 +1,7 @@
 """cloudpickle's own test suite, run over the pickler here: `python tests/capture/cloudpickle_adapter.py FOLDER`.
 
 FOLDER holds the unpacked source distribution of the release that the suite is taken from (`make cloudpickle` fetches
-it). Inside the suite's processes `cloudpickle.dumps` and its like are those of this file; reading is plain
+it). Inside the suite's processes `cloudpickle.dumps` and its like are this file's; reading is plain
 `pickle.loads`, as the suite has it.
 """
 

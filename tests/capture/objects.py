@@ -171,7 +171,7 @@ def make() -> dict[str, dict[str, Any]]:
 
 
 class Absent:
-    """What this Python, or this release of a library, does not have."""
+    """Cases that this Python, or this release of a library, does not have."""
 
     def __init__(self, why: Exception) -> None:
         self.why = why
@@ -206,7 +206,7 @@ def there_and_back(obj: Any) -> Any:
 
 
 def same(a: Any, b: Any, seen: frozenset[tuple[int, int]] = frozenset()) -> bool:
-    """Whether two objects are of one type and hold the same, to the bottom."""
+    """Return whether two objects are of one type and hold the same, to the bottom."""
     import numpy as np
     import pandas as pd
     import polars as pl

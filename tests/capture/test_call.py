@@ -1,4 +1,4 @@
-"""What a call takes along: imports=, need=, and everything that the function uses without being told."""
+"""The capture of a call: imports=, need=, and everything that the function uses without an argument that says so."""
 
 from __future__ import annotations
 

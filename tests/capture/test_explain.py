@@ -1,4 +1,4 @@
-"""What `explain` says of a call."""
+"""`explain` names what travels with a call, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is set in the notebook holds in the ranks."""
+"""Settings of the notebook hold in the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebooks of test_side_by_side.py define."""
+"""Definitions of the notebooks of test_side_by_side.py."""
 
 # %% steady
 import os

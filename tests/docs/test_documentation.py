@@ -122,7 +122,7 @@ def check(wanted: str, *got: str) -> None:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """One for all pages, which begin with an empty notebook, so that libraries are imported once."""
+    """Start one kernel for all pages, which begin with an empty notebook, so that libraries are imported once."""
     folder = tmp_path_factory.mktemp("pages")
     # No data set is downloaded: there is nothing at that port.
     env = {"FASTAI_HOME": str(folder / "fastai"), "https_proxy": "http://127.0.0.1:9", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -201,7 +201,7 @@ def test_the_tables_of_messages_are_those_of_the_protocol() -> None:
 
 
 def test_messages_of_troubleshooting_are_in_the_code() -> None:
-    """Of each message that the page quotes, the longest part without names and numbers is in a text of nbdist's."""
+    """The longest part without names and numbers of each message on the page is in a text of nbdist's."""
     texts = "\n".join(
         node.value
         for file in (ROOT / "nbdist").rglob("*.py")

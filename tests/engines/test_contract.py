@@ -31,7 +31,7 @@ Engine = str | RayOptions
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.long("clusters of Ray"))], scope="module")
 def engine(request: pytest.FixtureRequest) -> Engine:
-    """This machine, or a cluster of two nodes, over which ranks are spread."""
+    """An engine: this machine, or a cluster of two nodes, over which ranks are spread."""
     if request.param == "local":
         return "local"
     return RayOptions(address=request.getfixturevalue("ray_cluster").address, placement="spread")
@@ -290,7 +290,7 @@ def test_three_ranks_that_wait_for_one_another(engine: Engine) -> None:
 
 
 def test_a_stop_frees_ranks_that_wait_for_each_other(engine: Engine) -> None:
-    """They are in C++ code, where no signal is heard, and no peer leaves."""
+    """The ranks are in C++ code, where no signal is handled, and no peer leaves."""
 
     def wait_for_each_other() -> None:
         dist.recv(torch.ones(1), src=1 - dist.get_rank())

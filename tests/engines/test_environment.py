@@ -1,4 +1,4 @@
-"""Environment variables that count before a rank can set them: those of imports, and those that open sockets."""
+"""Environment variables that count before a rank can set them: read by imports, or when sockets are opened."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ seen = os.environ.get("READ_AT_IMPORT"), os.environ["LOCAL_RANK"]
 
 @pytest.mark.long("interpreters of their own")
 def test_fresh_interpreters_have_all_variables_before_any_import(kernel: Kernel) -> None:
-    """What a library reads when it is imported comes too late for the fork server, unless it is known to be read."""
+    """A variable that a library reads on import is too late for the fork server, unless this is known."""
     (kernel.cwd / "reads_variables.py").write_text(OWN_VARIABLE)
     kernel.ok("""
 import os, sys

@@ -1,4 +1,4 @@
-"""What comes from a cluster: packed on the node, taken in by a thread of the kernel, passed on in order."""
+"""Messages from a cluster: packed on the node, taken in by a thread of the kernel, passed on in order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakeDriver:
 
 
 class Heard:
-    """What a listener has passed on."""
+    """Calls that a listener has passed on."""
 
     def __init__(self, news: News) -> None:
         self.all: list[Any] = []

@@ -1,4 +1,4 @@
-"""What ranks of this machine write is read in one place, and passed on."""
+"""Output of this machine's ranks is read in one place, and passed on."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_many_ranks_connect_late_unless_the_user_says_otherwise(monkeypatch: pyt
 
 
 def limited(tmp_path: Path, ranks: int, soft: int, hard: int) -> list[str]:
-    """What a script prints that starts 4 ranks and then more, under limits of open files."""
+    """Return the output of a script that starts 4 ranks and then more, under limits of open files."""
     script = tmp_path / "script.py"
     script.write_text(cells("engines/cells/many_ranks.py")["limited"])
     shell = f"ulimit -Sn {soft}; ulimit -Hn {hard}; exec {sys.executable} {script} {ranks}"

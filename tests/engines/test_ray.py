@@ -1,4 +1,4 @@
-"""What can only happen on a cluster: room, placement, versions, lost nodes, a lost head, one transfer a node."""
+"""Cases of clusters alone: room, placement, versions, lost nodes, a lost head, one transfer a node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def node_rank() -> int:
 
 
 def raylet() -> int:
-    """Which node this rank is on: the process that is its node."""
+    """Return the node of this rank: the process that is its node."""
     return next(process.pid for process in psutil.Process().parents() if process.name() == "raylet")
 
 
@@ -52,7 +52,7 @@ def raylet_of(node: Any) -> int:
 
 
 def free_cpus(cluster: Any) -> float:
-    """What the cluster's nodes have left."""
+    """Return the resources that the cluster's nodes have left."""
     free = cluster.global_state.available_resources_per_node().values()
     return float(sum(node.get("CPU", 0.0) for node in free))
 
@@ -126,7 +126,7 @@ def test_a_resource_of_ones_own_chooses_the_node(ray_cluster: Any) -> None:
 
 
 def test_a_gpu_for_each_rank_is_its_own(ray_cluster: Any, tmp_path: Path) -> None:
-    """Ray believes what a node says of its GPUs: there are none here, but the ranks are told which would be theirs."""
+    """Ray believes what a node says of its GPUs: there are none here, but the ranks are given their numbers."""
     node = ray_cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
     try:
         options = RayOptions(address=ray_cluster.address, gpus=1, linger=0.0)
@@ -213,7 +213,7 @@ def test_captured_data_goes_to_each_node_once(options: RayOptions) -> None:
         return float(data.sum())
 
     def private() -> list[int]:
-        """Bytes that are a rank's own: not those of a segment that it maps, whoever else has read them by now."""
+        """Return the bytes that are a rank's own: not a segment that it maps, whoever else has read it by now."""
         found = [psutil.Process(pid).memory_info() for pid in own.run_all(os.getpid)]
         return [info.rss - info.shared for info in found]
 

@@ -82,7 +82,7 @@ def test_a_learner_returns_ready_for_use(session: Session, ratings: pd.DataFrame
 
 @pytest.mark.long("larger trainings")
 def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) -> None:
-    """As it does on a machine with one GPU."""
+    """Accelerate leaves it on a machine with one GPU, too."""
 
     def left() -> Learner:
         from accelerate import Accelerator
@@ -149,7 +149,7 @@ def test_options_for_ddp_are_the_users(session: Session, ratings: pd.DataFrame) 
 
 
 def test_the_loss_shown_is_the_mean_of_all_ranks(session: Session, ratings: pd.DataFrame) -> None:
-    """It comes with the gradients; a loss that a callback has put in its place afterwards is gathered."""
+    """The loss comes with the gradients; one that a callback has put in its place afterwards is gathered."""
 
     def recorded(frame: pd.DataFrame, doubled: bool) -> tuple[list[float], list[float]]:
         import fastai.distributed  # noqa: F401
@@ -212,7 +212,7 @@ def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None
 @pytest.mark.long("larger trainings")
 @pytest.mark.slow
 def test_nothing_is_said_of_arrays_that_pandas_made_read_only(kernel: Kernel) -> None:
-    """pandas 3 hands out read-only arrays, of which torch warns once in each process."""
+    """pandas 3 hands out read-only arrays, and torch warns of them once in each process."""
     kernel.ok("import numpy as np, pandas as pd\nfrom nbdist import Session, in_ddp")
     kernel.ok("frame = pd.DataFrame({'user': [1, 2] * 50, 'title': ['a', 'b', 'c', 'd'] * 25, 'rating': 3.0})")
     kernel.ok(

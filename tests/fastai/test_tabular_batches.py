@@ -59,7 +59,7 @@ def tabular(targets: list[str], cont: list[str]) -> TabularPandas:
 
 
 def batches(loader: Any) -> list[list[torch.Tensor]]:
-    """Those of two epochs, drawn from the same seed each time."""
+    """Return the batches of two epochs, drawn from the same seed each time."""
     set_seed(3)
     loader.rng.seed(3)
     return [list(batch) for _ in range(2) for batch in loader]

@@ -190,7 +190,7 @@ def test_a_distributed_checkpoint_of_two_ranks_is_loaded_by_three(ddp: Launcher,
 
 
 def hugging_face_style() -> tuple[int, int, bool, list[int]]:
-    """What `transformers` and its like do: accelerate's state from the environment, main process first, gathering."""
+    """Work like `transformers`: accelerate's state from the environment, main process first, gathering."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 

@@ -1,4 +1,4 @@
-"""Calls in the background: where their output goes, also where nobody watches; that they say when they fail."""
+"""Calls in the background: where their output goes, also where no page shows it; that they say when they fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_title_of_the_status() -> None:
 
 @pytest.mark.slow
 def test_a_notebook_that_a_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As nbconvert and papermill do: they hear nothing of a cell that is done."""
+    """Programs such as nbconvert and papermill receive nothing from a cell that is done."""
     monkeypatch.setenv("PYTHONPATH", ROOT)
     cells = """
     import time

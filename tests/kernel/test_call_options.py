@@ -1,4 +1,4 @@
-"""What can be chosen for one call: options, ranks, an argument for each rank, how it is waited for."""
+"""Choices for one call: options, ranks, an argument for each rank, how it is waited for."""
 
 from __future__ import annotations
 

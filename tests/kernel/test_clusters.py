@@ -78,7 +78,7 @@ def machines(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def of_ray(parent: int) -> list[psutil.Process]:
-    """What a process has started, in whatever session, that is Ray's."""
+    """Return the processes of Ray that a process has started, in whatever session."""
     found = []
     for one in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

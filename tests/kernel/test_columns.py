@@ -19,7 +19,7 @@ FIRST_CELL = "import time, torch.distributed as dist\nfrom nbdist import in_ddp"
 
 
 def last(result: Result) -> dict[str, Any]:
-    """What is seen in the end: one display, and its updates."""
+    """Return what a page shows in the end: one display, and its updates."""
     displays = [one for one in result.outputs if "data" in one and one["kind"] != "comm_msg"]
     assert [one["kind"] for one in displays] == ["display_data"] + ["update_display_data"] * (len(displays) - 1)
     assert len({one["transient"]["display_id"] for one in displays}) == 1

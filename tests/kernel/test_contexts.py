@@ -44,13 +44,13 @@ def ctx(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_waits_for_the_garbage_collector() -> Iterator[None]:
-    """Such as the workers of a loader that an exception's frames refer to."""
+    """Collect garbage, such as the workers of a loader that an exception's frames refer to."""
     yield
     gc.collect()
 
 
 def _semaphores() -> list[str]:
-    """Those of this process: their names do not say whose they are, but who has them mapped."""
+    """Return the semaphores of this process: names do not show the owner, but mappings do."""
     with open("/proc/self/maps") as file:
         return [line.split()[-1] for line in file if "/dev/shm/sem.mp-" in line]
 
@@ -486,7 +486,7 @@ def test_data_loader_whose_workers_stay() -> None:
 
 @pytest.mark.parametrize("at", [0, 200], ids=["before it has sent anything", "later"])
 def test_data_loader_loses_a_worker(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told; torch itself looks after five seconds, and here it does not."""
+    """The loader is notified; torch itself looks after five seconds, and here it does not."""
     look = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(look, "__defaults__", (10_000.0,))  # its `timeout`
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -601,10 +601,10 @@ def test_after_threads_in_the_kernel(cell: Cell) -> None:
 
 def test_loader_with_cuda_live_in_the_kernel(cell: Cell) -> None:
     """Without a GPU, as far as that goes: what torch knows of a live CUDA is set, a fork would be a bad one, as torch
-    calls it, and a thread holds a lock that a fork would find locked for ever, as those of CUDA's driver do."""
+    calls it, and a thread holds a lock that a fork would find locked for ever, as threads of CUDA's driver do."""
     cell(POOL)
     cell(CELLS["CUDA live in the kernel"])
-    text = cell(CELLS["a loader beside it"]).text
+    text = cell(CELLS["a loader with it"]).text
     assert "[[0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] 2" in text and "[False, False]" in text
 
 

@@ -111,7 +111,7 @@ def test_a_password_is_not_shown(notebook: Kernel) -> None:
 
 
 def asked(notebook: Kernel) -> bool:
-    """Whether the kernel has asked for a line, once for each time."""
+    """Return whether the kernel has asked for a line, once for each time."""
     with contextlib.suppress(queue.Empty):
         return bool(notebook.client.get_stdin_msg(timeout=0.2))
     return False

@@ -1,4 +1,4 @@
-"""What other front ends do otherwise than a plain kernel's client: VS Code's requests, plots of plotly, marimo."""
+"""Differences of other front ends from a plain kernel's client: VS Code's requests, plots of plotly, marimo."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VSCode(Kernel):
     """A kernel driven as Microsoft's Jupyter extension does: see `executeSilently` and `executeCodeCell` there."""
 
     def hidden(self, code: str) -> Result:
-        """What the extension runs for itself, before the first cell and between cells."""
+        """Code that the extension runs for itself, before the first cell and between cells."""
         asked = {"silent": False, "store_history": False, "allow_stdin": True, "stop_on_error": False}
         result = self.finish(str(self.client.execute(code, **asked)))
         assert result.error is None, result.traceback
@@ -114,14 +114,14 @@ def test_a_figure_of_plotly_hears_a_click_during_a_call(notebook: Kernel) -> Non
 
 
 def said(page: Page) -> bool:
-    """Whether something was displayed."""
+    """Return whether something was displayed."""
     return any(page.shown(message) for message in page.heard)
 
 
 @pytest.mark.long("other front ends")
 @needs("plotly", "anywidget")
 def test_a_figure_of_plotly_travels_with_its_data(notebook: Kernel) -> None:
-    """It says itself how it is pickled; as a widget alone it would come without them."""
+    """The figure defines its own reduction; as a widget alone it would come without its data."""
     assert notebook.ok(CELLS["a figure that travels"]).text == "FigureWidget [(1, 2, 3), (3, 2, 1)] 1\n"
 
 

@@ -1,4 +1,4 @@
-"""CUDA errors, idle GPUs and their load, as the notebook tells of them: on CPU ranks, with an imitated driver."""
+"""CUDA errors, idle GPUs and their load, as the notebook shows them: on CPU ranks, with an imitated driver."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 class FakeNvml:
-    """What of nvidia-ml-py is used, for one GPU whose processes are `processes`."""
+    """The functions of nvidia-ml-py that are used, for one GPU whose processes are `processes`."""
 
     NVMLError = LookupError
 

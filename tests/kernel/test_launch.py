@@ -239,7 +239,7 @@ def seed_all(seed: int) -> None:
 
 
 def _script() -> int:
-    """As scripts for torchrun are written: what they have made goes after the process group."""
+    """Work as scripts for torchrun do: what they have made is deleted after the process group."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     for _ in range(5):
         model(torch.ones(64, 4)).sum().backward()
@@ -328,7 +328,7 @@ def raise_bad() -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
+    """Set no end to the time in which the other ranks leave after the first failure: a call must not use it up."""
     monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 

@@ -1,4 +1,4 @@
-"""What ranks write and display arrives in the cell: nothing lost, in order, live, as the outputs it would be there."""
+"""Output and displays of ranks arrive in the cell: nothing lost, in order, live, as the outputs it would be there."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def split(data: bytes, lengths: Iterator[int]) -> Iterator[bytes]:
 
 
 def fed(reads: Iterator[bytes], pipe_kind: int = STDOUT) -> list[tuple[int, Any]]:
-    """What a pipe makes of these reads, neighbours of one kind of text joined."""
+    """Return the texts that a pipe makes of these reads, neighbors of one kind joined."""
     pipe = FrameReader(pipe_kind)
     return joined([part for read in reads for part in pipe.feed(read)])
 
@@ -134,7 +134,7 @@ def test_any_bytes_between_frames(pieces: list[bytes], lengths: list[int]) -> No
 
 
 def test_a_signal_handler_writes_in_the_middle_of_a_write() -> None:
-    """It may come between any two frames, and write all that the interrupted code may."""
+    """The handler may come between any two frames, and write all that the interrupted code may."""
     writes: list[bytes] = []
     handled = iter(["short", "long" * 10, "short"])
 
@@ -608,7 +608,7 @@ def test_widget_of_tqdm(notebook: Kernel) -> None:
 
 
 def test_output_widget_and_rich(notebook: Kernel) -> None:
-    """What rich clears while its bar grows is in its own widget, and not in the cell."""
+    """Parts that rich clears while its bar grows are in its own widget, and not in the cell."""
     result = notebook.ok(CELLS["rich"])
     assert result.outputs[0]["data"]["text/html"].count("before") == 1
     assert any("Rich" in str(o.get("data", {}).get("text/html")) for o in result.outputs)

@@ -40,7 +40,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other workers get to end after the first failure has no end itself: a call must not use it up."""
+    """Set no end to the time in which the other workers end after the first failure: a call must not use it up."""
     monkeypatch.setattr(parallel, "GRACE_AFTER_FAILURE", 10_000.0)
 
 
@@ -357,7 +357,7 @@ def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_p
         poll(lambda: len(list(tmp_path.glob("begun*"))) == 2)
         os.kill(os.getpid(), signal.SIGINT)
 
-    # Each node has room for one: the third worker's tasks wait for those of the others.
+    # Each node has room for one: the third worker's tasks wait for the others' tasks.
     nbdist.use(nbdist.RayOptions(address=ray_cluster.address, cpus=3))
     try:
         with pytest.raises(ValueError, match="say how many"):

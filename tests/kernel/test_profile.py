@@ -1,4 +1,4 @@
-"""Where the time of a call goes: traces of ranks read, matched and drawn, and what a training in a session shows."""
+"""The profile of a call's time: traces of ranks read, matched and drawn, and what a training in a session shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN, OTHER = 1, 2
 
 
 def trace(*events: tuple[str, str, float, float, int], whole: int = 1, base: int = 0) -> tuple[bytes, int]:
-    """What a rank records: a trace as the profiler writes it, and how many whole steps it has.
+    """Return what a rank records: a trace as the profiler writes it, and how many whole steps it has.
 
     The events are (name, category, start, end, thread), with times in milliseconds.
     """

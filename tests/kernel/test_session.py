@@ -121,7 +121,7 @@ def test_calls_take_turns_and_see_values_as_they_were(session: Session) -> None:
 
 
 def waits_for(folder: str) -> str:
-    """Leaves a file when it begins and one when it is told to stop."""
+    """Leaves a file when it begins and one when it is stopped."""
     begun = os.path.join(folder, f"begun-{dist.get_rank()}")
     try:
         open(begun, "w").close()
@@ -218,7 +218,7 @@ def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest
 
 
 def test_a_process_group_that_somebody_keeps_beyond_its_end() -> None:
-    """As models and held frames do. Its store must not take the next one's file for its own when it goes at last."""
+    """Models and held frames keep one. Its store must not take the next one's file for its own when it goes at last."""
 
     def keep() -> None:
         import __main__
@@ -365,7 +365,7 @@ def test_a_thousand_calls_with_failures_leave_nothing(session: Session) -> None:
 def test_calls_that_fail_before_their_data_is_read_leave_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those do that are interrupted there, since another rank has failed."""
+    """A failure of another rank interrupts such imports."""
     (tmp_path / "only_in_notebooks.py").write_text('import os\nassert "RANK" not in os.environ\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     data = torch.zeros(1 << 19)
@@ -385,7 +385,7 @@ def test_calls_that_fail_before_their_data_is_read_leave_no_descriptor(
 
 
 class Interrupted(BaseException):
-    """What the signal handler raises: as KeyboardInterrupt, and not to be mistaken for that of pytest."""
+    """The exception of the signal handler: like KeyboardInterrupt, and not to be mistaken for the one of pytest."""
 
 
 def test_an_interrupt_at_any_moment_gives_the_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:

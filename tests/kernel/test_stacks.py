@@ -1,4 +1,4 @@
-"""Where ranks are: asked of a running call, said when a call takes too long, read from what faulthandler writes."""
+"""Stacks of ranks: asked of a running call, shown when a call takes too long, read from faulthandler's text."""
 
 from __future__ import annotations
 

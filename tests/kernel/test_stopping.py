@@ -1,4 +1,4 @@
-"""What a user reads who has stopped a call, or made a mistake: what happened and where, without nbdist's insides."""
+"""Messages after a stopped call or a mistake: what happened and where, without nbdist's insides."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ FIRST_CELL = "import asyncio, sys, time, torch.distributed as dist\nfrom nbdist 
 
 
 def is_short(result: Result) -> bool:
-    """Whether a traceback shows the user's own lines alone."""
+    """Return whether a traceback shows the user's own lines alone."""
     return len(result.plain_traceback.splitlines()) < 12 and f"{ROOT}/nbdist" not in result.plain_traceback
 
 
 def stopped(kernel: Kernel, code: str, begun: int = 2, presses: int = 1) -> Result:
-    """What a cell says that was stopped when so many files `begun*` were there; a file `pressed` is there then."""
+    """Return the output of a cell stopped when `begun` files `begun*` were there; a file `pressed` is there then."""
     for file in [*kernel.cwd.glob("begun*"), *kernel.cwd.glob("pressed")]:
         file.unlink()
     cell = kernel.start(code)
@@ -87,7 +87,7 @@ def pressing(pid: int) -> None:
 
 
 def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a second one while the ranks are asked to leave, which may take a while where there are many."""
+    """Example: a second press while the ranks are asked to leave, which may take a while where there are many."""
 
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -193,7 +193,7 @@ class Stopped:
 
 @pytest.mark.parametrize("call", ["in_ddp(2, sleep, 0)", "parallel_map(sleep, range(2))"])
 def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None:
-    """As one is that comes right before the kernel waits: Python does not hear of it before the end of that."""
+    """Python does not handle a press that comes right before the kernel waits, until the wait ends."""
     notebook.ok(CELLS["the notebook's main thread misses each press"])
     try:
         assert stopped(notebook, call).error == "KeyboardInterrupt"

@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 class Page:
-    """A front end of a kernel: what it has heard, and the widgets that it knows by that."""
+    """A front end of a kernel: the messages that it has received, and the widgets that it knows by that."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -181,7 +181,7 @@ def test_a_widget_of_the_notebook_is_heard_in_all_ranks(notebook: Kernel, page: 
 
 
 def asked_again(page: Page) -> dict[str, Any]:
-    """What a page that is loaded again asks, and gets: the states of all widgets by their ids."""
+    """Ask as a page that is loaded again does, and return the answer: the states of all widgets by their ids."""
     info = page.send("kernel_info_request", {})
     known = page.send("comm_info_request", {"target_name": "jupyter.widget"})
     replies: dict[str, Any] = {}

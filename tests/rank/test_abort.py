@@ -1,4 +1,4 @@
-"""Ranks that wait where no signal reaches them are let go: by what aborts their own process groups."""
+"""Ranks that wait where no signal reaches them are released: by what aborts their own process groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nbdist.wire import stacks
 
 
 class HeldGroup(dist.ProcessGroup):  # type: ignore[misc]
-    """Waits as NCCL's do: hears no signal, does not notice that others leave, and ends by `abort` alone."""
+    """Waits as NCCL's do: handles no signal, does not notice that others leave, and ends by `abort` alone."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -107,7 +107,7 @@ def test_a_group_that_cannot_be_left_costs_the_ranks_and_not_the_session() -> No
 
 
 class NeverEnds:
-    """As gloo's process group, where gloo has missed that the other side of a transfer is gone."""
+    """A group like gloo's, where gloo has missed that the other side of a transfer is gone."""
 
     def __del__(self) -> None:
         time.sleep(1000)

@@ -17,7 +17,7 @@ from cells import cells
 
 from nbdist import Session
 
-#: A signal of which Python hears between two of its steps, with a system call in between that does not end for it.
+#: A signal that Python handles between two of its steps, with a system call in between that does not end for it.
 UNHEARD = cells("rank/cells/interrupts.py")["unheard"]
 
 

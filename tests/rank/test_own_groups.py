@@ -24,7 +24,7 @@ def open_to_others() -> list[str]:
 
 
 def remade() -> list[str]:
-    """Make a group anew, as scripts for torchrun do."""
+    """Make a group again, as scripts for torchrun do."""
     dist.destroy_process_group()
     dist.init_process_group("gloo")
     dist.barrier()

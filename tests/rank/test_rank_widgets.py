@@ -1,4 +1,4 @@
-"""What the page says to widgets of a rank."""
+"""Messages of the page to widgets of a rank."""
 
 from __future__ import annotations
 

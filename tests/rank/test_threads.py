@@ -27,7 +27,7 @@ def thread_times() -> dict[str, float]:
 
 
 def working_threads() -> int:
-    """How many threads work on a product of two NumPy matrices."""
+    """Return how many threads work on a product of two NumPy matrices."""
     import numpy as np
 
     a = np.random.default_rng(0).random((700, 700))

@@ -1,4 +1,4 @@
-"""What a rank says, and does not say, when it enters its process group."""
+"""Output of a rank that enters its process group: warnings that help, and no others."""
 
 from __future__ import annotations
 

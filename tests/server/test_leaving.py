@@ -1,4 +1,4 @@
-"""How processes end: children of the kernel leave its ranks alone, ranks that leave lose nothing."""
+"""The ends of processes: children of the kernel leave its ranks alone, ranks that leave lose nothing."""
 
 from __future__ import annotations
 

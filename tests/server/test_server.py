@@ -208,7 +208,7 @@ int cuDeviceGetCount(int *count) { *count = 1; return initialised ? 0 : 3; }
 
 
 def driver_state(path: str) -> int | None:
-    """What the imitated driver answers in this process; None where it is not even loaded."""
+    """Return what the imitated driver answers in this process; None where it is not even loaded."""
     try:
         driver = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
     except OSError:
@@ -234,7 +234,7 @@ def test_modules_that_initialise_cuda_are_left_to_the_ranks(
     pid = in_ddp(1, os.getppid)
     for module in ("loads_driver", "uses_driver", "asks_torch"):
         forkserver.server().ask("preload", [module], sys.path)
-    # A driver that is only loaded does no harm; that of which `cuInit` was called is gone with what called it.
+    # A driver that is only loaded does no harm; one with a call of `cuInit` is gone with the caller.
     assert in_ddp(1, lambda: ("uses_driver" in sys.modules, driver_state(library), os.getppid())) == (False, 3, pid)
     assert in_ddp(1, lambda: (sys.modules["asks_torch"].asked, os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"))) == (
         "1",

@@ -1,4 +1,4 @@
-"""What goes wrong in the fork server ends the launch that it belongs to, and no other session."""
+"""Errors in the fork server end the launch that they belong to, and no other session."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_server_killed_between_two_forks(monkeypatch: pytest.MonkeyPatch) -> N
     ask = forkserver.ForkServer.ask
 
     def began() -> bool:
-        """Whether the first rank is there, and holds the server's end of the connection no more."""
+        """Return whether the first rank is there, and holds the server's end of the connection no more."""
         outputs = [os.readlink(f"/proc/{one.pid}/fd/1") for one in (server(), *server().children())]
         return len(set(outputs)) > 1
 
@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_before_it_forks(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only on Linux the kernel sees a rank end by itself")
 def test_a_rank_dies_while_the_server_hangs() -> None:
-    """It is resumed only when the call has ended: one that waited for its word would wait forever."""
+    """The server is resumed only when the call has ended: one that waited for its word would wait forever."""
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         stopped = server()

@@ -1,4 +1,4 @@
-"""What a session has sent is not sent again while it is the same; what changed always is."""
+"""Data that a session has sent are not sent again while they are the same; what changed always is."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import pytest
 from cells import cells
 
 #: In namespaces of its own there is a name server that counts the questions and answers none; ranks join there as those
-#: of several machines do. Exit code 77: this machine lets nobody make namespaces.
-SCRIPT = cells("wire/cells/name_server.py")["ranks beside a name server"]
+#: of several machines do. Exit code 77: this machine does not allow namespaces.
+SCRIPT = cells("wire/cells/name_server.py")["ranks with a name server"]
 
 
 @pytest.mark.long("interpreters of their own")

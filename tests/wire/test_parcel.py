@@ -1,4 +1,4 @@
-"""What is packed is read again as it was; big buffers travel once, beside the pickle, and are private to the reader."""
+"""Packed objects are read as they were; big buffers travel once, outside the pickle, and are private to the reader."""
 
 from __future__ import annotations
 

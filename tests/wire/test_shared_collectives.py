@@ -51,7 +51,7 @@ def test_as_torch_does_it(session: Session, dtype: torch.dtype) -> None:
 
 
 def test_small_ones_go_along(session: Session) -> None:
-    """A loss with its gradients, of which there may be more than fits at once."""
+    """A loss with its gradients; there may be more than fits at once."""
 
     def together() -> None:
         shared, rank, mean = opened(), dist.get_rank(), (dist.get_world_size() - 1) / 2
@@ -181,7 +181,7 @@ def raise_it() -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
+    """Set no end to the time in which the other ranks leave after the first failure: a call must not use it up."""
     monkeypatch.setattr(waiting, "GRACE_AFTER_FAILURE", 10_000.0)
 
 

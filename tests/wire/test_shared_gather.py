@@ -71,7 +71,7 @@ def test_what_was_found_holds_until_the_next_call(session: Session) -> None:
 
 
 def test_a_rank_that_has_failed_alone_is_in_step_again(session: Session) -> None:
-    """As one is that was interrupted before it met the others."""
+    """The rank is like one that was interrupted before it met the others."""
 
     def fail() -> None:
         shared = open_shared_collectives()

@@ -175,7 +175,7 @@ def raise_it() -> None:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the other ranks get to leave after the first failure has no end itself: a call must not use it up."""
+    """Set no end to the time in which the other ranks leave after the first failure: a call must not use it up."""
     monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 

@@ -1,4 +1,4 @@
-"""Cells of test_call.py: functions, and everything that they use without being told."""
+"""Cells of test_call.py: functions, and everything that they use without an argument that says so."""
 
 # %% mistakes
 import psutil

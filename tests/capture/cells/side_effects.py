@@ -1,4 +1,4 @@
-"""What test_side_effects.py runs as a script and as a cell."""
+"""Code that test_side_effects.py runs as a script and as a cell."""
 
 # %% a script
 import course.extras  # noqa: F401

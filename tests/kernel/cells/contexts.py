@@ -76,7 +76,7 @@ if (child := os.fork()) == 0:
     os._exit(torch.cuda._is_in_bad_fork() + 2 * torch.cuda._initialized + 4 * driver.locked())
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7, "so it is in a fork of the kernel"
 
-# %% a loader beside it
+# %% a loader with it
 ctx = nbdist.context("multiprocessing")
 batches = list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context=ctx))
 print([batch[0, :3].tolist() for batch in batches], len({int(batch[0, 3]) for batch in batches}))

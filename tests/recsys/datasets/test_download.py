@@ -41,7 +41,8 @@ def md5(body: bytes) -> str:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers with `body`, or with 404 when there is none. Each of `cuts` ends one answer after so many bytes."""
+    """Answers with `body`, or with 404 when there is none. Each of `cuts` ends one answer after this number of
+    bytes."""
 
     daemon_threads = False
 
@@ -97,7 +98,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def closed_port() -> Iterator[int]:
-    """A port that nothing listens at: bound, so that nobody else can take it meanwhile."""
+    """A port that nothing listens at: bound, so that no other process can take it meanwhile."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
@@ -128,7 +129,7 @@ def test_a_download_is_unpacked_with_all_that_it_has(server: Server, tmp_path: P
 def test_one_that_breaks_off_is_gone_on_with(
     server: Server, tmp_path_factory: pytest.TempPathFactory, cuts: list[int], ranges: bool
 ) -> None:
-    """Whether or not the server knows about ranges."""
+    """A download goes on, also if the server does not know about ranges."""
     folder = tmp_path_factory.mktemp("data")
     server.cuts, server.ranges, server.asked = list(cuts), ranges, []
     fetch(server, folder / "set")
@@ -226,7 +227,7 @@ def test_killed_while_unpacking(server: Server, tmp_path: Path, monkeypatch: pyt
 
 
 def test_of_several_that_want_the_same_one_downloads(server: Server, tmp_path: Path) -> None:
-    """As ranks do. The lock is one between open files, so threads stand in for processes."""
+    """Ranks do that. The lock is one between open files, so threads stand in for processes."""
     server.gate.clear()
     with ThreadPoolExecutor(3) as pool:
         try:

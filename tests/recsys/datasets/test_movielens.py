@@ -43,7 +43,7 @@ NAMES = list(FILES)
 
 @pytest.fixture(autouse=True)
 def away_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's own data, cache or proxy has a part in these tests, and the sets have 3 ratings each. Returns the
+    """Data, cache and proxy of the user have no part in these tests, and the sets have 3 ratings each. Returns the
     folder that is fastai's cache."""
     monkeypatch.delenv("NBDIST_DATA", raising=False)
     monkeypatch.setenv("FASTAI_HOME", str(tmp_path / "fastai"))

@@ -1,4 +1,4 @@
-"""Invented data holds what it promises: shape, popularity, and a structure that can be learnt."""
+"""Invented data holds what it promises: shape, popularity, and a structure that can be learned."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def least_squares(
 
 @pytest.mark.long("25 million ratings")
 def test_movielens_25m_in_well_under_a_minute_and_bounded_memory() -> None:
-    """In a process of its own: what it needs at the most, beside the libraries."""
+    """In a process of its own: what it needs at the most, in addition to the libraries."""
     code = """
 import resource, time
 from nbdist.recsys.datasets.synthetic import synthetic_ratings

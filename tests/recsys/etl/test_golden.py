@@ -1,4 +1,4 @@
-"""Workflows that were saved once load, answer and are served as they were then, and are fitted anew to the same."""
+"""Workflows that were saved once load, answer and are served as they were then, and are fitted again to the same."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def frame_of(rows: list[Any]) -> pl.DataFrame:
 
 
 def learnable(rows: list[Any]) -> bool:
-    """Whether there is a price and a label to learn from."""
+    """Return whether there is a price and a label to learn from."""
     return any(known(row[3]) for row in rows) and any(row[5] is not None for row in rows)
 
 
@@ -503,7 +503,7 @@ def test_values_that_differ_by_rounding_alone_are_one(step: Any) -> None:
 
 
 def test_other_rows_than_those_of_fit_are_refused(tmp_path: Path) -> None:
-    """Coin flips: a row that sees its own target in a mean has a column that tells it."""
+    """Coin flips: a row that sees its own target in a mean has a column that shows it."""
     draw = np.random.default_rng(0)
     flips = {"user": draw.integers(0, 200, 2000), "label": draw.integers(0, 2, 2000), "time": range(2000)}
     rows = pl.DataFrame(flips).with_columns(gain=pl.col("label") + 0.5, name=pl.col("user").cast(pl.String))

@@ -1,4 +1,4 @@
-"""What training never saw has the mean of what it saw, and not the vector that its table happened to begin with."""
+"""Values that training never saw have the mean of the known ones, and not the vector that a table began with."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_ranks_that_do_not_agree_are_told(sessions: Sessions, tmp_path: Path) ->
 
 
 def nothing_to_take(folder: Path) -> None:
-    """Nothing that a loader would read is there, or anywhere beside it that a pattern finds."""
+    """Nothing that a loader would read is there, or anywhere else that a pattern finds."""
     assert not folder.exists()
     for files in (folder, folder.parent, folder.parent / "*.parquet", folder.parent / "*" / "*.parquet"):
         with pytest.raises(FileNotFoundError):

@@ -104,7 +104,7 @@ def test_batches_of_lists_and_series() -> None:
             MemoryLoader({"x": column}, 1)
 
 
-# -- Integers, and other types, that are not those of fit
+# -- Integers, and other types, that differ from fit
 
 
 @pytest.mark.parametrize("given", [pl.Int8, pl.Int16, pl.Int64, pl.UInt8, pl.UInt32, pl.UInt64])

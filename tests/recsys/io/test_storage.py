@@ -24,7 +24,7 @@ ROWS = 480_000
 
 @pytest.fixture(scope="module")
 def query() -> Iterator[str]:
-    """How an S3 server in this process is reached; it has an empty bucket."""
+    """Start an S3 server in this process and return how to reach it; it has an empty bucket."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

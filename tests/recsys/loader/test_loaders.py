@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def table(rows: int, first: int = 0) -> pa.Table:
-    """Rows that can be told apart, the same from every column: `row`, and lists of `row % 4` numbers."""
+    """Rows that can be distinguished, the same from every column: `row`, and lists of `row % 4` numbers."""
     row = np.arange(first, first + rows)
     return pa.table(
         {
@@ -111,7 +111,7 @@ def no_thread_survives() -> Iterator[None]:
 
 
 def check_epochs(make: Any, s: dict[str, Any]) -> None:
-    """What holds for any loader over the rows 0 .. total - 1, made with a rank by `make`."""
+    """Check what holds for any loader over the rows 0 .. total - 1, made with a rank by `make`."""
     total, world, batch_size = sum(s["rows"]), s["world"], s["batch_size"]
     try:
         ranks = [make(rank) for rank in range(world)]
@@ -201,7 +201,7 @@ def test_a_state_goes_on_in_mid_epoch(folder: Path, s: dict[str, Any], after: in
 @given(settings_of(), st.lists(st.tuples(st.integers(1, 5), st.integers(1, 30), st.integers(1, 9)), max_size=3))
 @settings(max_examples=10, deadline=None)
 def test_a_state_goes_on_among_other_ranks(folder: Path, s: dict[str, Any], turns: list[tuple[int, int, int]]) -> None:
-    """Of an epoch that one number of ranks after the other goes on with, each row comes once."""
+    """Each row of an epoch comes once when one number of ranks after the other goes on with it."""
     write(folder, s["rows"], s["group"])
 
     def make(world: int, batch_size: int) -> list[Any]:

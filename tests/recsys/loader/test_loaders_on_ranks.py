@@ -1,4 +1,4 @@
-"""Loaders on real ranks: with plain PyTorch, fastai's `distrib_ctx` and accelerate, nobody divides twice."""
+"""Loaders on real ranks: with plain PyTorch, fastai's `distrib_ctx` and accelerate, rows are divided once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histories are in the order of time and of nothing later; SASRec learns from them what their last item cannot tell."""
+"""Histories are in the order of time and of nothing later; SASRec learns from them what their last item cannot show."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
 def test_what_was_planted_is_learnt(
     sessions: Sessions, split: Any, workflow: Workflow, tmp_path: Path, how: str
 ) -> None:
-    """Who knew the last item alone would be right half of the time; the rule is known to the model that is."""
+    """A model of the last item alone would be right half of the time; the learned model must know the rule."""
     size = workflow.vocabularies["movie"].size
     histories(workflow, split.train).write_parquet(tmp_path / "train.parquet")
     catalogue = {"movie": torch.arange(2, size)}
@@ -263,7 +263,7 @@ def test_a_batch_without_rows() -> None:
 
 @pytest.mark.slow
 def test_a_rank_without_rows_trains_on(sessions: Sessions) -> None:
-    """The gradient is the mean of the ranks': half of that of the rank which has some."""
+    """The gradient is the mean of the ranks': half of the gradient of the rank which has some."""
     negatives = torch.tensor([2, 5, 11])
 
     def step(rows: int, share: float, parallel: Any) -> torch.Size:

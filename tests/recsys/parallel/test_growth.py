@@ -118,7 +118,7 @@ def test_what_cannot_grow_is_said(session: Session, tmp_path: Path) -> None:
             session.run(load, rows, grow)
 
     class Odd(torch.optim.Adagrad):
-        """Keeps something that nobody knows the beginning of."""
+        """Keeps something with an unknown beginning."""
 
         def step(self, closure: Any = None) -> Any:
             for parameter in self.param_groups[0]["params"]:

@@ -1,4 +1,4 @@
-"""What optimizers keep is saved as it is: saving changes no training, and a run that is resumed ends bit for bit."""
+"""State of optimizers is saved as it is: saving changes no training, and a run that is resumed ends bit for bit."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def steps(model: Any, first: int, last: int) -> None:
 
 
 def run(how: str, optimizer: str, saves: dict[int, Path], begin: Path | None = None, first: int = 0) -> Any:
-    """In a rank: eight steps, or those from `first` on after loading; saved after so many of them."""
+    """In a rank: eight steps, or those from `first` on after loading; saved after the steps in `saves`."""
     model = build(how, optimizer=OPTIMIZERS[optimizer])
     if begin is not None:
         model.load(begin)
@@ -86,7 +86,7 @@ def test_saved_and_resumed_bit_for_bit(session: Session, tmp_path: Path, how: st
 
 
 def test_a_parameter_without_gradient_costs_the_others_no_state(session: Session, tmp_path: Path) -> None:
-    """It never gets a state of its own."""
+    """The parameter never gets a state of its own."""
 
     def train(folder: Path | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def test_the_state_of_another_optimizer_is_refused(session: Session, tmp_path: P
 
 
 def test_options_of_the_new_optimizer_hold(session: Session, tmp_path: Path) -> None:
-    """What the user says now, and not what was said when the checkpoint was saved."""
+    """Options of now hold, and not the ones of the saved checkpoint."""
 
     def options(decay: float, load: bool) -> dict[str, Any]:
         model = build("replicated", optimizer=lambda p: torch.optim.Adam(p, lr=0.01 * (1 + decay), weight_decay=decay))

@@ -54,13 +54,13 @@ def sparse_adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def batch(step: int) -> torch.Tensor:
-    """Of all ranks: rows that come again, and some that are popular."""
+    """Return a batch of all ranks: rows that come again, and some that are popular."""
     draw = torch.Generator().manual_seed(step)
     return torch.cat([torch.randint(ROWS, (40,), generator=draw), torch.randint(5, (24,), generator=draw)])
 
 
 def divided(ids: torch.Tensor, ranks: int) -> tuple[torch.Tensor, ...]:
-    """What each rank gets of a batch: the last one more than others."""
+    """Divide a batch among ranks: the last one gets more than others."""
     part = len(ids) // (2 * ranks)
     return ids.split([part] * (ranks - 1) + [len(ids) - part * (ranks - 1)])
 

@@ -286,7 +286,7 @@ def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path, lay
 
 
 def test_in_ranks_the_loss_has_the_rows_of_the_rank_alone() -> None:
-    """As documented; and uneven batches hinder nobody."""
+    """Uneven batches do no harm, as documented."""
 
     def shapes() -> list[Any]:
         model = TwoTower({"user": 9}, {"movie": 9}, embedding_dim=4)

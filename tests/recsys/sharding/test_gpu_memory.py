@@ -1,4 +1,4 @@
-"""What sharded training asks of a GPU, as far as CPU ranks show it: a reserve, tables by blocks, no waiting."""
+"""Sharded training on a GPU, as far as CPU ranks show it: a reserve, tables by blocks, no waiting."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Waits(TorchDispatchMode):
 
 
 def waits_of_means() -> list[str]:
-    """Of the hook that divides by the sizes of bags, in a second step."""
+    """Return the waits of the hook that divides by the sizes of bags, in a second step."""
     from torchrec import KeyedTensor
 
     from nbdist.recsys.sharding.hooks import divide_means

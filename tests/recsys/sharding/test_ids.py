@@ -21,7 +21,7 @@ ROWS = 50
 
 
 def ask(strategy: str, ids: list[int], pooled: bool = True, **options: Any) -> torch.Tensor:
-    """In a rank: a table looked up by two features, of which the second has no ids on rank 1."""
+    """In a rank: a table looked up by two features; the second has no ids on rank 1."""
     shape: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 32, "feature_names": ["user", "friend"]}
     model: nn.Module
     if pooled:

@@ -204,7 +204,7 @@ def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
     assert type(whole) is type(tables) and all(gathered is None for _, _, gathered, _ in answers[1:])
     torch.testing.assert_close(dict(whole.state_dict()), dict(tables.state_dict()), rtol=0, atol=1e-5)
     for rank, (outputs, last, _, _) in enumerate(answers):
-        # Equal weights give equal outputs: those they all begin with, and those that were learnt.
+        # Equal weights give equal outputs: those they all begin with, and the learned ones.
         torch.testing.assert_close(outputs[0], expected[rank][0], rtol=0, atol=1e-6)
         with torch.no_grad():
             torch.testing.assert_close(last, case.output(whole, rank, case.steps), rtol=0, atol=1e-6)
@@ -459,7 +459,7 @@ def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: Sessions) 
 
 @pytest.mark.parametrize("strategies", PLANS.values(), ids=PLANS)
 def test_the_tables_that_were_given_are_let_go(sessions: Sessions, strategies: dict[str, str]) -> None:
-    """Beside its shards, a rank has no table whole."""
+    """A rank has no whole table, only its shards."""
 
     def left() -> list[str]:
         model = Clicks("cpu")
@@ -707,7 +707,7 @@ def test_ids_that_lie_apart_in_memory(sessions: Sessions) -> None:
 
 def test_tables_are_in_huge_pages(sessions: Sessions) -> None:
     def huge(start: int, size: int) -> int:
-        """How many bytes of the mappings that have these bytes are in huge pages."""
+        """Return how many bytes of the mappings that have these bytes are in huge pages."""
         inside, found = False, 0
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if heads := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -783,7 +783,7 @@ def test_the_planner_knows_how_fast_this_machine_is(sessions: Sessions) -> None:
 
 
 def test_works_again_after_a_rank_has_failed() -> None:
-    """The process group is made anew then; TorchRec would go on with groups inside the old one."""
+    """The process group is made again then; TorchRec would go on with groups inside the old one."""
 
     def fail() -> None:
         shard(bags("meta", ("a", 40, 16)), {"*": "table_row_wise"}, batch_size=8)
@@ -826,7 +826,7 @@ def test_a_plan_to_look_at() -> None:
 @pytest.mark.long("larger tables")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps_rollup")
 def test_memory_of_a_row_wise_table_while_it_is_built() -> None:
-    """Private memory of all ranks over that of a first, tiny shard() call: at most 1.1 × the table, at its highest."""
+    """Private memory of all ranks over a first, tiny shard() call's: at most 1.1 × the table, at its highest."""
     rows, columns = 1_000_000, 64
 
     def grow() -> tuple[float, float]:
@@ -931,7 +931,7 @@ def test_the_pair_as_pip_takes_it() -> None:
 
 
 def test_requirements_and_documentation_have_the_same_pairs() -> None:
-    """Those for the torch of constraints.txt in requirements/, all of them in the documentation."""
+    """The pairs for the torch of constraints.txt are in requirements/, all pairs in the documentation."""
     root = Path(__file__).parents[3]
     found = re.search(r"^torch==(\S+)", (root / "constraints.txt").read_text(), re.M)
     assert found is not None

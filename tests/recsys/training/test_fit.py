@@ -40,7 +40,7 @@ def numbers(history: History) -> list[Any]:
 
 
 def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, States]:
-    """In a rank: train, and gather; `breaks_after` so many steps there is an error."""
+    """In a rank: train, and gather; after `breaks_after` steps there is an error."""
     dropout, left = options.pop("dropout", 0.0), options.pop("breaks_after", 10**9)
     tables, keyed, seed = options.pop("tables", None), options.pop("keyed", ()), options.pop("seed", 3)
 
@@ -55,7 +55,7 @@ def train(how: str, rows: int, batch: int, **options: Any) -> tuple[History, Sta
     return history, {} if whole is None else whole.state_dict()
 
 
-# --- what is learnt ---
+# --- what is learned ---
 
 
 @pytest.mark.long("larger trainings")
@@ -404,7 +404,7 @@ def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: Sessions, tmp_path: P
 @pytest.mark.slow
 def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Sessions, tmp_path: Path) -> None:
     def warned() -> None:
-        """In a rank: as on a cluster, where one of the ranks is told in the third step."""
+        """In a rank: as on a cluster, where one of the ranks is notified in the third step."""
         from nbdist.rank import preemption
 
         seen = 0

@@ -81,7 +81,7 @@ SCHEMA = {"user": pl.String, "movie": pl.Int32, "tags": pl.List(pl.Int16), "age"
 
 
 def movies() -> pl.DataFrame:
-    """One with no genres, one whose genres nobody knows, one with a null among them."""
+    """Return movies with genres, without, with unknown ones, and with a null among them."""
     genres = [["drama", "war"], [], None, ["comedy", None], ["drama"], ["war", "comedy", "drama", "äpfel"]]
     studios = [True, None, False, True, False, None]
     return pl.DataFrame(
@@ -164,7 +164,7 @@ def model(workflow: Workflow) -> nn.Module:
 
 
 def expected(workflow: Workflow, model: nn.Module, frame: pl.DataFrame) -> np.ndarray:
-    """What the notebook's model says, by way of the workflow and a loader."""
+    """Return the predictions of the notebook's model, by way of the workflow and a loader."""
     (batch,) = MemoryLoader(workflow.transform(frame, [*CODES, "age", "kids"]).collect(), len(frame))
     with torch.no_grad():
         return click(model, batch).numpy()
@@ -279,7 +279,7 @@ def test_floats_of_a_joined_table(tmp_path: Path, dtype: Any) -> None:
 
 
 def test_requests_of_uint64_and_dates(tmp_path: Path) -> None:
-    """Hashes, half of which are no int64, and dates, which requests carry as numbers."""
+    """Hashes (half of them are no int64) and dates, which requests carry as numbers."""
     day, moment = datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1, 12)
     rows = pl.DataFrame({"u": [2**64 - 1, 5, 2**63], "d": [day, None, day], "t": [moment, moment, None]})
     rows = rows.cast({"u": pl.UInt64, "t": pl.Datetime("us")})
@@ -668,7 +668,7 @@ def purchases(rows: int, seed: int) -> pl.DataFrame:
 
 
 class Columns(nn.Module):
-    """All that it is given, beside each other; of lists the sum. So an answer shows what each step has made."""
+    """Return all inputs, in columns; of lists the sum. So an answer shows what each step has made."""
 
     def __init__(self, movies: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The script of test_name_server.py."""
 
-# %% ranks beside a name server
+# %% ranks with a name server
 import ctypes
 import fcntl
 import os
