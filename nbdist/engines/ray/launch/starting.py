@@ -96,7 +96,7 @@ def _write_port(port: int, options: Mapping[str, str]) -> None:
 
 
 def patiently(start: Callable[[], Any], fatal: Callable[[], object] = lambda: None) -> Any:
-    """Start a node, again where it was not there after the 30 seconds that Ray gives it, unless `fatal` tells why.
+    """Start a node, again where it was not there after Ray's 30 seconds, unless `fatal` returns an error.
 
     Returns what `start` does.
     """
