@@ -28,6 +28,16 @@ def own_pidfd() -> Iterator[int]:
             os.close(fd)
 
 
+def open_standard_descriptors() -> None:
+    """Open /dev/null in the place of standard descriptors that are closed.
+
+    Otherwise a socket or a pipe gets such a number, and a process that is started takes it for its input or output.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 def exit_status(pid: int) -> int | None:
     """Return the exit status of a process whose parent has not waited, as `subprocess` gives it; None if unknown."""
     try:

@@ -12,7 +12,7 @@ from conftest import poll
 
 from nbdist import NbdistError, RayOptions, in_ddp
 from nbdist.engines.ray.kernel import driver_process as process
-from nbdist.engines.ray.launch.starting import LIGHT, agent_ports, announced, as_options, environment, why
+from nbdist.engines.ray.launch.starting import LIGHT, agent_ports, announced, as_options, environment, patiently, why
 
 pytest.importorskip("ray", reason="needs Ray")
 
@@ -82,5 +82,17 @@ def test_a_ray_of_this_machine_that_does_not_start_says_why(tmp_path: Path, monk
     file.touch()
     monkeypatch.setenv("RAY_TMPDIR", str(file))
     process.release()
-    with pytest.raises(NbdistError, match=r"Ray does not start on this machine: .*no-folder"):
+    with pytest.raises(NbdistError, match=r"Ray does not start on this machine: RAY_TMPDIR must be .*no-folder"):
         in_ddp.options(engine=RayOptions())(1, int)
+
+
+def test_a_node_that_has_ended_with_an_error_is_not_started_again() -> None:
+    tries = []
+
+    def start() -> None:
+        tries.append(1)
+        raise RuntimeError("The current node timed out during startup.")
+
+    with pytest.raises(RuntimeError, match="timed out"):
+        patiently(start, lambda: "no space left")
+    assert len(tries) == 1

@@ -22,7 +22,7 @@ from ....deaths import lost_connection
 from ....errors import NbdistError
 from ....system import ending, interpreter
 from ....system.interrupts import postponed_interrupts
-from ....system.processes import blind, forget_in_children, own_pidfd
+from ....system.processes import blind, forget_in_children, open_standard_descriptors, own_pidfd
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
 from ..launch.starting import environment
@@ -56,6 +56,7 @@ class DriverProcess:
         self._sending = threading.RLock()
         self._timer: threading.Timer | None = None
         self._not_ours = False
+        open_standard_descriptors()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         address, variables = _private_ray() if options.address is None else (options.address, {})
         ours, theirs = socket.socketpair()

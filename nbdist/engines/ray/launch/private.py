@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .starting import agent_ports, announced, patiently, why
+from . import folders
+from .starting import agent_ports, announced, fatal, patiently, why
 from .stopping import family, kill
 
 
@@ -27,15 +29,26 @@ def main(kernel: str) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     logging.disable(logging.WARNING)  # Ray's notices about its start
     ports = agent_ports()
+    sessions, own = "", False
     try:
+        sessions, own = folders.temporary_folder()
         with announced(ports):
-            node = patiently(lambda: _start(ports))
+            node = patiently(lambda: _start(sessions, ports), lambda: fatal(_session(sessions)))
     except Exception as exc:
-        print(json.dumps({"refused": why(_session(), str(exc))}), flush=True)
+        print(json.dumps({"refused": why(_session(sessions), str(exc))}), flush=True)
         sys.exit(1)
+    try:
+        _serve(node, int(kernel))
+    finally:
+        if own:
+            shutil.rmtree(sessions, ignore_errors=True)
+
+
+def _serve(node: Any, kernel: int) -> None:
+    """Report the address, wait for an end of standard input or of `kernel`, and end Ray."""
     print(json.dumps({"address": node.gcs_address}), flush=True)
     ends = select.poll()
-    for fd in (0, int(kernel)):
+    for fd in (0, kernel):
         if fd >= 0:
             ends.register(fd, select.POLLIN)
     ends.poll()
@@ -44,20 +57,21 @@ def main(kernel: str) -> None:
     kill(processes)
 
 
-def _start(ports: Mapping[str, Any]) -> Any:
+def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
     """Start Ray as `ray.init(address="local")` does, which takes no ports."""
     import ray._private.node
     import ray._private.parameter
 
-    parameters = ray._private.parameter.RayParams(include_dashboard=False, **ports)
+    parameters = ray._private.parameter.RayParams(
+        include_dashboard=False, temp_dir=sessions, **folders.store(sessions), **ports
+    )
     return ray._private.node.Node(parameters, head=True, spawn_reaper=True, ray_init_cluster=True)
 
 
-def _session() -> str:
-    """The folder of the Ray that this process has started; empty where it came to none.
+def _session(sessions: str) -> str:
+    """The folder in `sessions` of the Ray that this process has started; empty where it came to none.
 
-    Ray chooses the place, and ends the name with the process id.
+    Ray ends the name with the process id.
     """
-    place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    folders = glob.glob(os.path.join(place, "ray", f"session_*_{os.getpid()}"))
-    return max(folders, key=os.path.getmtime, default="")
+    found = glob.glob(os.path.join(glob.escape(sessions), f"session_*_{os.getpid()}"))
+    return max(found, key=os.path.getmtime, default="")

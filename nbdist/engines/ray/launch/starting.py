@@ -95,8 +95,11 @@ def _write_port(port: int, options: Mapping[str, str]) -> None:
         os.rename(file.name, path)
 
 
-def patiently(start: Callable[[], Any]) -> Any:
-    """Start a node, again where it was not there after the 30 seconds that Ray gives it. Returns what `start` does."""
+def patiently(start: Callable[[], Any], fatal: Callable[[], object] = lambda: None) -> Any:
+    """Start a node, again where it was not there after Ray's 30 seconds, unless `fatal` returns an error.
+
+    Returns what `start` does.
+    """
     import psutil
 
     for attempt in range(ATTEMPTS):
@@ -104,7 +107,7 @@ def patiently(start: Callable[[], Any]) -> Any:
         try:
             return start()
         except Exception as exc:
-            if attempt + 1 == ATTEMPTS or "timed out during startup" not in str(exc):
+            if attempt + 1 == ATTEMPTS or "timed out during startup" not in str(exc) or fatal():
                 raise
             kill(family(process.pid for process in set(psutil.Process().children()) - before))
     raise AssertionError("unreachable")
@@ -117,16 +120,27 @@ def why(session: str, said: str) -> str:
         session: The folder of this start, such as /tmp/ray/session_2026-…; it may be missing.
         said: What Ray itself said of it.
     """
-    if any(_SLOW.search(line) for line in _lines(session, "raylet*")):
+    if _slow(session):
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]
         return (
             f"an agent of Ray was not ready after the 15 seconds that Ray waits for it: this machine is busy (load "
             f"average {load:.1f} on {cores} core{'s' * (cores > 1)}). Try again when other programs have ended, or use "
             f"a Ray that runs already: RayOptions(address=...)"
         )
-    fatal = [next(filter(None, found.groups())) for line in _lines(session, "*") if (found := _FATAL.search(line))]
     logs = f" (Ray's logs: {session}/logs)" if os.path.isdir(session) else ""
-    return f"{(fatal or [said.strip() or 'Ray says nothing'])[-1].strip()[:500]}{logs}"
+    return f"{(fatal(session) or said.strip() or 'Ray says nothing')[:500]}{logs}"
+
+
+def fatal(session: str) -> str:
+    """Return the error with which a process of a node has ended, by the node's logs; empty where it was just slow."""
+    if _slow(session):
+        return ""
+    found = [next(filter(None, one.groups())) for line in _lines(session, "*") if (one := _FATAL.search(line))]
+    return found[-1].strip() if found else ""
+
+
+def _slow(session: str) -> bool:
+    return any(_SLOW.search(line) for line in _lines(session, "raylet*"))
 
 
 def _lines(session: str, name: str) -> list[str]:

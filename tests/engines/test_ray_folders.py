@@ -1,0 +1,92 @@
+"""The folders of a Ray of this machine: another one is used where Ray could not use its own choice."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import poll
+
+from nbdist.engines.ray.launch import folders
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a short name, as the only place for others."""
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(folders, "_OTHERS", ("/missing", "/tmp"))
+    place = Path("/tmp") / f"short{os.getpid()}"
+    place.mkdir()
+    yield place
+    shutil.rmtree(place)
+
+
+def test_a_folder_that_ray_can_use_is_its_choice(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(short))
+    assert folders.temporary_folder() == (f"{short}/ray", False)
+
+
+@pytest.mark.parametrize("name", ["with space", "tab\t", "x" * 60, "missing/folder", "file"])
+def test_another_folder_where_ray_could_not_use_the_first(
+    short: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    place = short / name
+    if name == "file":
+        place.touch()
+    elif "missing" not in name:
+        place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    found, own = folders.temporary_folder()
+    assert own and os.path.dirname(found) == "/tmp" and os.stat(found).st_mode & 0o777 == 0o700
+    os.rmdir(found)
+    monkeypatch.setenv("RAY_TMPDIR", str(place))
+    with pytest.raises(OSError, match="RAY_TMPDIR must be a folder that Ray can use, got"):
+        folders.temporary_folder()
+
+
+def test_a_full_disk_names_each_folder(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda place: SimpleNamespace(free=5_000_000))
+    monkeypatch.setenv("TMPDIR", str(short))
+    with pytest.raises(OSError, match=r"short\d+' has 5.0 MB left.*'/missing' is no folder.*'/tmp' has 5.*RAY_TMPDIR"):
+        folders.temporary_folder()
+
+
+def test_objects_are_kept_elsewhere_without_shared_memory(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "_full", lambda place, room: "")
+    assert "plasma_directory" not in folders.store("/x")
+    monkeypatch.setattr(folders, "SHARED_MEMORY", str(short / "missing"))
+    assert folders.store("/x")["plasma_directory"] == "/x"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, 2 << 30))
+    assert folders.store("/x")["object_store_memory"] == 128 << 20
+
+
+#: One call on a Ray of this machine, in a script; its value or error goes to the file that is named.
+CALL = """
+import sys, nbdist
+file = open(sys.argv[1], "w")
+try:
+    print(nbdist.in_ddp.options(engine=nbdist.RayOptions(cpus=0.2))(2, lambda: 5), file=file, flush=True)
+except BaseException as exc:
+    print(repr(exc), file=file, flush=True)
+"""
+
+
+@pytest.mark.long("starts a Ray of its own")
+@pytest.mark.parametrize("case", ["a space", "closed descriptors", "address space"])
+def test_a_ray_of_this_machine_on_foreign_ground(short: Path, case: str) -> None:
+    pytest.importorskip("ray", reason="needs Ray")
+    place = short / "with späce"
+    place.mkdir()
+    environ = {**os.environ, "TMPDIR": str(place)} if case == "a space" else dict(os.environ)
+    limits = {"closed descriptors": "exec 0<&- 1>&- 2>&-;", "address space": "ulimit -v 8000000; ulimit -s 1024;"}
+    command = ["/bin/bash", "-c", f'{limits.get(case, "")} exec "$@"', "bash", sys.executable, "-c", CALL]
+    subprocess.run([*command, str(short / "value")], env=environ, check=True)
+    assert (short / "value").read_text() == "5\n"
+    assert poll(lambda: not list(place.iterdir()))
