@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.processes import forget_in_children
-from ..wire.recording import Recorder, group_named
+from ..wire.recording import OF_TWO, Recorder, group_named
 
 #: The methods, each with its name in `torch.distributed`, and the place among its arguments of the tensor told of it.
 _METHODS = {
@@ -154,6 +154,8 @@ class CollectiveRecorder:
             peer = getattr(args[-1], "rootRank", -1)
         peer = members[peer] if 0 <= peer < len(members) else -1
         called, file, line = self._caller()
+        if kind in OF_TWO and called not in OF_TWO:  # such as batch_isend_irecv
+            called = kind
         main = _thread.get_ident() == self._main
         return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main)
 

@@ -226,7 +226,11 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
         ],
     ),
     (objects_under_an_if, "missing rank", [f"all_gather_object of 1 int64 at {line_of(objects_under_an_if, 2)}"]),
-    (steps_of_ddp, "missing rank in C++", [f"at {line_of(steps_of_ddp, 3)}, for which it needs all ranks", "has returned"]),
+    (
+        steps_of_ddp,
+        "missing rank in C++",
+        [f"at {line_of(steps_of_ddp, 3)}, for which it needs all ranks", "has returned"],
+    ),
     (
         a_lock_held_by_a_thread,
         "lock",
