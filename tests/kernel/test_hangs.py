@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Verdict | None]:
 
 
 def line_of(fn: Callable[..., Any], number: int) -> str:
-    """A place as it is told: the line of `fn` with this number, counted from its `def` as 0."""
+    """Return a place as a verdict names it: the line of `fn` with this number, counted from its `def` as 0."""
     return f"{HERE}:{fn.__code__.co_firstlineno + number}"
 
 

@@ -1,4 +1,4 @@
-"""What a rank notes of its collectives, and what it leaves as it was."""
+"""Notes of the collectives of a rank, and what stays as it was."""
 
 from __future__ import annotations
 
