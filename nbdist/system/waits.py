@@ -21,7 +21,7 @@ _CALLS: dict[str, dict[int, str]] = {
     "aarch64": {22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 98: "futex"},
 }  # fmt: skip
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_LOCK = re.compile(r"^(\d+):( ->)? \w+ +\w+ +\w+ +(\d+) ")
+_LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
 #: The access mode of an open file, as `/proc/PID/fdinfo` has it, in octal.
 _FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
 
