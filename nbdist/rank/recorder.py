@@ -1,4 +1,4 @@
-"""What notes the collectives of a rank as they begin and end, whoever calls them from Python.
+"""Notes of the collectives of a rank as they begin and end, whatever Python code calls them.
 
 The methods of torch's `ProcessGroup` are wrapped, and not the functions of `torch.distributed`: other modules hold
 those under names of their own, and `torch.compile` knows them. What is called from C++, such as the `all_reduce` of
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.processes import forget_in_children
-from ..wire.recording import Recorder, group_named
+from ..wire.recording import OF_TWO, Recorder, group_named
 
-#: The methods, each with its name in `torch.distributed`, and the place among its arguments of the tensor told of it.
+#: The methods, each with its name in `torch.distributed`, and which of its arguments is the tensor that is noted.
 _METHODS = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce_coalesced", 0),
@@ -54,7 +54,7 @@ _OF_TORCH = os.path.join("torch", "distributed", "")
 _BETWEEN = {"wrapper", "wrapped", "inner", "call", "wait"}
 #: Frames that are looked at for the user's line.
 _MOST_FRAMES = 40
-#: Work objects that are remembered at most: of those that nobody waits for, none tells its end.
+#: Work objects that are remembered at most: the end of one without a wait is not known.
 _MOST_WORKS = 2000
 
 
@@ -154,6 +154,8 @@ class CollectiveRecorder:
             peer = getattr(args[-1], "rootRank", -1)
         peer = members[peer] if 0 <= peer < len(members) else -1
         called, file, line = self._caller()
+        if kind in OF_TWO and called not in OF_TWO:  # such as batch_isend_irecv
+            called = kind
         main = _thread.get_ident() == self._main
         return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main)
 

@@ -1,4 +1,4 @@
-"""What Linux says of a process that waits: its CPU time, its state, the system call of each thread, locks, pipes.
+"""A process that waits, as Linux shows it: its CPU time, its state, the system call of each thread, locks, pipes.
 
 On other systems, and of processes that this one may not look at, nothing is known.
 """
@@ -21,13 +21,13 @@ _CALLS: dict[str, dict[int, str]] = {
     "aarch64": {22: "poll", 63: "read", 64: "write", 66: "writev", 72: "poll", 73: "poll", 98: "futex"},
 }  # fmt: skip
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_LOCK = re.compile(r"^(\d+):( ->)? \w+ +\w+ +\w+ +(\d+) ")
+_LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
 #: The access mode of an open file, as `/proc/PID/fdinfo` has it, in octal.
 _FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
 
 
 class Use(NamedTuple):
-    """What a process has used so far, and its state."""
+    """CPU time of a process so far, and its state."""
 
     seconds: float
     """Of CPU time, all threads together."""
@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 def use(pid: int) -> Use | None:
-    """What a process uses; None where that is not known."""
+    """Return the CPU time and state of a process; None where that is not known."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -89,7 +89,7 @@ def call(pid: int, thread: int) -> Call | None:
 
 
 def stands_still(pid: int) -> bool:
-    """Whether each thread of a process waits for a lock of its own, without a timeout."""
+    """Return whether each thread of a process waits for a lock of its own, without a timeout."""
     calls = [call(pid, thread) for thread in threads(pid)]
     return bool(calls) and all(one is not None and one.name == "futex_forever" for one in calls)
 
@@ -104,7 +104,7 @@ def lock_holders() -> dict[int, int]:
 
 
 def parse_locks(text: str) -> dict[int, int]:
-    """Who waits for whom, in the text of `/proc/locks`."""
+    """Return the holders of file locks by the processes that wait for these, in the text of `/proc/locks`."""
     holders: dict[str, int] = {}
     waiting: dict[int, str] = {}
     for line in text.splitlines():
@@ -135,7 +135,7 @@ def full_pipe(pid: int, readers: Iterable[int]) -> int | None:
 
 
 def _reads(pid: int, pipe: str) -> bool:
-    """Whether a process has the end of a pipe open from which one reads."""
+    """Return whether a process has the end of a pipe open from which one reads."""
     for fd in _listed(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/{fd}") == pipe:

@@ -26,7 +26,7 @@ _TEXTS = _HEAD.size + KEPT * _ENTRY.size
 SIZE = 128 << 10
 #: Bits of an entry's flags: a thread stands in the collective; that is not the rank's main thread; it has raised.
 _WAITS, _OTHER_THREAD, _RAISED = 1, 2, 4
-#: Collectives of two ranks, which are not counted among those of their group.
+#: Collectives of two ranks, which have no number in their group.
 OF_TWO = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"})
 
 
@@ -61,7 +61,7 @@ class Collective(NamedTuple):
     raised: bool
 
     def what(self) -> str:
-        """Such as "all_reduce of 1,000 float32"."""
+        """Return the collective in words, such as "all_reduce of 1,000 float32"."""
         if self.elements < 0:
             return self.kind
         return f"{self.kind} of {self.elements:,} {self.dtype}"
@@ -90,7 +90,7 @@ class Recorder:
         self._last, self._first = 0, 1
 
     def forget_groups(self) -> None:
-        """Count anew: the process groups are others from now on."""
+        """Begin at 1 again: the process groups are others from now on."""
         self._counts.clear()
         self._first = self._last + 1
         _HEAD.pack_into(self._memory, 0, self._last, self._texts_end - _TEXTS, self._first)
@@ -186,7 +186,7 @@ class Recording:
             self.segment = None
 
     def count(self, rank: int) -> int:
-        """How many collectives a rank has begun."""
+        """Return how many collectives a rank has begun."""
         return int(_HEAD.unpack_from(self._memory, rank * SIZE)[0])
 
     def read(self, rank: int) -> list[Collective]:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from nbdist import NbdistError, RankStuck, Session
 from nbdist.kernel.calls import hangs
 from nbdist.kernel.calls.verdicts import Verdict, verdict
+from nbdist.system import waits
 
 HERE = Path(__file__).name
 RANKS, OPTIONS = 3, {"devices": "cpu", "on_hang": "raise"}
@@ -56,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Verdict | None]:
 
 
 def line_of(fn: Callable[..., Any], number: int) -> str:
-    """A place as it is told: the line of `fn` with this number, counted from its `def` as 0."""
+    """Return a place as a verdict names it: the line of `fn` with this number, counted from its `def` as 0."""
     return f"{HERE}:{fn.__code__.co_firstlineno + number}"
 
 
@@ -242,7 +243,7 @@ HANGS: list[tuple[Callable[[], None], str, list[str]]] = [
 ]
 
 
-@pytest.mark.long("hangs on real ranks, each for seconds")
+@pytest.mark.long("waits for one verdict after the other")
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang[0].__name__)
 def test_a_hang_is_named(
     session: Session, asked: list[Verdict | None], hang: tuple[Callable[[], None], str, list[str]]
@@ -258,7 +259,7 @@ def test_a_hang_is_named(
     assert session.run_all(dist.get_rank) == [0, 1, 2]
 
 
-@pytest.mark.long("hangs on real ranks, each for seconds")
+@pytest.mark.long("waits for one verdict after the other")
 def test_the_lock_of_a_file(session: Session, tmp_path: Path) -> None:
     with pytest.raises(RankStuck, match="waits for the lock of a file that rank 1 holds, and rank 1 waits in barrier"):
         session.run(the_lock_of_a_file, str(tmp_path / "lock"))
@@ -350,7 +351,7 @@ def sleep_in_a_model(go: str) -> None:
     DistributedDataParallel(Sleeper(1, 1), process_group=group)(torch.ones(1, 1))
 
 
-@pytest.mark.long("hangs on real ranks, each for seconds")
+@pytest.mark.long("waits for one verdict after the other")
 @pytest.mark.parametrize(
     "slow",
     [
@@ -405,6 +406,16 @@ def test_a_rank_that_computes_is_not_even_asked(
     go.touch()
     future.result()
     assert not any(looks[5:20]) and asked == []
+
+
+def test_who_waits_for_whose_lock() -> None:
+    text = """\
+1: FLOCK  ADVISORY  WRITE 31309 fe:00:6963683 0 EOF
+1: -> FLOCK  ADVISORY  WRITE 31306 fe:00:6963683 0 EOF
+1:  -> FLOCK  ADVISORY  WRITE 31307 fe:00:6963683 0 EOF
+2: POSIX  ADVISORY  READ 24104 fe:00:16204565 128 128
+"""
+    assert waits.parse_locks(text) == {31306: 31309, 31307: 31309}
 
 
 # -------------------------------------------------------------------------------------------------- what comes of it

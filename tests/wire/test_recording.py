@@ -1,4 +1,4 @@
-"""What ranks note of their collectives, and the kernel reads."""
+"""Notes of the collectives of ranks, as the kernel reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a call can still go on: seen from outside; only ranks that do nothing are asked anything."""
+"""Watching a call for ranks that cannot go on: from outside; only ranks that do nothing are asked anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BACKWARD = "_engine_run_backward"
 
 
 class _Evidence(NamedTuple):
-    """What is known of the ranks at one moment."""
+    """The state of the ranks at one moment."""
 
     at: float
     standings: Sequence[Standing]
@@ -51,7 +51,7 @@ class _Evidence(NamedTuple):
     """Seconds of CPU time of child processes."""
 
     def is_as(self, earlier: _Evidence) -> bool:
-        """Whether nothing has moved since."""
+        """Return whether nothing has moved since."""
         mine, others = ([(o.rank, o.state, o.doing, o.stands_in) for o in e.standings] for e in (self, earlier))
         used = sum(self.workers.values()) - sum(earlier.workers.values())
         return mine == others and self.workers.keys() == earlier.workers.keys() and used < _IDLE_WORKERS
@@ -97,7 +97,7 @@ class Hangs:
         return found
 
     def _idle(self, pending: Collection[int], seconds: float) -> bool:
-        """Whether no rank has done anything since the last look."""
+        """Return whether no rank has done anything since the last look."""
         recording = self._group.recording
         assert recording is not None
         pids = self._group.ranks.pids
@@ -150,7 +150,7 @@ def _changed(one: Standing, state: str, doing: str = "", seconds: float = 0.0, h
 
 
 def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
-    """What a rank waits for, as `Standing` has it; "runs" where it may go on by itself, or where that is not known."""
+    """Return the state of a rank, as `Standing` has it, and that in words; "runs" also where nothing is known."""
     if not set(waits.threads(pid).values()) <= {"S", "I"} or not frames:
         return "runs", ""
     main = [one for one in own.stands_in if one.main_thread]

@@ -1,4 +1,4 @@
-"""Whether the ranks of a call can go on, and why not: decided from what is known of each, without asking any."""
+"""The reasons why ranks of a call cannot go on, found in what is known of each rank, without asking any."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAME_STEPS = (
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a rank."""
+    """The state of a rank, as far as it is known."""
 
     rank: int
     state: str
@@ -50,7 +50,7 @@ class Standing:
         return [one for one in self.begun if one.waits]
 
     def calls(self, one: Collective) -> str:
-        """A collective of its own, in words."""
+        """Return a collective of its own, in words."""
         toward = {"s": " to", "i": " to", "r": " from"}[one.kind[0]] if one.kind in OF_TWO else " by"
         toward = " from" if one.kind == "irecv" else toward
         peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def verdict(standings: Sequence[Standing]) -> Verdict | None:
-    """Why a call cannot end; None where it can, or where that is not known.
+    """Return why a call cannot end; None where it can, or where that is not known.
 
     Args:
         standings: All ranks of the process group, by number, after a while in which none of them did anything.
@@ -183,7 +183,7 @@ def _groups(pending: Iterable[Standing]) -> dict[tuple[int, ...], str]:
 
 
 def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Collective]:
-    """By rank, the first collectives of one number in a process group that do not fit together; none where all do."""
+    """Return by rank the first collectives of one number in a process group that do not fit together, if any."""
     by_rank = {
         one.rank: {c.place_in_group: c for c in one.begun if c.group == group and c.place_in_group} for one in standings
     }
@@ -195,7 +195,7 @@ def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Col
 
 
 def _shape(one: Collective) -> tuple[object, ...]:
-    """What has to be the same on all ranks."""
+    """Return what has to be the same on all ranks."""
     return (one.kind, one.peer, *((one.elements, one.dtype) if one.kind in _SAME_SIZE else ()))
 
 
@@ -218,7 +218,7 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
 
 
 def _answers(other: Standing, rank: int, receives: bool) -> bool:
-    """Whether a rank stands in what fits."""
+    """Return whether a rank stands in what fits."""
     return any(c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) for c in other.stands_in)
 
 
@@ -240,14 +240,14 @@ def _missing(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Fou
 
 
 def _count(standing: Standing, one: Collective) -> int | None:
-    """How many collectives of the same process group a rank has begun; None where that is not known."""
+    """Return how many collectives of the same process group a rank has begun; None where that is not known."""
     if standing.state == "collective" and not standing.stands_in:  # in one that is not recorded
         return None
     return max((c.place_in_group for c in standing.begun if c.group == one.group), default=0)
 
 
 def _unrecorded(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
-    """One that is called from C++, such as DDP's in the backward pass, or with which a process group is made."""
+    """Explain a collective that C++ calls, such as DDP's in the backward pass, or that makes a process group."""
     for one in pending:
         if one.state != "collective" or one.stands_in:
             continue
@@ -272,7 +272,7 @@ def _collectives(number: int) -> str:
 
 
 def _th(number: int) -> str:
-    """Such as "1st", "12th"."""
+    """Return a number as text, such as "1st", "12th"."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number:,}{ending}"
 

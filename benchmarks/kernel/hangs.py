@@ -1,0 +1,180 @@
+"""60 seeded deadlocks of all classes on 2 to 4 CPU ranks: how many are named with the line of the culprit, and when."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import inspect
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.machine import conditions, save
+from nbdist import RankStuck, Session
+
+#: Verdicts of 60 that must be right, and seconds until each.
+TARGET, SOON = 57, 30.0
+
+
+def steps(count: int) -> None:
+    """Collectives that go well."""
+    for _ in range(count):
+        dist.all_reduce(torch.ones(3))
+
+
+def one_returns(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() != culprit:
+        dist.barrier()  # here
+
+
+def under_an_if(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        dist.broadcast(torch.ones(2), culprit)  # here
+    steps(1)
+
+
+def unequal_batches(culprit: int, count: int) -> None:
+    for _ in range(count + (dist.get_rank() == culprit)):
+        dist.all_reduce(torch.ones(count + 1))  # here
+
+
+def other_functions(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        dist.barrier()  # here
+    else:
+        dist.all_reduce(torch.ones(1))
+
+
+def other_sizes(culprit: int, count: int) -> None:
+    steps(count)
+    dist.all_reduce(torch.ones(2 + (dist.get_rank() == culprit)))  # here
+
+
+def nobody_sends(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        dist.recv(torch.ones(1), (culprit + 1) % dist.get_world_size())  # here
+
+
+def a_group_that_some_never_make(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() != culprit:
+        dist.new_group(list(range(dist.get_world_size())))  # here
+
+
+def the_lock_of_a_file(culprit: int, count: int) -> None:
+    if dist.get_rank() != culprit:
+        steps(1)
+    with open(os.path.join(tempfile.gettempdir(), "nbdist-benchmark-lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if dist.get_rank() == culprit:
+            steps(1)
+        dist.barrier()  # here
+
+
+def a_lock_of_a_thread(culprit: int, count: int) -> None:
+    steps(count)
+    lock, held = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            dist.barrier()  # here
+
+    if dist.get_rank() == culprit:
+        threading.Thread(target=hold, daemon=True).start()
+        held.wait()
+        lock.acquire()
+    dist.all_reduce(torch.ones(1))
+
+
+def a_full_pipe(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        child = subprocess.Popen([sys.executable, "-c", "print('x' * 1_000_000)"], stdout=subprocess.PIPE)
+        try:
+            child.wait()  # here
+        finally:
+            child.kill()
+            child.wait()
+    dist.barrier()
+
+
+CLASSES = [
+    one_returns,
+    under_an_if,
+    unequal_batches,
+    other_functions,
+    other_sizes,
+    nobody_sends,
+    a_group_that_some_never_make,
+    the_lock_of_a_file,
+    a_lock_of_a_thread,
+    a_full_pipe,
+]
+
+
+def line_of(fn: Callable[..., None]) -> int:
+    """The number of the line marked as the culprit's."""
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(number for number, line in enumerate(lines) if line.rstrip().endswith("# here"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=60, help="how many deadlocks")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--print", action="store_true", help="leave results/ alone")
+    options = parser.parse_args()
+    drawn = random.Random(options.seed)
+    right: dict[str, list[bool]] = {fn.__name__: [] for fn in CLASSES}
+    seconds = []
+    for number in range(options.count):
+        fn, size = CLASSES[number % len(CLASSES)], drawn.randint(2, 4)
+        culprit, count = drawn.randrange(size), drawn.randint(0, 20)
+        with Session(size, devices="cpu", on_hang="raise", timeout=120) as session:
+            session.run(dist.get_rank)
+            begin = time.perf_counter()
+            try:
+                session.run(fn, culprit, count)
+                said = "it has returned"
+            except RankStuck as error:
+                said = str(error)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+            seconds.append(time.perf_counter() - begin)
+        three = "\n".join(said.splitlines()[:3])
+        found = "this call hangs" in three and re.search(rf"hangs\.py:{line_of(fn)}\b", three) is not None
+        right[fn.__name__].append(found and seconds[-1] < SOON)
+        if not right[fn.__name__][-1]:
+            print(f"{fn.__name__}, {size} ranks, culprit {culprit}, {seconds[-1]:.0f} s: {three}", file=sys.stderr)
+    total = sum(map(sum, right.values()))
+    lines = [
+        "# Hangs",
+        "",
+        f"{options.count} deadlocks on 2 to 4 CPU ranks, seed {options.seed}: verdicts that name the culprit's line "
+        f"within {SOON:g} s of the call; {total} of {options.count} are right ({TARGET} of 60 must be). Seconds from "
+        f"the call to the verdict: {statistics.median(seconds):.0f} in the median, {max(seconds):.0f} at most.",
+        "",
+        "| class | right | of |",
+        "|---|--:|--:|",
+        *(f"| {name.replace('_', ' ')} | {sum(own)} | {len(own)} |" for name, own in right.items() if own),
+    ]
+    save("hangs", [*lines, "", *conditions(("torch",))], keep=not options.print)
+
+
+if __name__ == "__main__":
+    main()
