@@ -25,7 +25,7 @@ class Join(NamedTuple):
     """Comes with the first process group only: what calls have changed of it stays."""
     seeds: Sequence[int] | None
     recorded: bool = False
-    """Whether the last descriptor is the memory in which the rank notes its collectives. It stays with the rank."""
+    """True: the last descriptor is the memory in which the rank notes its collectives. It stays with the rank."""
 
 
 class Call(NamedTuple):
