@@ -185,6 +185,11 @@ class Recording:
             self.segment.close()
             self.segment = None
 
+    def close(self) -> None:
+        """Give up the memory, which keeps a descriptor: an error of a call may refer to its ranks for long."""
+        self.handed_over()
+        self._memory.close()
+
     def count(self, rank: int) -> int:
         """Return how many collectives a rank has begun."""
         return int(_HEAD.unpack_from(self._memory, rank * SIZE)[0])

@@ -209,6 +209,8 @@ class Group:
                 self.ranks.close(grace, self.relay.take_last)
                 with contextlib.suppress(Exception):  # the cell may be gone
                     self.relay.flush()
+                if self.recording is not None:
+                    self.recording.close()
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:

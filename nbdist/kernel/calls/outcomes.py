@@ -20,6 +20,15 @@ from ...wire.protocol import Error
 
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
+    value, error = _read(parcel, originals)
+    if error is not None:  # raised here: the frame of `_read` would keep the memory of all that has arrived
+        raise error from error.__cause__
+    show_figures()
+    return value
+
+
+def _read(parcel: Parcel, originals: Sequence[Any]) -> tuple[Any, BaseException | None]:
+    """Return the object, or the error that says why there is none, with what could be read as its `value`."""
     pickled, buffers = parcel.open(own=True)
 
     def read_by(loads: Callable[..., Any]) -> Any:
@@ -28,14 +37,13 @@ def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
         return read(pickled, buffers, originals=originals, keep=keep, loads=loads)
 
     try:
-        value = read_by(pickle.loads)
+        return read_by(pickle.loads), None
     except Unreadable as exc:
         error = explain_unreadable(exc, "the notebook")
+        error.__cause__ = exc.__cause__
         with contextlib.suppress(Exception):
             error.value = read_by(functools.partial(partial.loads, name=being_read))
-        raise error from exc.__cause__
-    show_figures()
-    return value
+        return None, error
 
 
 def rebuild(
