@@ -70,6 +70,7 @@ class ForkServer:
         self.importing: Sequence[str] = ()
         """The modules that it was asked for last;"""
         self._importing_since, self._broken_off = 0.0, False
+        self._last_launch = self._importing_after = -1
         ours, theirs = socket.socketpair()
         self.control = Channel(ours)
         self._launches = itertools.count()
@@ -110,9 +111,14 @@ class ForkServer:
 
     def launch(self, size: int, report: int) -> int:
         """Announce the ranks of a launch, and where to report on them; returns its number."""
-        number = next(self._launches)
+        self._last_launch = number = next(self._launches)
         self.ask("launch", number, size, fds=[report])
         return number
+
+    def has_started(self, launch: int) -> None:
+        """Note that a rank of a launch has started: imports that were requested before the launch are over."""
+        if launch > self._importing_after:
+            self.importing, self._broken_off = (), False
 
     def preload(self, modules: Iterable[str]) -> None:
         new = [name for name in modules if name not in self._asked]
@@ -121,10 +127,11 @@ class ForkServer:
         if new:
             self.ask("preload", new, search_path())
             self.importing, self._importing_since, self._broken_off = new, time.monotonic(), False
+            self._importing_after = self._last_launch
 
     def break_off(self) -> None:
         """Have it leave the modules to ranks that it has imported for long, if ranks wait for that; or end it."""
-        if time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
+        if self.importing and time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
             self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
             self._broken_off = True
 

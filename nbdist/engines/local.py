@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -145,6 +146,7 @@ class LocalRanks:
         self._server, self._number = server, -1
         try:
             self._number = server.launch(world_size, self._watch.report)
+            self._watch.on_start = functools.partial(server.has_started, self._number)
             try:
                 for rank in range(world_size):
                     self._start(rank, environ)

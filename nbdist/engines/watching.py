@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 from ..deaths import NEVER_STARTED, NOT_OURS, not_started
 from ..system.processes import blind, exit_status, forget_in_children, open_pidfd
@@ -31,6 +32,8 @@ class Watch:
     def __init__(self, size: int) -> None:
         self.pids: list[int | None] = [None] * size
         self.alive = set(range(size))
+        self.on_start: Callable[[], None] = lambda: None
+        """Called when the fork server has reported that a rank has started."""
         self._not_ours: list[Exit] = []
         self._processes: dict[int, int] = {}  # rank → descriptor
         self._reports, self.report = os.pipe()
@@ -95,6 +98,7 @@ class Watch:
                 continue
             if status == STARTED:
                 self.pids[rank] = pid
+                self.on_start()
             elif pid:
                 self.pids[rank] = pid
                 exits.append(self._ended(rank, status))

@@ -417,6 +417,7 @@ def test_a_task_that_is_cancelled_cancels_the_call_that_it_awaits(session: Sessi
     async def main() -> None:
         future = session.submit(endless)
         task = asyncio.ensure_future(future)
+        await asyncio.sleep(0)  # the task begins to wait
         while not (tmp_path / "begun").exists():
             await asyncio.sleep(0.01)
         task.cancel()

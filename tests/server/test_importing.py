@@ -35,8 +35,12 @@ def total() -> float:
 
 
 def load_in_server(code: str, name: str, folder: Path) -> None:
+    """Have the server import a module, as `ForkServer.preload` does with an installed one."""
     (folder / f"{name}.py").write_text(code)
-    forkserver.server().ask("preload", [name], [*sys.path, str(folder)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        patch.setattr(forkserver, "installed", lambda name: True)
+        forkserver.server().preload([name])
 
 
 @pytest.mark.parametrize(
