@@ -297,9 +297,14 @@ def _what(name: str) -> str:
 
 def current() -> dict[str, Any]:
     """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
-    found = {
-        name: looked(functools.partial(read, sys.modules[module]), _UNREAD, _what(name))
-        for name, (module, read) in _SOURCES.items()
-        if module in sys.modules
-    }
-    return {name: value for name, value in found.items() if value is not _UNREAD}
+    found = {}
+    for name, (module, read) in _SOURCES.items():
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            try:  # each call does this: `looked` is for what raises
+                value = read(loaded)
+            except Exception:
+                value = looked(functools.partial(read, loaded), _UNREAD, _what(name))
+            if value is not _UNREAD:
+                found[name] = value
+    return found

@@ -117,12 +117,13 @@ def _set_tensors(module: Any, tensors: Mapping[str, Any]) -> None:
 
 def operators_named(names: Iterable[str]) -> list[Any]:
     """The operators of cells (`torch.library.custom_op`) whose namespace and name are among these attributes."""
+    named = frozenset(names)
+    if len(named) < 2:  # a namespace and a name: most functions have none, and there are about a hundred operators
+        return []
     module = sys.modules.get("torch._library.custom_ops")
-    defined = list(getattr(module, "OPDEFS", {}).values())
-    named = frozenset(names) if defined else frozenset()
     return [
         operator
-        for operator in defined
+        for operator in list(getattr(module, "OPDEFS", {}).values())
         if {operator._namespace, operator._name} <= named and operator._init_fn.__module__ == "__main__"
     ]
 

@@ -97,6 +97,10 @@ def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options
         fn, args, kwargs = fn.func, [*fn.args, *args], {**fn.keywords, **kwargs}
     if not isinstance(fn, types.FunctionType | types.MethodType) or "__signature__" in vars(fn):
         return
+    if type(fn) is types.FunctionType and not kwargs and not fn.__code__.co_kwonlyargcount:
+        most = fn.__code__.co_argcount
+        if most - len(fn.__defaults__ or ()) <= len(args) <= most:
+            return  # as nearly always, and without the time that a signature takes
     signature = inspect.signature(fn, follow_wrapped=False)
     takes = signature.parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in takes):
