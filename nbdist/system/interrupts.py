@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+#: `signal` without its enums: making these takes most of the time of a block, and a call has twenty blocks.
+_raw: Any = importlib.import_module("_signal")
+_SIGINT = int(signal.SIGINT)
 
 _handler: Any = None  # the function that is to be called for them
 _count = 0
@@ -24,16 +29,16 @@ def postponed_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which never handles any
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
+    handler = _raw.getsignal(_SIGINT)
     if handler is None or handler is postpone:  # not Python's; or a block within another
         yield
         return
     _handler, _count = handler, 0
-    signal.signal(signal.SIGINT, postpone)
+    _raw.signal(_SIGINT, postpone)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _raw.signal(_SIGINT, handler)
         if _count == 1 and callable(handler):
             handler(signal.SIGINT, None)
         elif _count == 1:
@@ -56,7 +61,7 @@ def heard_interrupts() -> Iterator[None]:
     is cancelled at its next `await`, and a call of nbdist in it has none.
     """
     here = threading.current_thread() is threading.main_thread()
-    handler: Any = signal.getsignal(signal.SIGINT) if here else None
+    handler: Any = _raw.getsignal(_SIGINT) if here else None
     if not _only_cancels(handler):
         yield
         return
@@ -65,11 +70,11 @@ def heard_interrupts() -> Iterator[None]:
         handler(signum, frame)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, cancel_and_raise)
+    _raw.signal(_SIGINT, cancel_and_raise)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _raw.signal(_SIGINT, handler)
 
 
 def _only_cancels(handler: Any) -> bool:

@@ -43,9 +43,11 @@ def search_path() -> list[str]:
     An empty text is the working folder; it is left out where that folder is gone.
     """
     folder = ""
-    with contextlib.suppress(FileNotFoundError):
-        folder = os.getcwd()
-    return [_used(part) if part else folder for part in sys.path if isinstance(part, str) and (part or folder)]
+    if "" in sys.path:
+        with contextlib.suppress(FileNotFoundError):
+            folder = os.getcwd()
+    texts = (part or folder for part in sys.path if isinstance(part, str))
+    return [part if part[0] == os.sep else _used(part) for part in texts if part]
 
 
 def _used(part: str) -> str:

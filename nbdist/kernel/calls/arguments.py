@@ -93,9 +93,9 @@ def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options
 
     `options` are names of a session's options, which people give to the function by mistake.
     """
-    while isinstance(fn, functools.partial):
+    while is_a(fn, functools.partial):
         fn, args, kwargs = fn.func, [*fn.args, *args], {**fn.keywords, **kwargs}
-    if not isinstance(fn, types.FunctionType | types.MethodType) or "__signature__" in vars(fn):
+    if not is_a(fn, (types.FunctionType, types.MethodType)) or "__signature__" in vars(fn):
         return
     if type(fn) is types.FunctionType and not kwargs and not fn.__code__.co_kwonlyargcount:
         most = fn.__code__.co_argcount
