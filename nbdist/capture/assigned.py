@@ -9,10 +9,9 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from ..notebook.shell import shell
 from .modules import own_file
 from .names import importable
-from .need import main_namespace, script
+from .need import NewCells, main_namespace
 
 #: A class or module, the name of its attribute, and what the notebook has put there.
 Patch = tuple[type | types.ModuleType, str, Any]
@@ -31,16 +30,12 @@ class Assigned:
     """Reads each cell once, the script once, and looks at each call what the attributes that they assign are now."""
 
     def __init__(self) -> None:
-        self._read = 0  # how many cells
+        self._cells = NewCells()
         self._chains: dict[Chain, None] = {}
 
     def find(self) -> Iterator[Patch]:
         """Yield the attributes that the notebook has set in modules and classes that ranks import."""
-        cells = getattr(shell(), "user_ns", {}).get("_ih")
-        if cells is None:
-            cells = [] if self._read else [script()]
-        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
-        for cell in new:
+        for cell in self._cells.take():
             self._chains.update(dict.fromkeys(assigned_in(cell)))
         for chain in self._chains:
             with contextlib.suppress(Exception):  # what a metaclass raises, say: it is only help

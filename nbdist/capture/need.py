@@ -6,10 +6,11 @@ import contextlib
 import keyword
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..checks import nearest, shown
+from ..notebook.shell import shell
 from .foreign import attribute
 from .imports import run_imports
 
@@ -31,6 +32,21 @@ def script() -> str:
             return source.read()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+class NewCells:
+    """The texts of the notebook's cells that were run since the last look; the text of a script, at the first look."""
+
+    def __init__(self) -> None:
+        self._read = 0  # how many cells
+
+    def take(self) -> Sequence[str]:
+        """Return the new texts."""
+        cells = getattr(shell(), "user_ns", {}).get("_ih")
+        if cells is None:
+            cells = [] if self._read else [script()]
+        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
+        return new
 
 
 def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:

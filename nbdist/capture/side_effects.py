@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import text_of
-from ..notebook.shell import shell
 from .foreign import contents, text
-from .need import main_namespace, script
+from .need import NewCells, main_namespace
 from .patches import classes
 
 _NEVER = frozenset(["torch", __name__.partition(".")[0], *sys.stdlib_module_names])
@@ -32,16 +31,12 @@ class ImportStatements:
     """The modules that the cells that were run, or the script, name in import statements."""
 
     def __init__(self) -> None:
-        self._read = 0  # how many cells
+        self._cells = NewCells()
         self._named: dict[str, None] = {}
 
     def named(self) -> list[str]:
         """In the order in which they were imported first; those that are there."""
-        cells = getattr(shell(), "user_ns", {}).get("_ih")
-        if cells is None:
-            cells = [] if self._read else [script()]
-        new, self._read = cells[min(self._read, len(cells)) :], max(self._read, len(cells))
-        for cell in new:
+        for cell in self._cells.take():
             self._named.update(dict.fromkeys(modules_in(cell)))
         return [name for name in self._named if name in sys.modules]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...notebook.shell import cell_numbers
@@ -128,9 +129,9 @@ class Hangs:
             places = {one.number: _place(one, numbers) for one in begun}
             own = Standing(rank, "returned", begun=begun, places=places)
             if rank not in pending:
-                standings.append(own if rank in self._targets else _changed(own, "absent"))
+                standings.append(own if rank in self._targets else replace(own, state="absent"))
             elif rank in stopped:
-                standings.append(_changed(own, "stopped", "is stopped", now - self._still))
+                standings.append(replace(own, state="stopped", doing="is stopped", seconds=now - self._still))
             else:
                 kids = waits.children(pid)
                 uses = {kid: waits.use(kid) for kid in kids}
@@ -141,12 +142,8 @@ class Hangs:
                     state, doing = "file lock", f"waits for the lock of a file{_at(taken[rank] or [])}"
                 since = min((now - one.begin for one in own.stands_in), default=now - self._still)
                 at = pids.index(holder) if holder in pids else None
-                standings.append(_changed(own, state, doing, since, at))
+                standings.append(replace(own, state=state, doing=doing, seconds=since, holder=at))
         return _Evidence(now, standings, workers)
-
-
-def _changed(one: Standing, state: str, doing: str = "", seconds: float = 0.0, holder: int | None = None) -> Standing:
-    return Standing(one.rank, state, doing, seconds, one.begun, one.places, holder)
 
 
 def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
