@@ -61,7 +61,12 @@ class DefaultGroup:
 
     def _start(self, start: Any, *args: Any, **kwargs: Any) -> None:
         asked = inspect.signature(start).bind(*args, **kwargs).arguments
-        if not self._module.is_initialized() or asked.get("_ranks"):
+        if asked.get("_ranks"):
+            start(*args, **kwargs)
+            return
+        if not self._module.is_initialized():
+            # torch counts a group that could not be made, and the count is part of the name at which ranks meet.
+            self._module._world.group_count = 0
             start(*args, **kwargs)
             return
         if difference := self._difference(asked):

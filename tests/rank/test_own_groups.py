@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -101,6 +102,18 @@ def test_after_a_failure_groups_meet_again() -> None:
     with Session(2, timeout=120) as session:
         with pytest.raises(KeyError, match="no group"):
             session.run(one_fails)
+        assert session.run_all(remade) == [[], []]
+
+
+def test_after_a_group_that_only_one_rank_asked_for_the_ranks_meet_again() -> None:
+    def one_waits() -> None:
+        dist.destroy_process_group()
+        if os.environ["RANK"] == "0":
+            with pytest.raises(RuntimeError, match="Wait timeout"):
+                dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+
+    with Session(2, timeout=60) as session:
+        session.run(one_waits)
         assert session.run_all(remade) == [[], []]
 
 
