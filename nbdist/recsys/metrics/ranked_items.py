@@ -61,19 +61,10 @@ def ranking_metrics(
     if not 1 <= k <= ranked.shape[1]:
         raise ValueError(f"`k` must be 1 to {ranked.shape[1]}, the number of ranked items, got {k}")
     relevant = Ragged(relevant.values.to(ranked.device), relevant.offsets.to(ranked.device))
-    hits, totals = _hits(ranked[:, :k].long(), relevant)
-    there = totals > 0
+    sums, there = per_user(ranked[:, :k], relevant)
     weights = checked_weights(weights, ranked).to(ranked.device)[there]
-    hits, totals = hits[there].double(), totals[there]
-    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
-    found = hits.any(1).double()
-    sums = {
-        "recall": hits.sum(1) / totals,
-        "ndcg": (hits @ gains) / gains.cumsum(0)[totals.clamp(max=k) - 1],
-        "hit_rate": found,
-        "mrr": found / (hits.argmax(1) + 1),
-    }
-    mine = [len(totals), len(ranked) - len(totals), int((relevant.values == -1).sum())]
+    known = int(there.sum())
+    mine = [known, len(ranked) - known, int((relevant.values == -1).sum())]
     everyone = ranks.all_gather((mine, [float(each @ weights) for each in sums.values()] + [float(weights.sum())]))
     users, without, unknown = (sum(counts) for counts in zip(*(counts for counts, _ in everyone), strict=True))
     if not users:
@@ -87,6 +78,22 @@ def ranking_metrics(
         "users_without_items": without,
         "unknown_items": unknown,
     }
+
+
+def per_user(ranked: Tensor, relevant: Ragged) -> tuple[dict[str, Tensor], Tensor]:
+    """Return recall, NDCG, hit rate and MRR of each user who took something, float64; and which users did, booleans."""
+    k = ranked.shape[1]
+    hits, totals = _hits(ranked.long(), relevant)
+    there = totals > 0
+    hits, totals = hits[there].double(), totals[there]
+    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=hits.device).log2()
+    found = hits.any(1).double()
+    return {
+        "recall": hits.sum(1) / totals,
+        "ndcg": (hits @ gains) / gains.cumsum(0)[totals.clamp(max=k) - 1],
+        "hit_rate": found,
+        "mrr": found / (hits.argmax(1) + 1),
+    }, there
 
 
 def _hits(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:

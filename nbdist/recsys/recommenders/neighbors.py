@@ -1,0 +1,61 @@
+"""Items that are taken by the same users."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...checks import check_count, check_number
+from ..loader.columns import Ragged
+from .base import Recommender
+from .gram import columns_of_gram
+from .interactions import Interactions, sums_of
+from .spaces import Range, Space
+
+
+class ItemKNN(Recommender):
+    """Recommend the neighbors of the items taken, by the cosine of the users who took both (Sarwar et al., WWW 2001).
+
+    Args:
+        neighbors: The number of items that count for each item.
+        shrinkage: Added to the denominator of the cosine, at least 0: items with few users count less.
+
+    Raises:
+        TypeError, ValueError: An argument is no such number.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders import ItemKNN
+        >>> log = {"user": [1, 1, 2, 2, 3, 4], "item": ["a", "b", "a", "b", "a", "c"]}
+        >>> ItemKNN(neighbors=2).fit(log).recommend([3], 1)["items"].to_list()
+        [['b']]
+    """
+
+    SPACE: ClassVar[Mapping[str, Space]] = {
+        "neighbors": Range(5, 500, log=True),
+        "shrinkage": Range(0.1, 200.0, log=True),
+    }
+
+    def __init__(self, neighbors: int = 100, shrinkage: float = 10.0) -> None:
+        self.neighbors = check_count(neighbors, least=1, name="`neighbors`")
+        check_number(shrinkage, name="`shrinkage`")
+        self.shrinkage = shrinkage
+
+    def _learn(self, log: Interactions) -> None:
+        count = len(log.items)
+        norms = log.taken.values.bincount(minlength=count).float().sqrt()
+        k = min(self.neighbors, count)
+        values, places = torch.empty(count, k), torch.empty(count, k, dtype=torch.int64)
+        for scored, counts in columns_of_gram(log.taken, count):
+            cosines = counts / (norms[:, None] * norms[scored] + self.shrinkage)
+            cosines[scored, torch.arange(len(scored))] = 0.0
+            values[scored], places[scored] = (part.T for part in cosines.topk(k, dim=0))
+        self._neighbors = Ragged(places.flatten(), torch.arange(count + 1) * k)  # of each item that is scored
+        self._cosines = values.flatten()
+
+    def _scores(self, histories: Ragged) -> Tensor:
+        taken = torch.zeros(len(self.items), len(histories.lengths))
+        taken[histories.values, torch.arange(len(histories.lengths)).repeat_interleave(histories.lengths)] = 1.0
+        return sums_of(self._neighbors, taken, self._cosines).T.contiguous()

@@ -1,0 +1,70 @@
+"""Values of parameters that a search may try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ...checks import check_flag, check_number
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two bounds, both included; integers where both bounds are integers.
+
+    Raises:
+        TypeError, ValueError: `low` is not below `high`, or a logarithm of `low` does not exist.
+
+    Examples:
+        >>> from nbdist.recsys.recommenders.spaces import Range
+        >>> Range(1e-4, 1.0, log=True)
+        Range(low=0.0001, high=1.0, log=True)
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    """Draw evenly on a logarithmic scale."""
+
+    def __post_init__(self) -> None:
+        check_flag(self.log, name="`log`")
+        check_number(self.low, least=-1e300, name="`low`")
+        check_number(self.high, least=-1e300, name="`high`")
+        if self.low >= self.high:
+            raise ValueError(f"`low` must be below `high`, got {self.low} and {self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"`low` must be above 0 on a logarithmic scale, got {self.low}")
+
+
+Space: TypeAlias = Range | Sequence[Any]
+"""A range, or the values themselves."""
+
+
+def suggest(trial: Any, space: Mapping[str, Space]) -> dict[str, Any]:
+    """Take a value of each parameter from a trial of optuna's."""
+    found = {}
+    for name, values in space.items():
+        if not isinstance(values, Range):
+            found[name] = trial.suggest_categorical(name, list(values))
+        elif isinstance(values.low, int) and isinstance(values.high, int):
+            found[name] = trial.suggest_int(name, values.low, values.high, log=values.log)
+        else:
+            found[name] = trial.suggest_float(name, values.low, values.high, log=values.log)
+    return found
+
+
+def grid(values: Space) -> list[Any] | None:
+    """Return all values of a space; None where they are without end."""
+    if not isinstance(values, Range):
+        return list(values)
+    if isinstance(values.low, int) and isinstance(values.high, int):
+        return list(range(values.low, values.high + 1))
+    return None
+
+
+def number_of_settings(space: Mapping[str, Space]) -> float:
+    """Return the number of different settings; infinity where there is a range of floats."""
+    grids = [grid(values) for values in space.values()]
+    return math.prod(math.inf if one is None else len(one) for one in grids)
