@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time as clock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +73,7 @@ class Comparison:
 
     table: pl.DataFrame
     """A row for each model, the best first: its name; each metric with the bounds of its interval (`low`, `high`);
-    `p_value` and `verdict` of the comparison with the best; trials, the parameters chosen, and seconds of the last fit."""
+    `p_value` and `verdict` of a test against the best; trials, the parameters chosen, and seconds of the last fit."""
     about: dict[str, Any]
     """Protocol, k, rows of each part, users and items measured, cold users, cold items, seed."""
     per_user: dict[str, pl.DataFrame] = field(repr=False)
@@ -276,10 +275,11 @@ def _tuned(
         return {}, 1
     import optuna
 
-    optuna.logging.set_verbosity(logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler: Any = optuna.samplers.TPESampler(seed=seed)
     if number_of_settings(candidate.space) <= trials:
-        sampler = optuna.samplers.GridSampler({one: grid(values) for one, values in candidate.space.items()}, seed)
+        grids: dict[str, Any] = {one: grid(values) for one, values in candidate.space.items()}
+        sampler = optuna.samplers.GridSampler(grids, seed)
     study = optuna.create_study(direction="maximize", sampler=sampler)
 
     def value(trial: Any) -> float:
