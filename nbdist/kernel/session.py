@@ -148,7 +148,7 @@ class Session:
             min_ranks=min_ranks,
         )
         self._raised: RemoteTraceback | None = None  # of the last call that has raised
-        self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
+        self._executor.between = weakref.WeakMethod(self._deliver_widget_event)  # the page must not keep it alive
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
@@ -459,11 +459,11 @@ class Session:
             raise ValueError("ranks must name at least one rank, got none")
         return sorted(set(named))
 
-    def _hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
+    def _deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
         """Pass a change of a widget in the page to its rank; return False while a call runs."""
         if self._lock.busy():
             return False
-        self._lock.in_turn(lambda: self._executor.hear_widget(rank, said, buffers, cell))
+        self._lock.in_turn(lambda: self._executor.deliver_widget_event(rank, event, buffers, cell))
         return True
 
     def _cancel_background(self) -> None:

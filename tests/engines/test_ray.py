@@ -408,7 +408,10 @@ def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
         (tmp_path / "grown").touch()
         assert future.result() == (2, [0, 1]) and own.nranks == 2
     said = capsys.readouterr().err
-    assert "there is room for 1 of 2 ranks: these go on. The next restart asks for 2 again" in said, said
+    assert (
+        "2 ranks were asked for and 1 could be started: the call goes on with 1. The next restart asks for 2 again"
+        in said
+    ), said
 
 
 def test_as_many_ranks_as_there_is_room_for_but_not_too_few(ray_cluster: Any) -> None:

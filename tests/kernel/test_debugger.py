@@ -39,8 +39,8 @@ def test_a_breakpoint_in_one_rank_while_the_other_waits(notebook: Kernel) -> Non
     prompts, text = typed(notebook, CELLS["a breakpoint in one rank"], *TO_THE_NEXT, *lines)
     assert prompts == ["(rank 1) "] * len([*TO_THE_NEXT, *lines])
     assert "-> x += 5" in text and "2.0\n" in text and "(7.0, 1)\n" in text and "printed\n" in text
-    assert "rank 1 stands still; meanwhile rank 0 waits in all_reduce at" in text
-    assert "rank 0 is at no breakpoint" in text and text.endswith("returned 1.0\n")
+    assert "rank 1 is paused; meanwhile rank 0 waits in all_reduce at" in text
+    assert "rank 0 is not at a breakpoint" in text and text.endswith("returned 1.0\n")
     assert "nbdist/rank" not in text, "the frames are those of the function"
 
 

@@ -50,7 +50,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": True}, TypeError, "timeout must be a number of seconds, got True"),
     ({"backend": "ncll"}, ValueError, "got 'ncll'. Did you mean 'nccl'?"),
     ({"backend": "cpu:glo"}, ValueError, "got 'cpu:glo'. Did you mean 'gloo'?"),
-    ({"backend": "horovod"}, ValueError, "backend must be 'gloo', 'nccl', another one of torch"),
+    ({"backend": "horovod"}, ValueError, "backend must be 'gloo', 'nccl', another backend of torch"),
     ({"backend": 3}, TypeError, "backend must be a string such as 'gloo', or a mapping, got 3"),
     ({"backend": {"timout": 3}}, ValueError, "got 'timout'. Did you mean 'timeout'?"),
     ({"backend": {"timeout": "10s"}}, TypeError, "backend['timeout'] must be a number of seconds, got '10s'"),

@@ -199,7 +199,7 @@ def test_a_rank_whose_context_is_lost_is_replaced(
         session.run(on, 1, functools.partial(lose_context, error))
     said = str(caught.value.__cause__)
     assert "on the GPU: /pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: Assertion " in said
-    assert said.endswith("rank 1 works on cuda:0; who uses its memory is told where nvidia-ml-py is installed")
+    assert said.endswith("rank 1 works on cuda:0; install nvidia-ml-py to see which processes use its memory")
     executor = executor_of(session)
     executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
     capfd.readouterr()

@@ -65,7 +65,7 @@ def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) 
     assert what == "stopped; rank 1 did not leave the call and had to be killed:"
     assert where.startswith("rank 1 is in stubborn at ") and where.endswith(("line 4", "line 5", ":4", ":5"))
     assert f"Cell In[{result.number}]" in where or not NUMBERS_CELLS
-    assert lost == "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+    assert lost == "The values that earlier calls left in the ranks are lost; the next call starts fresh ranks."
 
 
 def test_a_second_press_says_the_same(notebook: Kernel) -> None:
