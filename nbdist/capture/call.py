@@ -20,7 +20,7 @@ from ..wire.cache import SentCache
 from ..wire.messages import Header
 from ..wire.parcel import Parcel, pack
 from . import reading
-from .depth import deeply
+from .depth import with_large_stack
 from .diagnosis import explain_failure
 from .foreign import contents, is_a, text
 from .imports import modules_named, names_given
@@ -29,9 +29,8 @@ from .names import namespace_key
 from .need import main_namespace
 from .pickler import Pickler
 from .settings import sender
-from .side_effects import imported_beside
-from .steps import Call as CallStep
-from .steps import Named, is_constant
+from .side_effects import imported_alongside
+from .steps import CallStep, Named, is_constant
 
 #: How the files end from which a rank can load a module: sources, and what was compiled for this Python.
 _LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
@@ -65,7 +64,7 @@ def capture_call(
     makes a pickler of another kind. Raises `CaptureError` for what cannot be pickled.
     """
     pickler = pickle_call(fn, args, kwargs, imports, need, make_pickler)
-    beside = imported_beside([*pickler.modules, *modules_named(imports)])
+    alongside = imported_alongside([*pickler.modules, *modules_named(imports)])
     sources = _sources(pickler.originals)
     numbers = cell_numbers()
     header = Header(
@@ -74,13 +73,13 @@ def capture_call(
         cells={name: numbers[name] for name in sources if name in numbers},
         need=frozenset(need),
         settings=sender.take() if settings else {},
-        imported_beside=tuple(beside),
-        places=_places([*pickler.modules, *beside]),
+        imported_alongside=tuple(alongside),
+        places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, "the data that the call takes along")
-    modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
+    modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
 
 
@@ -114,7 +113,7 @@ def pickle_call(
         return pickler
 
     try:
-        return deeply(write)
+        return with_large_stack(write)
     except Exception as exc:
         parts: dict[str, Any] = {**need, "the function": fn}
         parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))

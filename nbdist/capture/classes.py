@@ -14,13 +14,13 @@ from typing import Any
 import cloudpickle.cloudpickle as cp
 
 from .names import importable
-from .steps import Call, Step
+from .steps import CallStep, UnpickleStep
 
 #: Classes that are in `types` alone, such as the class of functions.
 BUILT_IN = frozenset(cp._BUILTIN_TYPE_NAMES)
 
 #: What makes a class, its arguments, the attributes to set, and what is to be done when all of these are there.
-ClassReduction = tuple[Any, tuple[Any, ...], dict[str, Any], list[Step]]
+ClassReduction = tuple[Any, tuple[Any, ...], dict[str, Any], list[UnpickleStep]]
 
 
 def reduce_class(cls: Any) -> ClassReduction:
@@ -97,7 +97,7 @@ def _reduce_enum(cls: Any) -> ClassReduction:
         for name, member in cls.__members__.items()
         if hasattr(member, "__dict__")
     }
-    data: list[Step] = [Call(set_members, cls, more)] if any(more.values()) else []
+    data: list[UnpickleStep] = [CallStep(set_members, cls, more)] if any(more.values()) else []
     return make_enum, (*args, cp._get_or_create_tracker_id(cls)), attributes, data
 
 

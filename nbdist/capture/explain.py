@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checks import check_function
 from .call import pickle_call
-from .depth import deeply
+from .depth import with_large_stack
 from .foreign import name_of
 from .imports import names_given, parse_imports
 from .need import Names, resolve_need
@@ -105,7 +105,7 @@ def _measure(name: str, value: Any, read: bool = True) -> Item:
         pickler.dump(value)
         return pickler
 
-    pickler = deeply(write)
+    pickler = with_large_stack(write)
     nbytes = pickler.file.getbuffer().nbytes
     shared = sum(buffer.raw().nbytes for buffer in pickler.buffers)
     by_import = not shared and not pickler.originals and pickler.modules and nbytes < 200

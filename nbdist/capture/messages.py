@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .depth import deeply
+from .depth import with_large_stack
 from .diagnosis import explain_failure, explain_unreadable
 from .pickler import Pickler
 from .reading import Keep, Unreadable, read
@@ -125,7 +125,7 @@ def dumps(library: str, obj: Any, reducers: Mapping[type, Any] = _NONE) -> bytes
         return pickler
 
     try:
-        pickler = deeply(write)
+        pickler = with_large_stack(write)
     except RuntimeError as exc:
         if isinstance(exc, RecursionError):
             raise explain_failure(exc, {"the message": obj}) from None

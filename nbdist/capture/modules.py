@@ -17,7 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
 _seen: set[str] = set()
 _state: tuple[int, str] = 0, ""
-_hears_cells = False
+_follows_cells = False
 
 
 class _Executed(NamedTuple):
@@ -39,10 +39,10 @@ def own_sources() -> dict[str, tuple[str, int]]:
 
     A notebook's sources are read at the end of each cell, too: they may be edited before the next call.
     """
-    global _state, _hears_cells
+    global _state, _follows_cells
     with _lock:
-        if not _hears_cells:
-            _hears_cells = after_each_cell(own_sources)
+        if not _follows_cells:
+            _follows_cells = after_each_cell(own_sources)
         state = len(sys.modules), next(reversed(sys.modules))  # what is new, or was executed again, comes last
         for name in sys.modules.keys() - _seen if state != _state else ():
             _seen.add(name)

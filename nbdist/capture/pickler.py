@@ -35,7 +35,7 @@ from .names import (
 from .need import main_namespace
 from .ray_references import reduce_of_ray
 from .steps import (
-    Call,
+    CallStep,
     Close,
     Enter,
     EnterConstants,
@@ -43,7 +43,7 @@ from .steps import (
     Named,
     Open,
     Progress,
-    Step,
+    UnpickleStep,
     is_constant,
     is_definition,
 )
@@ -106,19 +106,19 @@ class Pickler(cloudpickle.Pickler):
         self._array = getattr(sys.modules.get("numpy"), "ndarray", None)
         self._cells: set[int] = set()  # those whose content some function's steps write
         # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
-        beside = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
-        super().__init__(file, protocol=5, buffer_callback=beside)
+        out_of_band = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
+        super().__init__(file, protocol=5, buffer_callback=out_of_band)
 
     def dump(self, obj: Any) -> None:
         """Write the pickle of `obj`. Raises what its objects raise, `RecursionError` for one that is too deep."""
         pickle.Pickler.dump(self, obj)
 
-    def needed(self) -> tuple[Step, ...]:
+    def needed(self) -> tuple[UnpickleStep, ...]:
         """Return the steps that bring what is named in `need`, whether or not its use is seen."""
         return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
-        if isinstance(obj, Step):
+        if isinstance(obj, UnpickleStep):
             return obj.reduce(self._progress)
         if type(obj) is types.FunctionType and obj in _READERS:
             return NotImplemented
@@ -229,7 +229,7 @@ class Pickler(cloudpickle.Pickler):
             return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
         make, args, attributes, data = classes.reduce_class(cls)
         steps = self._definition(
-            [*self._own_name(cls), Call(classes.keep_attributes, cls, frozenset(attributes))],
+            [*self._own_name(cls), CallStep(classes.keep_attributes, cls, frozenset(attributes))],
             data,
             _attributes(classes.set_attributes, cls, attributes),
             self._variables("__main__", globals_of_class(cls)),
@@ -255,7 +255,7 @@ class Pickler(cloudpickle.Pickler):
             return types.CellType, ()
         return types.CellType, (), (content,), None, None, reading.set_cell_state
 
-    def _definition(self, code: list[Any], data: list[Step], *more: Steps) -> tuple[Any, ...]:
+    def _definition(self, code: list[Any], data: list[UnpickleStep], *more: Steps) -> tuple[Any, ...]:
         self.defines = True
         for some_code, some_data in more:
             code += some_code
@@ -283,9 +283,9 @@ class Pickler(cloudpickle.Pickler):
                 continue
             self._cells.add(id(cell))
             if is_constant(content) or is_definition(content):
-                code.append(Call(reading.set_cell, cell, content))
+                code.append(CallStep(reading.set_cell, cell, content))
             else:
-                data.append(Call(reading.set_cell, cell, Named(name, content)))
+                data.append(CallStep(reading.set_cell, cell, Named(name, content)))
         return code, data
 
     def _reached_modules(self, fn: types.FunctionType, values: Iterable[Any]) -> Steps:
@@ -308,7 +308,7 @@ class Pickler(cloudpickle.Pickler):
             self.captured[name] = value
             if isinstance(value, Outputs):
                 shown = {number: Named(f"Out[{number}]", output) for number, output in value.items()}
-                data.append(Call(reading.enter_outputs, key, shown))
+                data.append(CallStep(reading.enter_outputs, key, shown))
             elif is_constant(value):
                 constants[name] = value
             else:
@@ -353,7 +353,7 @@ def _attributes(setter: Callable[..., None], obj: Any, attributes: Mapping[str, 
     data: dict[str, Any] = {}
     for name, value in attributes.items():
         (code if is_constant(value) or is_definition(value) else data)[name] = value
-    return [Call(setter, obj, code)] if code else [], [Call(setter, obj, data)] if data else []
+    return [CallStep(setter, obj, code)] if code else [], [CallStep(setter, obj, data)] if data else []
 
 
 def _content(cell: types.CellType) -> Any:

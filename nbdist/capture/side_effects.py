@@ -45,7 +45,7 @@ class ImportStatements:
 statements = ImportStatements()
 
 
-def imported_beside(modules: Iterable[str]) -> list[str]:
+def imported_alongside(modules: Iterable[str]) -> list[str]:
     """Return what the notebook has imported of the packages that a call uses, without the `modules` that it uses."""
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER

@@ -40,11 +40,11 @@ class Progress:
         """The variables that are written, by the key of their namespace and their name: whether to the end."""
         self.depth = 0
         """The number of nested definitions that are being written."""
-        self.waiting: list[Step] = []
+        self.waiting: list[UnpickleStep] = []
         """Steps that these refer to, and that are written after them."""
 
 
-class Step:
+class UnpickleStep:
     """Something to be done while a pickle is read, settled when the pickler comes to it."""
 
     __slots__ = ()
@@ -57,7 +57,7 @@ class Step:
 _NOTHING: Reduction = (reading.nothing, ())
 
 
-class Call(Step):
+class CallStep(UnpickleStep):
     """A function of this package is called."""
 
     __slots__ = ("args", "function")
@@ -69,7 +69,7 @@ class Call(Step):
         return self.function, self.args
 
 
-class Named(Step):
+class Named(UnpickleStep):
     """A value that errors call by a name."""
 
     __slots__ = ("name", "value")
@@ -78,10 +78,10 @@ class Named(Step):
         self.name, self.value = name, value
 
     def reduce(self, progress: Progress) -> Reduction:
-        return reading.named, (Call(reading.begin, self.name), self.value)
+        return reading.named, (CallStep(reading.begin, self.name), self.value)
 
 
-class Enter(Step):
+class Enter(UnpickleStep):
     """A variable enters a namespace, once."""
 
     __slots__ = ("key", "name", "value")
@@ -96,7 +96,7 @@ class Enter(Step):
         if done is False:  # It is on its way, and leads here: as much of it as there is, is better than no such name.
             return reading.enter, (None, self.key, self.name, self.value)
         progress.entered[self.key, self.name] = False
-        begun, end = Call(reading.begin, self.name), _Entered(self.key, self.name)
+        begun, end = CallStep(reading.begin, self.name), _Entered(self.key, self.name)
         return reading.enter, (begun, self.key, self.name, self.value, end)
 
 
@@ -112,7 +112,7 @@ class EnterOwn(Enter):
         return reading.enter, (None, self.key, self.name, self.value)
 
 
-class EnterConstants(Step):
+class EnterConstants(UnpickleStep):
     """Variables that need nothing enter a namespace."""
 
     __slots__ = ("key", "names")
@@ -125,7 +125,7 @@ class EnterConstants(Step):
         return reading.enter_all, (self.key, dict(self.names))
 
 
-class _Entered(Step):
+class _Entered(UnpickleStep):
     __slots__ = ("key", "name")
 
     def __init__(self, key: str, name: str) -> None:
@@ -136,7 +136,7 @@ class _Entered(Step):
         return _NOTHING
 
 
-class Open(Step):
+class Open(UnpickleStep):
     """A definition begins."""
 
     __slots__ = ()
@@ -146,12 +146,12 @@ class Open(Step):
         return _NOTHING
 
 
-class Close(Step):
+class Close(UnpickleStep):
     """A definition is complete but for the data that it refers to: they follow when the outermost one is."""
 
     __slots__ = ("data",)
 
-    def __init__(self, data: Sequence[Step]) -> None:
+    def __init__(self, data: Sequence[UnpickleStep]) -> None:
         self.data = data
 
     def reduce(self, progress: Progress) -> Reduction:

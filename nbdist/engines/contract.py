@@ -37,14 +37,14 @@ class OpenRendezvous(Protocol):
         """The address of the store, for the ranks."""
 
     def fds(self, rank: int) -> list[int]:
-        """The descriptors that a rank has to be given from here."""
+        """The descriptors of this process that must be sent to a rank."""
 
     def close(self) -> None:
-        """Give up this process's part. The ranks keep theirs."""
+        """Close the descriptors of this process. The descriptors of the ranks stay open."""
 
 
-class Hearer(Protocol):
-    """Takes what ranks do."""
+class ListenerFactory(Protocol):
+    """A function that returns a listener for the events of ranks."""
 
     def __call__(
         self,
@@ -57,16 +57,16 @@ class Hearer(Protocol):
 
 
 class Listening(Protocol):
-    """Waits for all that comes from ranks, and passes it on: see `listening.Listener`."""
+    """A listener that waits for events of ranks and passes them on: see `listening.Listener`."""
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Do something whenever there is something to read at a descriptor."""
+        """Call `action` whenever a descriptor is readable."""
 
     def select(self, seconds: float) -> None:
-        """Pass on what there is, or the first event that comes within a number of seconds."""
+        """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
 
     def close(self) -> None:
-        """Pass on no more."""
+        """Stop passing on events."""
 
 
 class Ranks(Protocol):
@@ -75,7 +75,7 @@ class Ranks(Protocol):
     takes_descriptors: bool
     """True if `send` can give a rank descriptors of this process, such as descriptors of shared memory."""
     patience: float
-    """Seconds that it may take until the loss of a rank is noticed."""
+    """The longest time until the loss of a rank is noticed, in seconds."""
 
     @property
     def pids(self) -> Sequence[int | None]:
@@ -86,52 +86,54 @@ class Ranks(Protocol):
         """By rank."""
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
-        """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
+        """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Messages and signals within go on their way at its end, as few of them as can be."""
+        """Collect messages and signals in a `with` block, and send them in few messages at its end."""
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        """Pass on all that a rank has written so far. No listener is needed."""
+        """Pass on all output of a rank so far. Works without a listener."""
 
     @property
-    def listen(self) -> Hearer:
-        """Gives what waits for all that ranks say and write, and for their ends."""
+    def listen(self) -> ListenerFactory:
+        """The function that makes a listener for messages, output and exits of the ranks."""
 
     def inherited(self) -> Mapping[str, str]:
         """Return the environment variables of the notebook that hold in the ranks, too."""
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        """Return the surroundings of a rank, `environ` above all."""
+        """Return the environment, working folder and search path for a rank, with the variables of `environ`."""
 
     def rendezvous(self) -> OpenRendezvous:
-        """Open a store for a new process group. Raises `NbdistError` where that cannot be; then `exits` may say why."""
+        """Open a store for a new process group. Raises `NbdistError` if that fails; `exits` may show the cause."""
 
     def exits(self) -> list[Exit]:
-        """The ranks that ended since the last call. Waits a moment at most, for how they have."""
+        """Return the ranks that have ended since the last call. Waits at most a moment for their exit statuses."""
 
     def signal(self, rank: int, signum: int) -> None:
-        """Send a signal to a rank's process, if it still lives."""
+        """Send a signal to the process of a rank, if it still lives."""
 
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         """Abort what a rank waits for in its process groups, if it is still in the group with the number `group` (see
         `World`). `peers` are the other ranks' ends of its connections."""
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-        """Pass a change of a widget in the page to the rank at once, whatever the rank does; return whether the rank
-        has it, as far as is known. From any thread."""
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        """Pass a change of a widget in the page to the rank at once, even while the rank is busy. Works in any thread.
+
+        Returns False if the rank is known not to have received it.
+        """
 
     def connections(self) -> list[list[Connection]]:
         """Return the TCP connections of each rank, so that a rank which leaves the others can close them."""
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
+        """Return the stack of each rank's main thread as `faulthandler` prints it; empty without an answer."""
 
     def starting(self) -> str:
         """Return why ranks have not started yet, in words; empty if all have, or if the reason is not known."""
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
-        """Bytes of memory that each of these ranks has for itself; None where that is not known."""
+        """Return the bytes of private memory of the given ranks; None for a rank whose memory is not known."""
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
         """Ask the ranks to leave, kill after `grace` seconds those that have not, with everything that they started,

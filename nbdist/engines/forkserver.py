@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
-from ..system.processes import blind, forget_in_children, own_pidfd
+from ..system.processes import own_pidfd, redirect_to_devnull, register_after_fork
 from ..system.search_path import search_path
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
@@ -97,11 +97,11 @@ class ForkServer:
         except BaseException:
             self.hang_up()
             raise
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """In a child of this process: the server is not its own."""
-        blind(self.control.fileno())
+        redirect_to_devnull(self.control.fileno())
 
     def alive(self) -> bool:
         return self.process.poll() is None

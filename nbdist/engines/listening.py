@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..deaths import NEVER_STARTED, SILENT
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank
@@ -110,7 +110,7 @@ class Listener:
         """Pass on what there is, or the first event that comes within a number of seconds."""
         due = self.due()
         for key, _ in self._selector.select(seconds if due is None else min(seconds, due)):
-            with postponed_interrupts():  # what was read of a message would be lost
+            with deferred_interrupts():  # what was read of a message would be lost
                 key.data()
         for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:
             self._on_end(Exit(rank, None, SILENT if self._ranks.pids[rank] is not None else NEVER_STARTED))

@@ -22,7 +22,7 @@ from ..devices import choose_devices
 from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
-from ..system.processes import blind, forget_in_children
+from ..system.processes import redirect_to_devnull, register_after_fork
 from ..system.search_path import search_path, shadowed, working_folder
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
@@ -37,7 +37,7 @@ from .forkserver import ForkServer, Variables, read_at_import, with_server
 from .listening import Listener, drain
 from .watching import Watch
 
-_told: set[tuple[str, str]] = set()
+_shown: set[tuple[str, str]] = set()
 
 
 class LocalEngine:
@@ -61,7 +61,7 @@ class LocalEngine:
         self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
     ) -> LocalRanks:
         """`least` is for others: what this machine had room for, it has again."""
-        self._tell_interfaces(notice)
+        self._warn_of_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:
             if self._fresh:
@@ -82,14 +82,14 @@ class LocalEngine:
         if len(self._modules) != before and not self._fresh:
             self._load()
 
-    def _tell_interfaces(self, notice: Callable[[str], None] | None) -> None:
+    def _warn_of_interfaces(self, notice: Callable[[str], None] | None) -> None:
         """Say once which variables of the notebook would let ranks listen to the network, and are not used."""
         for name in INTERFACE_VARIABLES:
             value = os.environ.get(name, LOOPBACK_INTERFACE)
             if name in self._env or value == LOOPBACK_INTERFACE:
                 continue
-            if notice is not None and (name, value) not in _told:
-                _told.add((name, value))
+            if notice is not None and (name, value) not in _shown:
+                _shown.add((name, value))
                 notice(
                     f"{name}={value} is not used: ranks of one machine speak to each other over {LOOPBACK_INTERFACE} "
                     f"alone, where nobody else can reach them. Session(env={{{name!r}: {value!r}}}) lets them use it"
@@ -156,7 +156,7 @@ class LocalRanks:
                 raise
             finally:
                 self._watch.handed_over()
-            forget_in_children(self)
+            register_after_fork(self)
         except BaseException:
             self.close()
             raise
@@ -179,7 +179,7 @@ class LocalRanks:
         """In a child of this process: the ranks are not its own."""
         self._asking, self._ordering = [threading.RLock() for _ in self._asking], threading.RLock()
         ends = [*map(Channel.fileno, self.channels), *map(socket.socket.fileno, self._stacks)]
-        blind(*ends, *itertools.chain.from_iterable(self.outputs))
+        redirect_to_devnull(*ends, *itertools.chain.from_iterable(self.outputs))
 
     @property
     def pids(self) -> list[int | None]:
@@ -241,14 +241,14 @@ class LocalRanks:
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         self._order(rank, "abort", group, peers)
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         return self._order(rank, "widget", content, buffers)
 
     def _order(self, rank: int, *order: Any) -> bool:
         with self._ordering:
             return rank in self._watch.alive and bool(self._stacks) and stacks.order(self._stacks[rank], *order)
 
-    def tell_preemption(self) -> None:
+    def notify_of_preemption(self) -> None:
         """Notify all ranks that one of their machines will be taken away."""
         for rank in list(self._watch.alive):
             self._order(rank, "preemption")
@@ -268,7 +268,7 @@ class LocalRanks:
             for channel in self.channels:
                 with contextlib.suppress(OSError):
                     channel.send(Close())
-            self._hear_last_words(grace, on_output)
+            self._read_last_output(grace, on_output)
         finally:  # also where an interrupt says that this takes too long
             for rank in list(self._watch.alive):
                 self.signal(rank, signal.SIGKILL)
@@ -288,7 +288,7 @@ class LocalRanks:
                 self._watch.close()
                 self.channels, self.outputs, self._stacks = [], [], []
 
-    def _hear_last_words(self, grace: float, on_output: OnOutput) -> None:
+    def _read_last_output(self, grace: float, on_output: OnOutput) -> None:
         """Wait for the ranks' ends, and pass on what they write meanwhile: a full pipe would keep them."""
         if not grace or not self._watch.alive:
             return

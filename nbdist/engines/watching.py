@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ..deaths import NEVER_STARTED, NOT_OURS, not_started
-from ..system.processes import blind, exit_status, forget_in_children, open_pidfd
+from ..system.processes import exit_status, open_pidfd, redirect_to_devnull, register_after_fork
 from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
 from .contract import Exit
@@ -43,12 +43,12 @@ class Watch:
         if self._poll is not None:
             self.fd = self._poll.fileno()
             self._poll.register(self._reports, select.EPOLLIN)
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         self._not_ours = [Exit(rank, None, NOT_OURS) for rank in sorted(self.alive)]
         self.alive.clear()
-        blind(self._reports, self.fd, *self._processes.values())
+        redirect_to_devnull(self._reports, self.fd, *self._processes.values())
 
     def handed_over(self) -> None:
         """The fork server has the other end of the reports."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from .shell import kernel_shell
 
 
@@ -89,18 +89,18 @@ class Requests:
         self._stream = self._kernel.shell_stream if manager is None else manager._shell_channel_to_main.to_stream
         self._answers = self._stream if manager is None else manager.get_subshell_to_shell_channel_socket(None)
         self._leave = self._stream._recv_callback
-        self._stream.on_recv(self._hear, copy=False)
+        self._stream.on_recv(self._receive, copy=False)
 
     def look(self) -> None:
         """Take what there is."""
-        with postponed_interrupts():  # or one could lose a message
+        with deferred_interrupts():  # or one could lose a message
             self._stream.flush()
 
     def close(self) -> None:
         """Take no more."""
         self._stream.on_recv(self._leave, copy=False)
 
-    def _hear(self, frames: list[Any]) -> Any:
+    def _receive(self, frames: list[Any]) -> Any:
         session = self._kernel.session
         try:
             idents, parts = session.feed_identities(frames, copy=False)

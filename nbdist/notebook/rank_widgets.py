@@ -12,7 +12,7 @@ from typing import Any
 from .shell import shell
 
 
-def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+def handle_comm_message(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
     """Pass a message of the page to a widget of this rank. Returns whether the widget exists."""
     if "comm" not in sys.modules and shell() is None:
         return True  # here will be none

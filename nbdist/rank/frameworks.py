@@ -41,7 +41,7 @@ class DefaultGroup:
         self.started = False
         """True if the function has started the group that was up."""
         self._ended = False
-        self._told = False
+        self._warned = False
         self._module: Any = None
 
     def begin_call(self) -> None:
@@ -77,8 +77,8 @@ class DefaultGroup:
             start(*args, **kwargs)
             return
         self.started, self._ended = True, False
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             print("nbdist: the process group is up already, so init_process_group does nothing", file=sys.stderr)
 
     def _end(self, end: Any, group: Any = None) -> None:

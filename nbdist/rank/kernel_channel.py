@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from ..wire import protocol
 from ..wire.channel import Channel, readable
 from ..wire.parcel import Parcel
@@ -35,5 +35,5 @@ class KernelChannel(Channel):
     def _receive_between_interrupts(self) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
         while not readable(self, 3600.0):
             pass
-        with postponed_interrupts():
+        with deferred_interrupts():
             return super().receive()

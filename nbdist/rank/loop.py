@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from ..deaths import NO_GPU, NO_GROUP
 from ..fastai.patches import patched
-from ..notebook.rank_widgets import hear_comm
+from ..notebook.rank_widgets import handle_comm_message
 from ..system.connections import Address
-from ..system.processes import blind, forget_in_children
+from ..system.processes import redirect_to_devnull, register_after_fork
 from ..wire import protocol
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel
@@ -28,7 +28,7 @@ from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .recorder import CollectiveRecorder
 from .sharded import whole
-from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
+from .world import Membership, abort, destroy_in_background, enter_setting, process_groups, seed_everything
 
 
 class Rank:
@@ -52,7 +52,7 @@ class Rank:
 
     def after_fork(self) -> None:
         """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
-        blind(self._channel.fileno())
+        redirect_to_devnull(self._channel.fileno())
 
     def abort(self, group: int, peers: Sequence[Address]) -> None:
         """In another thread, after an interrupt was sent: let the main thread leave what it waits for.
@@ -61,13 +61,13 @@ class Rank:
         """
         block, groups = self._interrupts.block, process_groups()
         if group == self._membership.number:  # so these are of it, too
-            self._interrupts.insist(block)
+            self._interrupts.resend(block)
             _thread.start_new_thread(abort, (groups, peers))  # a communicator may take its time
 
     def serve(self) -> int:
         """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""
         pid = os.getpid()
-        forget_in_children(self)
+        register_after_fork(self)
         self._interrupts.install()
         shell.enter()
         self._keyboard.install()
@@ -145,7 +145,7 @@ class Rank:
             case protocol.EmptyCache():
                 gpu_state.empty_cache()
             case protocol.Widget(content, buffers):  # between calls
-                hear_comm(content, buffers)
+                handle_comm_message(content, buffers)
                 shell.after_call()
             case protocol.Begin():
                 assert parcel is not None
@@ -179,7 +179,7 @@ class Rank:
         self._keep_frames = request.keep_frames
         if self._frames is not None:
             frames, self._frames = [self._frames], None
-            let_go(frames)
+            destroy_in_background(frames)
         self._membership.restore_environ()
         before = _waited()
         value = self._caller.run(request, parcel)

@@ -63,7 +63,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
             _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
-        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.hear, "preemption": preemption.tell})
+        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.receive, "preemption": preemption.announce})
         code = rank.serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()

@@ -92,7 +92,7 @@ class Reloader(importlib.abc.MetaPathFinder):
             its, wanted = self._sources.get(name, (file, executed))
             if unchanged and wanted != executed:
                 what = "was edited after the notebook had imported it" if _same_file(its, file) else f"is not {its}"
-                _tell(
+                _notify(
                     f"nbdist: the module {name!r} is another one here than in the notebook: {file} {what}. "
                     f"importlib.reload({name}) in the notebook makes them one\n"
                 )
@@ -169,7 +169,7 @@ def import_beside(names: Sequence[str]) -> None:
                 )
 
 
-def _tell(text: str) -> None:
+def _notify(text: str) -> None:
     """Write to standard error. No warning: the notebook's filters may make that an error, and the call has returned."""
     with contextlib.suppress(Exception):
         sys.stderr.write(text)

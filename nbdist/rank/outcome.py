@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capture import imports
 from ..capture.data import OUT_OF_BAND
-from ..capture.depth import deeply
+from ..capture.depth import with_large_stack
 from ..capture.diagnosis import explain_failure
 from ..capture.partial import absent_parts
 from ..capture.pickler import Pickler, dumps_plain
@@ -139,7 +139,7 @@ class Outcomes:
             return pickler
 
         try:
-            pickler = deeply(write)
+            pickler = with_large_stack(write)
         except Exception as exc:
             error = explain_failure(exc, {what: value})
             if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""Preemption: whether a machine of the ranks is about to be taken away. Any rank may know; all ask together."""
+"""Preemption: the notice that a machine of the ranks is about to be taken away. All ranks ask for it together."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 
 from ..wire.messages import NOTICES
 
-#: Whether this rank got the warning.
-told = False
+#: True once this rank has received the notice.
+announced = False
 
 
-def tell() -> None:
-    """Keep in mind that a machine of the ranks will be taken away."""
-    global told
-    told = True
+def announce() -> None:
+    """Store that a machine of the ranks will be taken away."""
+    global announced
+    announced = True
 
 
 def preempted() -> bool:
@@ -44,8 +44,8 @@ def preempted() -> bool:
     from ..devices import collective_device
 
     if not dist.is_initialized():
-        return told
+        return announced
     cpu = "cpu:" in dist.get_backend_config()  # where it can be, no GPU has to wait for this
-    anybody = torch.tensor(int(told), device="cpu" if cpu else collective_device())
+    anybody = torch.tensor(int(announced), device="cpu" if cpu else collective_device())
     dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
     return bool(anybody.item())

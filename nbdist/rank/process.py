@@ -53,7 +53,7 @@ class _Process:
         fn, _, _ = self._caller.take(answer.header, parcel, self._name)
         self._functions = {number: fn}  # the last one: it may hold much
 
-    def heed_interrupts(self) -> None:
+    def enable_interrupts(self) -> None:
         """Make an interrupt end the task that runs, and later ones; not what the worker does between them."""
 
         def on_interrupt(signum: int, frame: Any) -> None:
@@ -134,7 +134,7 @@ def _prepare_for_forks(library: str) -> None:
 
 def work(worker: Callable[..., None], *args: Any) -> None:
     """Run the library's `worker` in a worker of a pool, until a request to end or an interrupt."""
-    _this.heed_interrupts()
+    _this.enable_interrupts()
     try:
         worker(*args)
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..system.processes import forget_in_children
+from ..system.processes import register_after_fork
 from ..wire.recording import OF_TWO, Recorder, group_named
 
 #: The methods, each with its name in `torch.distributed` and the position of the tensor argument that is recorded.
@@ -68,7 +68,7 @@ class CollectiveRecorder:
         self._kinds: dict[str, int] = {}  # file -> 0 the user's, 1 torch.distributed, 2 other libraries
         self._groups: dict[str, tuple[Sequence[int], str]] = {}  # name of a group -> its ranks, its text in the record
         self._dtypes: dict[Any, str] = {}
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """Stop recording in a process that the function forks: that process is not a rank."""

@@ -112,7 +112,7 @@ def join(world: World, store: Any) -> Any:
             # collective, until NCCL has connected them, could not be released.
             options.setdefault("device_id", device)
     group_store = dist.PrefixStore("nbdist", store)
-    with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
+    with without_notice() if gloo_announces(torch.__version__) else contextlib.nullcontext():
         dist.init_process_group(
             world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options
         )
@@ -169,14 +169,14 @@ def _destroy_groups() -> None:
     inspect.unwrap(dist.destroy_process_group)()  # what `frameworks` replaces spares the group
 
 
-def let_go(held: list[Any]) -> None:
-    """Empty a list of what may be the last to refer to process groups of a call that has failed.
+def destroy_in_background(held: list[Any]) -> None:
+    """Empty a list with the last references to the process groups of a failed call, in a background thread.
 
-    Such a group's end waits for what gloo's threads still do for it. Where the other side of a transfer leaves in the
-    wrong moment, gloo forgets to notify its own thread, which then waits for half an hour. So the main thread does not
-    wait for that end, but for a thread that does, and not for long.
+    Destroying a group waits for gloo's threads. If the peer of a transfer leaves at the wrong moment, gloo does not
+    wake its own thread, which then waits for half an hour. Therefore a background thread destroys the group, and the
+    main thread waits at most `_PATIENCE_TO_END` seconds for it.
     """
-    thread = threading.Thread(target=_end, args=(held,), name="nbdist: let go", daemon=True)
+    thread = threading.Thread(target=_end, args=(held,), name="nbdist: end of a group", daemon=True)
     thread.start()
     thread.join(_PATIENCE_TO_END)
 
@@ -186,8 +186,8 @@ def _end(held: list[Any]) -> None:
     gc.collect()
 
 
-def tells(torch_version: str) -> bool:
-    """Return whether the gloo of this torch writes to standard output that a rank has found the others."""
+def gloo_announces(torch_version: str) -> bool:
+    """Return whether gloo in this torch prints to standard output when a rank has connected to the others."""
     major, minor = torch_version.split(".")[:2]
     return (2, 7) <= (int(major), int(minor)) < (2, 11)
 
@@ -285,7 +285,7 @@ class Membership:
                 self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
                 self._leaving.start()
             self._leaving.join(PATIENCE_TO_LEAVE)
-        let_go(held)
+        destroy_in_background(held)
 
 
 def seed_everything(seeds: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import socket
 
 from ..rank import shell
 from ..rank.main import prctl
-from .memory import pretend_objects
+from .memory import inflate_object_count
 from .orphans import end_all
 from .server import Server
 
@@ -26,7 +26,7 @@ def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
     gc.disable()  # imports take a fifth less; ranks turn it on again
-    pretend_objects(400_000)  # about as many as torch and fastai make
+    inflate_object_count(400_000)  # about as many as torch and fastai make
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
     if int(kernel) >= 0:

@@ -27,13 +27,13 @@ def huge_pages() -> list[int]:
     return [page for start, end in spans for page in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE)]
 
 
-def pretend_objects(count: int) -> None:
-    """Make Python count `count` more objects in which it found no garbage.
+def inflate_object_count(count: int) -> None:
+    """Raise the number of old objects that Python's garbage collector counts by `count`.
 
-    It searches all objects when the new ones are a quarter of the old ones. Frozen ones do not count, so in a rank it
-    would look again and again while `fn` makes its own: 0.16 s of a training of 6 s (a fresh interpreter: 0.03 s).
-    To collect after the imports would do too, but leaves holes all over the memory: what a rank puts there copies 5 MB
-    of pages.
+    A full collection starts when the new objects are a quarter of the old ones, and frozen objects do not count as old.
+    Without this, a rank would collect again and again while `fn` makes its first objects: 0.16 s of a training of 6 s
+    (a fresh interpreter: 0.03 s). A collection after the imports has the same effect, but leaves holes in the memory:
+    new objects of a rank in these holes copy 5 MB of pages.
     """
     objects: list[list[None]] = [[] for _ in range(count)]
     gc.collect()

@@ -47,7 +47,7 @@ class Preloaded:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):  # it fails again, and visibly, in the rank that imports it
-                tell(traceback.format_exc())
+                log(traceback.format_exc())
                 self.refused.append(name)
                 continue
             except BrokenOff:  # half of it may be there: a fresh process goes on
@@ -57,7 +57,7 @@ class Preloaded:
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                tell(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
+                log(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)
@@ -66,7 +66,7 @@ class Preloaded:
         return True
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """Write to the kernel's standard error, if that can be: it may be a file on a full disk."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)

@@ -34,7 +34,7 @@ from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
 from .importing import find_crash, ignore_break_off, watched
 from .memory import HUGE, huge_pages
 from .orphans import end_all, end_leftovers
-from .preload import Preloaded, tell
+from .preload import Preloaded, log
 
 #: Seconds after which a server without ranks ends, unless the kernel says otherwise.
 IDLE = 1800.0
@@ -137,7 +137,7 @@ class Server:
                 _, number, rank, _ = lost.message
                 self._refuse(number, rank, errno.EMFILE)
         except Exception:
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         return True
 
     def _retire(self) -> bool:
@@ -275,7 +275,7 @@ class Server:
         try:
             fresh.execute(server, self._kind, fds, scratch, environ)
         except BaseException:
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         finally:
             os._exit(1)
 
@@ -297,7 +297,7 @@ class Server:
         try:
             end_leftovers(ended, self._ranks)
         except Exception:  # out of descriptors, or of memory
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         for pid, (rank, number, status) in ended.items():
             self._remove_scratch(str(pid))
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))

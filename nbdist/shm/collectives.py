@@ -143,12 +143,12 @@ class SharedCollectives:
             mine[:] = inputs[me]
         with annotated("nbdist:all_to_all"):
             while start == 0 or start < most:
-                with self._turn(_UNEQUAL) as (parity, tell):
+                with self._turn(_UNEQUAL) as (parity, meet):
                     for rank in others:
                         part = inputs[rank][start : start + room]
                         self._heads[parity, me, rank] = len(inputs[rank]), most
                         self._slots[parity, me, rank, _HEAD : _HEAD + len(part)] = part
-                    tell()
+                    meet()
                     for rank in others:
                         coming, largest = self._heads[parity, rank, me].tolist()
                         there = received[rank]
@@ -164,20 +164,20 @@ class SharedCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        with annotated("nbdist:barrier"), self._turn(0) as (_, tell):
-            tell()
+        with annotated("nbdist:barrier"), self._turn(0) as (_, meet):
+            meet()
 
     @contextlib.contextmanager
     def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         """Give for each tensor the values of all ranks, one in each row, until the end of the block."""
-        with self._turn(sum(one.nbytes for one in mine)) as (parity, tell):
+        with self._turn(sum(one.nbytes for one in mine)) as (parity, meet):
             exchanged: list[torch.Tensor] = []
             start = 0
             for one in mine:
                 exchanged.append(self._parts[parity, :, start : start + one.nbytes].view(one.dtype))
                 exchanged[-1][self.rank].copy_(one)
                 start += padded(one.nbytes)
-            tell()
+            meet()
             yield exchanged
 
     @contextlib.contextmanager
@@ -196,33 +196,33 @@ class SharedCollectives:
         count, self._count = self._count, -1  # for good, if this is interrupted: the ranks are out of step then
         parity = count % 2
 
-        def tell() -> None:
+        def meet() -> None:
             mark = size.to_bytes(8, "little")
             for outbox in self._outboxes:
                 os.write(outbox[parity], mark)
             wanted = mark * (self.size - 1)
-            heard = b""
+            received = b""
             begin = time.perf_counter()
-            while len(heard) < len(wanted):
+            while len(received) < len(wanted):
                 try:
-                    more = os.read(self._inboxes[parity], len(wanted) - len(heard))
+                    more = os.read(self._inboxes[parity], len(wanted) - len(received))
                 except BlockingIOError:
                     if time.perf_counter() - begin >= self._looks:
                         self._polls[parity].poll()
                     continue
                 if not more:
                     raise RuntimeError("connection closed by peer: another rank has ended")
-                heard += more
+                received += more
             global waited
             waited += time.perf_counter() - begin
-            if _ABORTED in heard:
+            if _ABORTED in received:
                 raise RuntimeError("connection closed by peer: this rank is to leave its process group")
-            if heard != wanted:
+            if received != wanted:
                 raise RuntimeError(
                     f"the ranks' tensors differ in size, or they are at different collectives: {size} bytes here"
                 )
 
-        yield parity, tell
+        yield parity, meet
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:

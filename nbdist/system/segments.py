@@ -104,7 +104,7 @@ def _reserve(fd: int, size: int) -> None:
                 raise
 
 
-class Span(NamedTuple):
+class BufferLocation(NamedTuple):
     """The place of a buffer: the number of its segment, its start and size in bytes."""
 
     segment: int

@@ -63,7 +63,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-class Call(NamedTuple):
+class SystemCall(NamedTuple):
     """The system call in which a thread waits."""
 
     name: str
@@ -72,7 +72,7 @@ class Call(NamedTuple):
     """The descriptor that the call reads or writes; -1 for other calls."""
 
 
-def call(pid: int, thread: int) -> Call | None:
+def call(pid: int, thread: int) -> SystemCall | None:
     """Return the system call in which a thread waits; None if the thread runs, or if the call is not known."""
     try:
         with open(f"/proc/{pid}/task/{thread}/syscall") as file:
@@ -82,8 +82,8 @@ def call(pid: int, thread: int) -> Call | None:
         if name == "futex":
             # FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private memory and the clock.
             forever = values[1] & 0x7F in (0, 9) and values[3] == 0
-            return Call("futex_forever" if forever else "futex", -1)
-        return Call(name, values[0] if name in ("read", "write", "writev") else -1)
+            return SystemCall("futex_forever" if forever else "futex", -1)
+        return SystemCall(name, values[0] if name in ("read", "write", "writev") else -1)
     except (OSError, ValueError, IndexError):
         return None
 

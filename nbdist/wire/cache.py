@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..system.segments import Segment, Span
+from ..system.segments import BufferLocation, Segment
 
 #: Buffers of at least this many bytes are not sent again in a session while their content is the same.
 KEPT = 1 << 20
@@ -23,7 +23,7 @@ class SentCache:
                 return segment, position
         return None
 
-    def keep(self, segments: Sequence[Segment], spans: Iterable[Span]) -> None:
+    def keep(self, segments: Sequence[Segment], spans: Iterable[BufferLocation]) -> None:
         """Remember where these buffers lie and forget all others; closes the segments with nothing to remember."""
         before = self._segments() | {id(segment): segment for segment in segments}
         self._found = {}

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
-from ..system.segments import Segment, Span
+from ..system.interrupts import deferred_interrupts
+from ..system.segments import BufferLocation, Segment
 from .parcel import MOST_SEGMENTS, Parcel
 from .protocol import KINDS
 
@@ -53,7 +53,7 @@ class Channel:
         # By name: pickle would look up how to make each message again, which takes it eight times as long.
         body = pickle.dumps((type(message).__name__, tuple(message), about), protocol=5)
         head = _MESSAGE.pack(len(body), len(fds))
-        with postponed_interrupts():
+        with deferred_interrupts():
             sent = socket.send_fds(self.sock, [head, body], fds)
             if sent < len(head) + len(body):
                 self.sock.sendall((head + body)[sent:])
@@ -87,7 +87,7 @@ class Channel:
             inline, spans, sizes = about
             fds, own = fds[: len(fds) - len(sizes)], fds[len(fds) - len(sizes) :]
             segments = [Segment(fd, size) for fd, size in zip(own, sizes, strict=True)]
-            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
+            parcel = Parcel(inline, [BufferLocation(*span) for span in spans], segments)
         return message, parcel, fds
 
     def _some(self, size: int) -> bytes:

@@ -85,7 +85,7 @@ class Header:
     """Names that the caller listed: they go before the same names from the import block."""
     settings: Mapping[str, bytes] = field(default_factory=dict)
     """Pickles of what is set in the notebook, by name."""
-    imported_beside: Sequence[str] = ()
+    imported_alongside: Sequence[str] = ()
     """Modules that the notebook has imported of the packages that the call uses."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""

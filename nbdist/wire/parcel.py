@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..system.copying import layout, own_memory
 from ..system.free_memory import check_fits
-from ..system.segments import Segment, Span
+from ..system.segments import BufferLocation, Segment
 from .cache import KEPT, SentCache
 
 #: Pickles up to this many bytes go through the socket itself.
@@ -24,7 +24,7 @@ class Parcel:
     descriptors are the parcel's own. Buffers that came by another way are in `buffers`.
     """
 
-    def __init__(self, inline: bytes | None, spans: Sequence[Span], segments: Sequence[Segment]) -> None:
+    def __init__(self, inline: bytes | None, spans: Sequence[BufferLocation], segments: Sequence[Segment]) -> None:
         self.inline, self.spans, self.segments = inline, spans, segments
         self.buffers: list[memoryview] = []
 
@@ -81,7 +81,9 @@ def pack(
     segments = list({id(hit[0]): hit[0] for hit in found if hit is not None}.values())
     if len(segments) > MOST_SEGMENTS - 2:
         found, segments = [None] * len(views), []
-    spans = [Span(-1, 0, 0) if hit is None else Span(segments.index(hit[0]), hit[1], 0) for hit in found]
+    spans = [
+        BufferLocation(-1, 0, 0) if hit is None else BufferLocation(segments.index(hit[0]), hit[1], 0) for hit in found
+    ]
     new = [number for number, hit in enumerate(found) if hit is None]
     check_fits(sum(views[number].nbytes for number in new), what)
     old = len(segments)
@@ -90,7 +92,7 @@ def pack(
             starts, end = layout(views[number].nbytes for number in group)
             segments.append(Segment.create(max(end, 1), what))
             for number, start in zip(group, starts, strict=True):
-                spans[number] = Span(len(segments) - 1, start, 0)
+                spans[number] = BufferLocation(len(segments) - 1, start, 0)
                 segments[-1].write(views[number], start)
     except BaseException:
         for segment in segments[old:]:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from .channel import readable
 from .forking import STACK_SIGNAL
 
@@ -45,13 +45,13 @@ _PATIENCE_TO_ORDER = 1.0
 _MOST = 100
 
 
-def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
+def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> str:
     """In the kernel: a rank's stack, as `faulthandler` writes it; empty where the rank does not answer.
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
         number: Of the question, from 1 to 255; not the number of the question just before.
-        insist: Sends `STACK_SIGNAL`. Called after a while without an answer.
+        send_signal: Sends `STACK_SIGNAL` to the rank. Called after `PATIENCE` seconds without an answer.
     """
     question = bytes([number])
     try:
@@ -60,10 +60,10 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
                 pass
         sock.send(question)
         data = b""
-        for insisting in (False, True):
+        for signaling in (False, True):
             patience = PATIENCE
-            if insisting:
-                insist()
+            if signaling:
+                send_signal()
             while readable(sock.fileno(), patience):
                 if not (part := sock.recv(1 << 16)):
                     return ""
@@ -94,7 +94,7 @@ def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
     return answers, written
 
 
-@postponed_interrupts()
+@deferred_interrupts()
 def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
     """In the kernel: let a rank do something; whether it has got that. One thread at a time may.
 

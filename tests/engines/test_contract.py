@@ -349,7 +349,7 @@ def test_a_timeout_says_where_ranks_wait_and_leaves_them(engine: Engine) -> None
         assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
 
 
-def test_ranks_that_do_not_let_go_are_replaced(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_end_a_call_are_replaced(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     def deaf() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         dist.barrier()
@@ -469,12 +469,12 @@ def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None
         assert own.run(sums) == 2.0
 
 
-def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
+def test_a_widget_gets_its_events_while_the_rank_is_busy(engine: Engine) -> None:
     def waits() -> list[Any]:
         from nbdist.rank import widgets
 
         heard: list[Any] = []
-        widgets.hear_comm = lambda content, buffers: not heard.append((content, list(buffers)))
+        widgets.handle_comm_message = lambda content, buffers: not heard.append((content, list(buffers)))
         while not heard:
             sum(range(1000))
         return heard[0]
@@ -486,7 +486,9 @@ def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
         assert group is not None
 
         def heard() -> bool:
-            assert group.ranks.tell_widget(1, {"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)])
+            assert group.ranks.deliver_widget_event(
+                1, {"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)]
+            )
             time.sleep(0.1)
             return future.done()
 

@@ -273,7 +273,7 @@ def test_the_kernel_holds_as_much_for_many_ranks_as_for_few(options: RayOptions)
 
                 def count(channel: Channel, calls: list[int] = calls) -> Any:
                     message = receive(channel)
-                    calls[1] += message[0][0] == "news"
+                    calls[1] += message[0][0] == "event"
                     return message
 
                 patch.setattr(Channel, "receive", count)

@@ -88,7 +88,7 @@ def test_pictures_of_widgets() -> None:
     widgets = Widgets()
 
     def model(comm_id: str, kind: str, **state: Any) -> None:
-        widgets.hear("comm_open", comm_id, {"state": {"_model_name": kind, **state}})
+        widgets.handle("comm_open", comm_id, {"state": {"_model_name": kind, **state}})
 
     model("bar", "IntProgressModel", value=1, min=0, max=4, description="<b>")
     model("text", "HTMLModel", value="<i>25 %</i>")
@@ -97,9 +97,9 @@ def test_pictures_of_widgets() -> None:
     model("mixed", "VBoxModel", children=["IPY_MODEL_bar", "IPY_MODEL_slider"])
     picture = widgets.picture("box")
     assert picture is not None and "width: 25%" in picture and "<i>25 %</i>" in picture and "&lt;b&gt;" in picture
-    widgets.hear("comm_msg", "bar", {"method": "update", "state": {"value": 8}})
+    widgets.handle("comm_msg", "bar", {"method": "update", "state": {"value": 8}})
     assert "width: 100%" in (widgets.picture("bar") or "")
-    widgets.hear("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
+    widgets.handle("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
     assert "width: 100%" in (widgets.picture("bar") or "")
     assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
 
@@ -109,7 +109,7 @@ def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
 
     def seen(kind: str, **state: Any) -> str:
         common = {"_model_name": kind, "_model_module": "@jupyter-widgets/controls", "_view_name": "View"}
-        widgets.hear("comm_open", kind, {"state": {**common, **state}})
+        widgets.handle("comm_open", kind, {"state": {**common, **state}})
         return widgets.picture(kind) or ""
 
     assert ">7<" in seen("IntSliderModel", value=7) and "rate" in seen("IntSliderModel", value=7, description="rate")
@@ -125,7 +125,7 @@ def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
 def test_what_is_binary_in_a_state_is_put_in_its_place() -> None:
     widgets = Widgets()
     state = {"_model_name": "OtherModel", "traces": [{"x": {"shape": [1]}}]}
-    widgets.hear("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])
+    widgets.handle("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])
     assert widgets.state("plot")["traces"] == [{"x": {"shape": [1], "value": b"1"}}]
     assert state["traces"] == [{"x": {"shape": [1]}}], "what goes to the page is as it was"
 

@@ -27,7 +27,7 @@ from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
-from nbdist.kernel.pools.processes import hearing
+from nbdist.kernel.pools.processes import process_reader
 
 CELLS = cells("kernel/cells/contexts.py")
 PACKAGES = ["multiprocess", "multiprocessing"]
@@ -37,7 +37,7 @@ PACKAGES = ["multiprocess", "multiprocessing"]
 def ctx(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A context, of whose processes and semaphores nothing is left after the test."""
     yield nbdist.context(request.param)
-    assert poll(lambda: not hearing.processes()), hearing.processes()
+    assert poll(lambda: not process_reader.processes()), process_reader.processes()
     gc.collect()
     assert poll(lambda: not _semaphores()), _semaphores()
 
@@ -551,7 +551,7 @@ def test_the_stop_button(notebook: Kernel, what: str) -> None:
     notebook.interrupt()
     result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt", result
-    done = "import nbdist.kernel.pools.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
+    done = "from nbdist.kernel.pools.processes import process_reader as p; assert not p.processes(), p.processes()"
     assert poll(lambda: notebook.run(done).error is None)
     assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
 

@@ -271,14 +271,14 @@ def test_a_stack_that_comes_too_late_is_not_that_of_the_next_question() -> None:
     with asks, answers:
         asks.setblocking(False)
         answers.send(wire._ANSWER.pack(b"\0", b"\x01", 4) + b"late")
-        insisted = []
+        signaled = []
 
-        def insist() -> None:
-            insisted.append(True)
+        def send_signal() -> None:
+            signaled.append(True)
             answers.send(b"written by ")
             answers.send(wire._ANSWER.pack(b"\0", b"\x01", 4) + b"late" + b"faulthandler")
 
-        assert wire.ask(asks, 2, insist) == "written by faulthandler" and insisted
+        assert wire.ask(asks, 2, send_signal) == "written by faulthandler" and signaled
         assert answers.recv(10) == b"\x02"
 
 

@@ -28,7 +28,7 @@ from nbdist import Session, in_ddp
 from nbdist.errors import NbdistError
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.calls.stopping import ranks_named
-from nbdist.system.interrupts import heard_interrupts
+from nbdist.system.interrupts import interruptible
 from nbdist.wire.protocol import Call, ToRank
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -156,7 +156,7 @@ def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.M
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.calls.executor.postponed_interrupts", pressed)
+            patch.setattr("nbdist.kernel.calls.executor.deferred_interrupts", pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.run(int)
         assert session.run_all(os.getpid) == pids
@@ -390,7 +390,7 @@ def test_the_handler_of_an_interrupt_is_as_before() -> None:
     for own in (handler, lambda *_: None):
         signal.signal(signal.SIGINT, own)
         try:
-            with heard_interrupts():
+            with interruptible():
                 assert signal.getsignal(signal.SIGINT) is own
             assert signal.getsignal(signal.SIGINT) is own
         finally:

@@ -11,7 +11,7 @@ from ...capture.call import Call
 from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
 from ...notebook.shell import shell
-from ...system.interrupts import postponed_interrupts
+from ...system.interrupts import deferred_interrupts
 from ...wire import protocol
 from ..cell.cell import Cell
 from ..cell.comms import Between
@@ -169,7 +169,7 @@ class Executor:
         waiting: Waiting | None = None
         interrupted = begun = False
         try:
-            with postponed_interrupts():
+            with deferred_interrupts():
                 begun = group.underway = True
                 send()
                 waiting = Waiting(group, targets, what, **about)

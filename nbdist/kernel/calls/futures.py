@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from ...errors import NbdistError, entry
-from ...system.interrupts import heard_interrupts
+from ...system.interrupts import interruptible
 from ...system.limits import allow_more_above
-from ...system.processes import forget_in_children
+from ...system.processes import register_after_fork
 from ...wire.parcel import Parcel
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class FairLock:
 
     def __init__(self) -> None:
         self._queue: dict[Ticket, int] = {}  # ticket -> its thread; 0 before `in_turn`
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """Empty the queue in a child of this process, which has none of the threads that wait here."""
@@ -69,7 +69,7 @@ class FairLock:
             )
         try:
             self._queue[ticket] = thread  # a ticket that was drawn before keeps its place
-            with heard_interrupts():
+            with interruptible():
                 while self._first() is not ticket:
                     with contextlib.suppress(queue.Empty):
                         ticket.get(timeout=_LOOK)
@@ -138,7 +138,7 @@ class CallFuture(concurrent.futures.Future[T]):
         Raises the exceptions of `Session.run`, `TimeoutError` after `timeout` seconds, and `CancelledError` after
         `cancel`.
         """
-        with heard_interrupts():
+        with interruptible():
             return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, T]:

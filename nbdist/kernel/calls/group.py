@@ -16,7 +16,7 @@ from ...errors import NbdistError, RankDied
 from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
-from ...system.interrupts import postponed_interrupts
+from ...system.interrupts import deferred_interrupts
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
 from ...wire.recording import Recording
@@ -81,7 +81,7 @@ class Group:
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
         self.ranks = engine.start(len(layout.devices), cell.notice, least)
-        with postponed_interrupts():  # until `_end` is registered, which ends the ranks
+        with deferred_interrupts():  # until `_end` is registered, which ends the ranks
             self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
             self.relay = Relay(self.ranks)
             self.recording = Recording(len(self.ranks.pids)) if self.ranks.takes_descriptors else None

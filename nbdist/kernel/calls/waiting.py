@@ -35,7 +35,7 @@ GRACE_WITH_GPU = 5.0
 GRACE_TO_BEGIN = 5.0
 #: Seconds that a rank gets to send its exception: rendering a traceback with source lines takes time. A rank gets the
 #: same time again whenever it reports an uninterruptible step, such as an import.
-GRACE_TO_TELL = 5.0
+GRACE_TO_REPORT = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
 #: Seconds from an interrupt to the abort of the ranks' process groups, unless a rank has left its group before.
@@ -373,7 +373,7 @@ class Waiting:
             case protocol.Begun():
                 self._on_begun(rank)
             case protocol.Raised():
-                self._give_time_to_tell()
+                self._extend_deadline()
             case protocol.Finishing():
                 self._on_finishing(rank, message)
             case protocol.Prompt():
@@ -390,12 +390,12 @@ class Waiting:
             if self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + self._grace)
 
-    def _give_time_to_tell(self) -> None:
+    def _extend_deadline(self) -> None:
         if self._leaving and self._deadline is not None:
-            self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+            self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_REPORT)
 
     def _on_finishing(self, rank: int, message: protocol.Finishing) -> None:
-        self._give_time_to_tell()
+        self._extend_deadline()
         if self._once:
             self.pending.discard(rank)
             self._unfit.add(rank)

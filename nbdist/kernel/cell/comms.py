@@ -59,7 +59,7 @@ class Comms:
             str, list[Mapping[str, Any]]
         ] = {}  # by comm id, what the page has said that is not echoed yet
         self._cell: Cell | None = None  # of the last widget: it shows what handlers print
-        self._over = self._kept = self._told = False
+        self._over = self._kept = self._notified = False
         self.between: Callable[[], Between | None] = lambda: None
 
     def live(self) -> bool:
@@ -90,11 +90,13 @@ class Comms:
             if kind == "comm_open":
                 self._share(comm_id, own)
             elif kind == "comm_msg" and data.get("method") != "echo_update":
-                heard = own._msg_callback
-                (heard.heard if isinstance(heard, _Shared) else heard)({"content": content, "buffers": buffers})
+                callback = own._msg_callback
+                (callback.callback if isinstance(callback, _Shared) else callback)(
+                    {"content": content, "buffers": buffers}
+                )
                 cell.send(kind, content, **parts)
             return
-        self._widgets.hear(kind, comm_id, data, buffers)
+        self._widgets.handle(kind, comm_id, data, buffers)
         if kind == "comm_open":
             self._new.append(comm_id)
             self._models[comm_id] = Model(self, comm_id, content["target_name"])
@@ -104,7 +106,7 @@ class Comms:
         cell.send(kind, content, self._echoed(comm_id, state) if data.get("method") == "echo_update" else None, **parts)
 
     def _echoed(self, comm_id: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The message of the page that a rank echoes: by that the page knows that it is no news."""
+        """Return the message of the page that a rank echoes, so that the page can ignore its own change."""
         moved = self._moved.get(comm_id, [])
         while moved:
             message = moved.pop(0)
@@ -123,13 +125,13 @@ class Comms:
 
     def _share(self, comm_id: str, own: Any) -> None:
         """Pass messages of the page to a widget of the notebook and to these ranks."""
-        heard = own._msg_callback
-        if not isinstance(heard, _Shared):
-            heard = _Shared(heard)
-            own.on_msg(heard)
+        callback = own._msg_callback
+        if not isinstance(callback, _Shared):
+            callback = _Shared(callback)
+            own.on_msg(callback)
         if comm_id not in self._shared:
-            self._shared[comm_id] = heard
-            heard.comms.append(self)
+            self._shared[comm_id] = callback
+            callback.comms.append(self)
 
     # ----------------------------------------------------------------------------------------- from the page to ranks
 
@@ -153,34 +155,35 @@ class Comms:
             if data.get("method") == "request_state":  # of a page that is loaded again
                 send_state(comm_id, self.state(comm_id), message)
                 return
-            self._widgets.hear("comm_msg", comm_id, data, buffers)
+            self._widgets.handle("comm_msg", comm_id, data, buffers)
             if data.get("method") == "update":
                 self._moved.setdefault(comm_id, []).append(message)
         if self._over:
-            self._tell_that_it_is_over()
+            self._notify_of_the_end()
             return
         between = self.between()
-        said = {"comm_id": comm_id, "data": data}
+        event = {"comm_id": comm_id, "data": data}
         for rank in self._owners.get(comm_id, ()):
             assert self._cell is not None
             try:
-                if between is not None and between(rank, said, buffers, self._cell.later()):
+                if between is not None and between(rank, event, buffers, self._cell.later()):
                     continue
-                why = "" if self._ranks.tell_widget(rank, said, buffers) else "it hears nothing now"
+                sent = self._ranks.deliver_widget_event(rank, event, buffers)
+                why = "" if sent else "the rank reads no messages now"
             except Exception as exc:  # the rank's end; there is no cell that could raise it
                 why = summary(exc)
             if why:
-                self._cell.later().notice(f"rank {rank} has not heard what was done to its widget: {why}")
+                self._cell.later().notice(f"a change of rank {rank}'s widget did not reach the rank: {why}")
 
     def state(self, comm_id: str) -> dict[str, Any]:
         """Return the state for a page that asks: it may be away when pictures replace the views, and ask again."""
         self._kept = True
         return self._widgets.state(comm_id)
 
-    def _tell_that_it_is_over(self) -> None:
-        if not self._told and self._cell is not None:
-            self._told = True
-            self._cell.later().notice("the ranks of this widget have ended: what is done to it reaches nobody any more")
+    def _notify_of_the_end(self) -> None:
+        if not self._notified and self._cell is not None:
+            self._notified = True
+            self._cell.later().notice("the ranks of this widget have ended: changes of it have no effect any more")
 
     # ------------------------------------------------------------------------------------------------------ the end
 
@@ -259,14 +262,14 @@ class Model:
 class _Shared:
     """A receiver of messages of the page, in the place of a widget of the notebook that ranks have, too."""
 
-    def __init__(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
-        self.heard = heard
+    def __init__(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
+        self.callback = callback
         self.comms: list[Comms] = []
 
     def __call__(self, message: Mapping[str, Any]) -> None:
         for comms in list(self.comms):
             comms.say(message)
-        self.heard(message)
+        self.callback(message)
 
 
 class Page:

@@ -93,7 +93,7 @@ class Columns:
         elif kind == "clear_output":
             column.parts.clear()
         else:
-            self._widgets.hear(kind, content["comm_id"], content["data"])
+            self._widgets.handle(kind, content["comm_id"], content["data"])
         self._changed()
 
     def failed(self, rank: int) -> None:

@@ -24,7 +24,7 @@ _PASSIVE = {
 _PARTS = {None, "LayoutView", "StyleView"}
 _CONTROLS = "@jupyter-widgets/controls"
 _FRAME = "border: 1px solid #bbb; border-radius: 2px; padding: 0 0.5em; margin: 0.1em 0.3em"
-_OVER = "The ranks of this widget have ended: what is done to it here reaches nobody. Run the cell again."
+_OVER = "The ranks of this widget have ended: changes of it have no effect. Run the cell again."
 
 
 class Widgets:
@@ -33,8 +33,8 @@ class Widgets:
     def __init__(self) -> None:
         self._models: dict[str, dict[str, Any]] = {}
 
-    def hear(self, kind: str, comm_id: str, data: Mapping[str, Any], buffers: Sequence[bytes] = ()) -> None:
-        """Take over what a rank says to the view of a widget, or the other way round."""
+    def handle(self, kind: str, comm_id: str, data: Mapping[str, Any], buffers: Sequence[bytes] = ()) -> None:
+        """Update the state from a message that a rank sends to a widget's view, or the view to the rank."""
         state = data.get("state")
         if not isinstance(state, Mapping):
             return

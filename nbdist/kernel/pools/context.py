@@ -18,7 +18,7 @@ from ...errors import NbdistError, entry
 from ..calls.arguments import check_platform
 from ..cell.cell import Cell
 from .pool import make_pool
-from .processes import follow_cells, heed_interrupts
+from .processes import follow_cells, watch_interrupts
 from .starting import Starter
 
 #: Seconds from one look at the processes to the next, while a queue is waited for.
@@ -66,7 +66,7 @@ def context(package: str = "multiprocess") -> Any:
         Cell().notice("the processes of a context run on this machine, not on the cluster; parallel_map runs there")
     made = _make(package)
     messages.install(package)
-    heed_interrupts()
+    watch_interrupts()
     follow_cells()
     return made
 

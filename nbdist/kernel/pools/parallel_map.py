@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ... import engines
 from ...capture.call import Call, capture_call
-from ...capture.depth import deeply
+from ...capture.depth import with_large_stack
 from ...capture.diagnosis import explain_failure
 from ...capture.imports import modules_named
 from ...capture.need import Names, given_names
@@ -26,7 +26,7 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
-from ...system.interrupts import heard_interrupts
+from ...system.interrupts import interruptible
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -190,7 +190,7 @@ class _Map:
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,
             )
-            with contextlib.closing(listener), heard_interrupts():
+            with contextlib.closing(listener), interruptible():
                 try:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
@@ -253,7 +253,7 @@ class _Map:
             return pickler
 
         try:
-            pickler = deeply(write)
+            pickler = with_large_stack(write)
         except Exception as exc:
             raise explain_failure(
                 exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}

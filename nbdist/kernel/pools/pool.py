@@ -14,7 +14,7 @@ from typing import Any
 from ...capture.call import Call
 from ...rank.process import PoolFunction, PoolMapper, work
 from ..cell.cell import Cell
-from .processes import Role, Running, hearing
+from .processes import Role, Running, process_reader
 from .starting import Starter
 
 _numbers = itertools.count(1)
@@ -178,7 +178,9 @@ def _give_up(pool_ref: weakref.ref[Any]) -> None:
 
 def _workers(pool: Any) -> list[Running]:
     return [
-        running for running in hearing.processes() if running.role.owner is not None and running.role.owner() is pool
+        running
+        for running in process_reader.processes()
+        if running.role.owner is not None and running.role.owner() is pool
     ]
 
 

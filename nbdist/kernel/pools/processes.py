@@ -18,7 +18,7 @@ from ...engines.listening import Listener
 from ...engines.local import start_workers
 from ...errors import WorkerDied
 from ...notebook.shell import shell
-from ...system.processes import forget_in_children
+from ...system.processes import register_after_fork
 from ...wire import protocol
 from ...wire.messages import Setting
 from ...wire.parcel import Parcel
@@ -176,14 +176,14 @@ class Running:
         self._exited = exit
 
 
-class Hearing:
+class ProcessReader:
     """The thread that reads from all processes of contexts; it runs as long as there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[Running, None] = {}
         self._wake = -1
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """In a child of this process: the processes are not its own, and there is no thread."""
@@ -205,25 +205,25 @@ class Hearing:
             return list(self._running)
 
     def _serve(self, wake: int) -> None:
-        heard: set[Running] = set()
+        watched: set[Running] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
             while True:
-                for running in set(self.processes()) - heard:
-                    heard.add(running)
+                for running in set(self.processes()) - watched:
+                    watched.add(running)
                     selector.register(running.listener, selectors.EVENT_READ, running)
-                ready = {key.data for key, _ in selector.select(self._due(heard))}
+                ready = {key.data for key, _ in selector.select(self._due(watched))}
                 if None in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake, 4096)
-                for running in [one for one in heard if one in ready or one.listener.due() == 0.0]:
+                for running in [one for one in watched if one in ready or one.listener.due() == 0.0]:
                     if not self._step(running, selector):
-                        heard.discard(running)
-                if not heard and self._leave(wake):
+                        watched.discard(running)
+                if not watched and self._leave(wake):
                     return
 
-    def _due(self, heard: set[Running]) -> float | None:
-        return min((due for one in heard if (due := one.listener.due()) is not None), default=None)
+    def _due(self, watched: set[Running]) -> float | None:
+        return min((due for one in watched if (due := one.listener.due()) is not None), default=None)
 
     def _step(self, running: Running, selector: selectors.BaseSelector) -> bool:
         try:
@@ -250,18 +250,18 @@ class Hearing:
             return True
 
 
-hearing = Hearing()
+process_reader = ProcessReader()
 
 
 def show_output(*args: Any) -> None:
     """Pass on what processes have written so far: at the end of a cell, and of the program."""
-    for running in hearing.processes():
+    for running in process_reader.processes():
         running.show()
 
 
 def interrupt() -> None:
     """Pass an interrupt on to the processes, as if they were in the notebook's process group."""
-    for running in hearing.processes():
+    for running in process_reader.processes():
         if running.role.busy():
             running.signal(signal.SIGINT)
 
@@ -269,7 +269,7 @@ def interrupt() -> None:
 _interrupts: tuple[int, int] | None = None
 
 
-def heed_interrupts() -> None:
+def watch_interrupts() -> None:
     """From now on, an interrupt of the notebook reaches the processes, whatever the notebook waits for.
 
     Python writes the number of each signal to a descriptor before any handler is called, and IPython changes the

@@ -17,12 +17,12 @@ from ...capture import messages, reading
 from ...capture.call import Call, capture_call
 from ...engines.forkserver import remove_if_killed
 from ...system.cores import usable_cores
-from ...system.processes import forget_in_children, own_pidfd
+from ...system.processes import own_pidfd, register_after_fork
 from ...wire import protocol
 from ...wire.cache import SentCache
 from ...wire.messages import ProcessStart
 from ..cell.cell import Cell
-from .processes import Role, Running, hearing
+from .processes import Role, Running, process_reader
 
 #: What the server imports of a library, since every process needs it.
 _PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
@@ -42,7 +42,7 @@ class Starter:
         self._capturing = threading.RLock()  # pools start processes in a thread of theirs
         self._modules = [f"{library}.{part}" for part in _PARTS]
         self._make_pickler = functools.partial(messages.MessagePickler, library)
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         """In a child of this process: another thread may have held this."""
@@ -83,7 +83,7 @@ class Starter:
             running.send(protocol.Process(running.setting(), start, call.header), parcel=call.parcel)
         with self._capturing:
             self._left += 1
-        hearing.add(running)
+        process_reader.add(running)
         return running
 
     def _preparation(self, name: str) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def _write(
     def rows_of(number: int) -> pl.DataFrame:
         bucket = buckets[number]
         rows = given.read(bucket.start, bucket.stop, given.schema.names(), whole_size, "streaming")
-        return rows.hstack(places.in_order(lists.read(number)))
+        return rows.hstack(places.ordered(lists.read(number)))
 
     write_buckets(rows_of, buckets, files, scratch, progress)
 

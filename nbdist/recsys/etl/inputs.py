@@ -168,8 +168,8 @@ class Input:
         groups = [RowGroup(i, 0, counts[i], 0) for i in range(len(parts))]
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
-    def beside(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """The rows with more columns, which are computed from rows up to `shifts` before (above 0) or after (below)."""
+    def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
+        """Add columns that are computed from rows up to `shifts` before a row (above 0) or after it (below 0)."""
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:

@@ -115,7 +115,7 @@ def write(
         ranks.barrier()
 
         def rows_of(number: int) -> pl.DataFrame:
-            return places.in_order(spill.read(number))
+            return places.ordered(spill.read(number))
 
     write_buckets(lambda number: apply(rows_of(number)), buckets, files, scratch, progress)
 
@@ -171,8 +171,8 @@ class Places:
         inside = pl.Series(_POSITION, (position - self._starts[bucket]).astype(np.uint32))
         return Placed(rows.with_columns(inside), bucket)
 
-    def in_order(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """All rows of a bucket, each at its place."""
+    def ordered(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of a bucket in their final order."""
         order = np.empty(rows.height, dtype=np.uint32)
         order[rows[_POSITION].to_numpy()] = np.arange(rows.height, dtype=np.uint32)
         return rows.drop(_POSITION)[order]

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ...devices import collective_device
 from ..io.partition import Partition
-from ..io.rest import Rest
+from ..io.remaining_epoch import RemainingEpoch
 
 
 class Adapter:
@@ -31,7 +31,7 @@ class Adapter:
     _epoch: int
     _step: int
     _start: int
-    _rest: Rest | None
+    _rest: RemainingEpoch | None
 
     @property
     def rows(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from ...system.annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
-from ..io.rest import Rest
+from ..io.remaining_epoch import RemainingEpoch
 from .adapter import Adapter, known_to_accelerate
 from .batches import Block, Window, blocks
 from .columns import Columns
@@ -122,7 +122,7 @@ class Loader(Adapter):
             return drawn(rows, self._seed_of(epoch), start, stop, self.device)
         return torch.arange(start, stop, dtype=torch.int32 if rows < 2**31 else torch.int64, device=self.device)
 
-    def _windows_of_rest(self, rest: Rest, epoch: int, start: int, stop: int) -> Iterator[Window]:
+    def _windows_of_rest(self, rest: RemainingEpoch, epoch: int, start: int, stop: int) -> Iterator[Window]:
         """Rows ``start .. stop - 1`` of what is left of an epoch."""
         for place, (rank, low, high) in rest.spans(start, stop):
             for window in self._windows(rest.begun, rank, epoch, low):
@@ -261,13 +261,17 @@ class Loader(Adapter):
                 raise ValueError(f"the state is of a loader with {name}={state[name]!r}, this one has {value!r}")
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        rest = Rest.from_json(state["rest"], self.rows, self.remainder) if "rest" in state else None
+        rest = RemainingEpoch.from_json(state["rest"], self.rows, self.remainder) if "rest" in state else None
         if (state["world_size"], state["batch_size"]) == (self.world_size, self.batch_size):
             self._rest, self._start, self._step = rest, state["step"], state["step"]
         elif state["step"] or rest is not None:
             rows = self.rows if rest is None else rest.rows
             divided = Partition(rows, state["world_size"], state["batch_size"], self.remainder)
-            left = Rest.after(divided, state["step"]) if rest is None else rest.after_steps(divided, state["step"])
+            left = (
+                RemainingEpoch.after(divided, state["step"])
+                if rest is None
+                else rest.after_steps(divided, state["step"])
+            )
             try:
                 Partition(left.rows, self.world_size, self.batch_size, self.remainder)
                 self._rest = left

@@ -167,12 +167,12 @@ class ParquetLoader(Loader):
         # Apart from the window of rows: a row group of Arrow's, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if prefetch is None else prefetch
-        beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
+        other_bytes = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
         # Allocators keep a little more than they are asked for.
-        self.window = memory_bytes - memory_bytes // 16 - beside
+        self.window = memory_bytes - memory_bytes // 16 - other_bytes
         """Bytes of the rows that are held otherwise."""
         if not self.whole and self.window < largest.size + 8 * largest.rows:
-            need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
+            need = -(-16 * (largest.size + 8 * largest.rows + other_bytes) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
                 f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "

@@ -47,7 +47,7 @@ from .hooks import (
     sum_instead,
     take_columns,
 )
-from .initial import common_seed, fill, let_go, materialise, without_memory
+from .initial import common_seed, fill, free_tables, materialise, without_memory
 from .plan import Plan
 from .planning import Planner, make_sharders
 from .sharded import Sharded, kernels, share_buffers
@@ -88,7 +88,7 @@ def build(
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
         raise ValueError(
-            f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
+            f"the model has other parameters than its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
     for name, strategy in chosen.items():
@@ -113,7 +113,7 @@ def build(
             raise
         seed = common_seed(device)
         materialise(model, device)
-        let_go(model, tables)
+        free_tables(model, tables)
         _forget_old_groups()
         by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
         hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]

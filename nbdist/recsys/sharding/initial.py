@@ -46,12 +46,12 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         module.reset_parameters()
 
 
-def let_go(model: nn.Module, tables: Mapping[str, Table]) -> None:
-    """Put the model's tables on the meta device: TorchRec keeps whole tables, in addition to the shards."""
+def free_tables(model: nn.Module, tables: Mapping[str, Table]) -> None:
+    """Move the model's tables to the meta device. TorchRec would keep whole tables in addition to the shards."""
     for table in tables.values():
         path, _, name = table.key.rpartition(".")
         meta = nn.Parameter(torch.empty_like(table.weight, device="meta"), requires_grad=table.weight.requires_grad)
-        vars(meta).update(vars(table.weight))  # what TorchRec looks for there
+        vars(meta).update(vars(table.weight))  # attributes that TorchRec reads
         setattr(model.get_submodule(path), name, meta)
     for module in model.modules():
         if isinstance(module, _COLLECTIONS):

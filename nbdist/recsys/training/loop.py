@@ -231,7 +231,7 @@ def fit(
     stopped = record() if run.step else False
     if display and run.step and run.recorded:
         display.update()
-    warned = told = False  # that a machine will be taken away: to be followed by a snapshot; followed by one
+    warned = saved = False  # a machine will be taken away: a snapshot is due; the snapshot has been written
     capture = capturing(run, captured, total - run.step, schedule is not None)
     with schedules, contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
         while run.step < total and not stopped:
@@ -249,12 +249,12 @@ def fit(
                 run.train_on(group, upcoming[0] if upcoming else None)
             if snapshots:
                 due = run.step == total or run.step % (snapshots.every or eval_every) == 0
-                warned = warned or (not told and preempted())
+                warned = warned or (not saved and preempted())
                 if due or (warned and not upcoming):  # that batch would be missing afterwards
                     if capture is not None:
                         capture.settle()
                     run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
-                    told, warned = told or warned, False
+                    saved, warned = saved or warned, False
             stopped = record()
             if snapshots and stopped:
                 run.snapshot(snapshots)

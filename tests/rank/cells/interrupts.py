@@ -16,7 +16,7 @@ def signal_that_wakes_nobody():
         time.sleep(0.01)
     time.sleep(0.2)
     _thread.interrupt_main()
-    interrupts.insist(interrupts.block)
+    interrupts.resend(interrupts.block)
 
 
 threading.Thread(target=signal_that_wakes_nobody).start()

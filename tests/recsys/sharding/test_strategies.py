@@ -458,7 +458,7 @@ def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: Sessions) 
 
 
 @pytest.mark.parametrize("strategies", PLANS.values(), ids=PLANS)
-def test_the_tables_that_were_given_are_let_go(sessions: Sessions, strategies: dict[str, str]) -> None:
+def test_shard_frees_the_tables_that_it_was_given(sessions: Sessions, strategies: dict[str, str]) -> None:
     """A rank has no whole table, only its shards."""
 
     def left() -> list[str]:
@@ -622,7 +622,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             {"model": Clicks(), "strategies": {"seen": "grid_shard"}},
             r"'seen' cannot be grid_shard .* EmbeddingCollection",
         ),
-        ({"model": Clicks()}, r"parameters beside its tables \(over.0.weight, .*dense_optimizer"),
+        ({"model": Clicks()}, r"other parameters than its tables \(over.0.weight, .*dense_optimizer"),
     ],
 )
 def test_what_cannot_work_is_said_before(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:

@@ -413,7 +413,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
             nonlocal seen
             seen += 1
             if seen == 3 and dist.get_rank() == 1:
-                preemption.tell()
+                preemption.announce()
             return predict(module, batch)
 
         os.environ[preemption.NOTICES] = "1"
@@ -422,7 +422,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
             fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), progress=False)
         finally:
             del os.environ[preemption.NOTICES]
-            preemption.told = False
+            preemption.announced = False
 
     sessions[2].run(warned)
     assert [path.name for path in Snapshots(tmp_path).all()] == ["step-3", "step-8"]

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ....deaths import lost_with_head, lost_with_node
-from ....system.segments import Segment, Span
+from ....system.segments import BufferLocation, Segment
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
 from ....wire.protocol import Notice
@@ -182,11 +182,11 @@ class Forwarding:
     def _lose(self, link: Link, why: str) -> None:
         if not link.lost:
             link.lost = why
-            self._tell("lost", ((link.first, link.first + link.count), why))
+            self._forward("lost", ((link.first, link.first + link.count), why))
 
-    def _tell(self, kind: str, what: Any, parcel: Parcel | None = None) -> None:
+    def _forward(self, kind: str, what: Any, parcel: Parcel | None = None) -> None:
         with contextlib.suppress(OSError):  # it has hung up: all ends soon
-            self._kernel.send(("news", kind, what), parcel)
+            self._kernel.send(("event", kind, what), parcel)
 
     def read(self, size: int) -> None:
         """The kernel has read so much output."""
@@ -207,8 +207,8 @@ class Forwarding:
                 self._on_item(link, *item)
 
     def _on_item(self, link: Link, kind: str, *what: Any) -> None:
-        if kind == "told":
-            self._tell("told", *what)
+        if kind == "events":
+            self._forward("events", *what)
         elif kind == "part":
             key, size, start, data = what
             if key not in link.incoming:
@@ -217,8 +217,8 @@ class Forwarding:
         else:
             rank, message, (inline, spans, keys) = what
             segments = [link.incoming.pop(key) for key in keys]
-            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
-            self._tell("answered", (rank, message), parcel)
+            parcel = Parcel(inline, [BufferLocation(*span) for span in spans], segments)
+            self._forward("answered", (rank, message), parcel)
             parcel.close()
 
     async def _watch_head(self) -> None:
@@ -243,7 +243,7 @@ class Forwarding:
 
     async def _watch_draining(self) -> None:
         """Notify all ranks when one of their nodes is about to be taken away; the cell shows which node."""
-        told: set[str] = set()
+        notified: set[str] = set()
         while any(link.node_id for link in self._links):  # tasks have no nodes of their own
             await asyncio.sleep(LOOK)
             asked = next((link for link in self._links if not link.lost), None)
@@ -255,13 +255,13 @@ class Forwarding:
                 raise
             except Exception:  # a lost one is reported otherwise; another one is asked then
                 continue
-            new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
-            told.update(link.node_id for link in new)
+            new = [link for link in self._links if link.node_id in draining and link.node_id not in notified]
+            notified.update(link.node_id for link in new)
             for link in new:  # before what the ranks do about it
                 notice = Notice(preemption_notice(link, draining[link.node_id]))
-                self._tell("answered", (link.first, notice))
-            telling = [link for link in self._links if new and not link.lost]
-            await asyncio.gather(*[link.call("ask", "preemption") for link in telling], return_exceptions=True)
+                self._forward("answered", (link.first, notice))
+            alive = [link for link in self._links if new and not link.lost]
+            await asyncio.gather(*[link.call("ask", "preemption") for link in alive], return_exceptions=True)
 
 
 def preemption_notice(link: Link, deadline: int) -> str:

@@ -67,7 +67,7 @@ class Tasks(Link):
         self._live = not str(options.address).startswith("ray://")  # Ray's client knows no generators
         self._task = _task(options, self._live)
         self._here = here
-        self._news: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._reset(())
 
     def _reset(self, about: Sequence[Any]) -> None:
@@ -91,7 +91,7 @@ class Tasks(Link):
 
     async def _open(self, surroundings: Any, first: int, count: int, modules: Any, notebook: bool, env: Any) -> Node:
         self._reset((surroundings, modules, notebook, env))
-        self._news = asyncio.Queue()
+        self._events = asyncio.Queue()
         return Node("", "the cluster", "", {}, "", (), [[] for _ in range(count)])
 
     async def _store(self, key: str, size: int, start: int, part: Any, below: Sequence[Any]) -> set[int]:
@@ -117,9 +117,9 @@ class Tasks(Link):
                 self._jobs[rank] = asyncio.get_running_loop().create_task(self._work(rank))
 
     async def _poll(self, number: int) -> tuple[int, int, list[Event]]:
-        events = [await self._news.get()]
-        while not self._news.empty():
-            events.append(self._news.get_nowait())
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
         if ("closed",) in events:
             return number + 1, 0, [("closed",)]
         output = sum(len(event[-1]) for event in events if event[0] == "output")
@@ -139,7 +139,7 @@ class Tasks(Link):
                 for rank in [rank for rank, job in self._jobs.items() if job in late]:
                     self._cancel(rank, force=True)
             self._reset(())
-            self._news.put_nowait(("closed",))
+            self._events.put_nowait(("closed",))
         return None
 
     def _cancel(self, rank: int, force: bool = False) -> None:
@@ -155,7 +155,7 @@ class Tasks(Link):
         try:
             while self._waiting[rank]:
                 async for event in self._done(rank, self._waiting[rank].popleft()):
-                    self._news.put_nowait(_of_worker(rank, event))
+                    self._events.put_nowait(_of_worker(rank, event))
                     if event[0] == "exit":
                         self._waiting[rank].clear()
         finally:

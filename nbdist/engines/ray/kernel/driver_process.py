@@ -21,8 +21,8 @@ from typing import Any
 from ....deaths import lost_connection
 from ....errors import NbdistError
 from ....system import ending, interpreter
-from ....system.interrupts import postponed_interrupts
-from ....system.processes import blind, forget_in_children, open_standard_descriptors, own_pidfd
+from ....system.interrupts import deferred_interrupts
+from ....system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
 from ..launch.starting import environment
@@ -51,8 +51,8 @@ class DriverProcess:
         self.address, self.threads = options.address, max(1, int(options.cpus))
         self._numbers = itertools.count(1)
         self._asked: dict[int, concurrent.futures.Future[Any]] = {}
-        self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
-        self._hearer: Callable[[str, Any, Parcel | None], None] | None = None
+        self._replies: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._receiver: Callable[[str, Any, Parcel | None], None] | None = None
         self._sending = threading.RLock()
         self._timer: threading.Timer | None = None
         self._not_ours = False
@@ -70,16 +70,16 @@ class DriverProcess:
                 pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 stderr=self._log,
             )
-        forget_in_children(self)
+        register_after_fork(self)
         try:
             plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             self.send("connect", plain | {"address": address}, world_size, tasks, least)
             threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
-            while (news := self._next())[0] == "notice":
-                notice(news[1])
-            if news[0] != "ready":
-                raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
-            self.counts: list[int] = news[1]
+            while (reply := self._next())[0] == "notice":
+                notice(reply[1])
+            if reply[0] != "ready":
+                raise NbdistError(reply[1] if reply[0] == "refused" else self.why_gone())
+            self.counts: list[int] = reply[1]
             """Ranks on each node."""
             self.world_size = sum(self.counts)
             self.whole = self.world_size == world_size
@@ -91,16 +91,16 @@ class DriverProcess:
     def _next(self) -> tuple[Any, ...]:
         while True:  # a second at a time: Python handles an interrupt right before a wait at its end
             with contextlib.suppress(queue.Empty):
-                return self._news.get(timeout=1.0)
+                return self._replies.get(timeout=1.0)
 
     def after_fork(self) -> None:
         """In a child of this process: the room is not its own."""
         self._not_ours = True
-        blind(self._control.fileno())
+        redirect_to_devnull(self._control.fileno())
 
-    def hear(self, hearer: Callable[[str, Any, Parcel | None], None] | None) -> None:
-        """Pass all events of the nodes to `hearer`, in another thread: kind, content, parcel."""
-        self._hearer = hearer
+    def subscribe(self, receiver: Callable[[str, Any, Parcel | None], None] | None) -> None:
+        """Pass all events of the nodes to `receiver`, in another thread: kind, content, parcel."""
+        self._receiver = receiver
 
     def send(self, *message: Any, parcel: Parcel | None = None) -> None:
         """Send a message. Raises `OSError` when the process is gone."""
@@ -140,25 +140,25 @@ class DriverProcess:
         try:
             while True:
                 message, parcel, _ = self._control.receive()
-                if message[0] == "news":
-                    self._tell(message[1], message[2], parcel)
+                if message[0] == "event":
+                    self._deliver(message[1], message[2], parcel)
                 elif message[0] == "answer":
                     future = self._asked.get(message[1])
                     if future is not None and not future.done():
                         future.set_result(message[2])
                 else:
-                    self._news.put(message)
+                    self._replies.put(message)
         except (EOFError, OSError):
-            self._news.put(("gone",))
-            if self._hearer is not None:
-                self._tell("lost", (None, self.why_gone()), None)
+            self._replies.put(("gone",))
+            if self._receiver is not None:
+                self._deliver("lost", (None, self.why_gone()), None)
             for future in list(self._asked.values()):
                 future.cancel()
 
-    def _tell(self, kind: str, what: Any, parcel: Parcel | None) -> None:
-        hearer = self._hearer
-        if hearer is not None:
-            hearer(kind, what, parcel)
+    def _deliver(self, kind: str, what: Any, parcel: Parcel | None) -> None:
+        receiver = self._receiver
+        if receiver is not None:
+            receiver(kind, what, parcel)
         elif parcel is not None:
             parcel.close()
 
@@ -234,7 +234,7 @@ def acquire(
 ) -> None:
     """Put into `taken` a driver with room for a number of ranks, or for at least `least`: one that was kept after an
     earlier session, or a new one. After an interrupt the caller stops the driver that is in `taken`."""
-    with _lock, postponed_interrupts():
+    with _lock, deferred_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
         del kept[-1:]
@@ -289,7 +289,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # another thread may have held it
     for process, _, _ in private_rays.values():
         if process.stdin is not None and not process.stdin.closed:
-            blind(process.stdin.fileno())  # its end ends the process
+            redirect_to_devnull(process.stdin.fileno())  # its end ends the process
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -22,7 +22,7 @@ from ....errors import NbdistError
 from ....notebook.shell import kernel_shell
 from ....system.connections import Address, Connection
 from ....system.limits import allow_open_files
-from ....system.processes import forget_in_children
+from ....system.processes import register_after_fork
 from ....system.search_path import search_path, working_folder
 from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
@@ -32,7 +32,7 @@ from ...contract import Exit, OnOutput, drop
 from ..node.agent import Node
 from ..options import RayOptions
 from .driver_process import ANSWER, DriverProcess, acquire
-from .inbox import News, NewsListener
+from .inbox import Inbox, InboxListener
 
 
 class RayEngine:
@@ -101,7 +101,7 @@ class RayRanks:
         self._gathered: list[_Sent] | None = None
         self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
         self._open = True
-        self._news = News(driver)
+        self._inbox = Inbox(driver)
         try:
             surroundings = search_path(), working_folder(), modules, kernel_shell() is not None
             nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
@@ -113,19 +113,19 @@ class RayRanks:
                 for number, (node, count) in enumerate(zip(self._nodes, driver.counts, strict=True))
                 for local in range(count)
             ]
-            forget_in_children(self)
+            register_after_fork(self)
         except BaseException:
             self._open = False
-            self._news.close()
+            self._inbox.close()
             raise
 
     def after_fork(self) -> None:
         """In a child of this process: the ranks are not its own."""
-        self._news.after_fork()
+        self._inbox.after_fork()
 
     @property
     def pids(self) -> list[int | None]:
-        return self._news.pids
+        return self._inbox.pids
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         assert not list(fds), "descriptors reach no other machine"
@@ -165,10 +165,10 @@ class RayRanks:
                     self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        self._news.drain(rank, on_output)
+        self._inbox.drain(rank, on_output)
 
-    def listen(self, **handlers: Any) -> NewsListener:
-        return NewsListener(self._news, **handlers)
+    def listen(self, **handlers: Any) -> InboxListener:
+        return InboxListener(self._inbox, **handlers)
 
     def _interface(self, node: Node) -> str:
         return node.interface if self._several else LOOPBACK_INTERFACE
@@ -201,7 +201,7 @@ class RayRanks:
         self._rendezvous += 1
         host, deadline = self._nodes[0].address if self._several else None, time.monotonic() + self.patience
         while (address := self.driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
-            if self._news.any_exit() or time.monotonic() > deadline:
+            if self._inbox.any_exit() or time.monotonic() > deadline:
                 raise NbdistError(
                     f"the node of rank 0 ({self._nodes[0].host}, {self._nodes[0].address}) does not answer, so that "
                     f"the ranks cannot meet. The next call starts fresh ranks"
@@ -210,7 +210,7 @@ class RayRanks:
         return _RemoteRendezvous(RendezvousAddress(*address))
 
     def exits(self) -> list[Exit]:
-        return self._news.exits()
+        return self._inbox.exits()
 
     def signal(self, rank: int, signum: int) -> None:
         self._ask_for(rank, "signals", signum)
@@ -218,8 +218,8 @@ class RayRanks:
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         self._ask_for(rank, "aborts", (group, peers))
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-        if rank not in self._news.alive:
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        if rank not in self._inbox.alive:
             return False
         with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
             self.driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
@@ -227,7 +227,7 @@ class RayRanks:
 
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
         """Send the agent of a rank a request about the rank."""
-        if rank in self._news.alive:
+        if rank in self._inbox.alive:
             with self.together():
                 assert self._gathered is not None
                 parcel = self._gathered[-1].parcel if self._gathered else None
@@ -264,7 +264,7 @@ class RayRanks:
         self._open = False
         try:
             healthy = self.driver.request("close", grace, seconds=grace + 30.0)
-            self._news.close()
+            self._inbox.close()
             if healthy and self.driver.whole:  # with less room than was wanted, the next ones ask for all of it again
                 return self.driver.keep()
         except BaseException:  # an interrupt: as long as the driver lives, so does its room

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import NbdistError
-from ....system.processes import blind, forget_in_children
+from ....system.processes import redirect_to_devnull, register_after_fork
 from ..driver.cluster import versions
 from ..kernel import driver_process as process
 from ..options import RayOptions
@@ -82,8 +82,8 @@ class Machines:
         self._names = [name for name, _ in commands]
         self._programs = [command[0] for _, command in commands]
         self._processes: list[subprocess.Popen[str]] = []
-        self._news: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines that are no news
+        self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines of other output
         self.address = ""
         self._tunnel: subprocess.Popen[str] | None = None
         process.check_token_support()
@@ -96,12 +96,12 @@ class Machines:
             "arguments": list(arguments),
             "folder": f"/tmp/ray-{secrets.token_hex(4)}",
         }
-        forget_in_children(self)
+        register_after_fork(self)
         try:
             there = [python, "-c", _BEGIN]
             for number, (_, command) in enumerate(commands):
                 self._start(number, [*command, *there] if tunnel is None else [*command, shlex.join(there)])
-                self._tell(number, {**config, "number": number})
+                self._send(number, {**config, "number": number})
             head = self._wait(size, wait, say)
             ip, port = head["ip"], head["client"]
             if tunnel is not None:
@@ -114,7 +114,9 @@ class Machines:
 
     def after_fork(self) -> None:
         """In a child of this process: the machines are not its own."""
-        blind(*(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed))
+        redirect_to_devnull(
+            *(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed)
+        )
         self._processes, self._tunnel = [], None
 
     def _start(self, number: int, command: Sequence[str]) -> None:
@@ -128,10 +130,10 @@ class Machines:
     def _read(self, number: int, stream: Any) -> None:
         with contextlib.suppress(ValueError):  # closed meanwhile
             for line in stream:
-                self._news.put((number, line.rstrip()))
-        self._news.put((number, None))
+                self._lines.put((number, line.rstrip()))
+        self._lines.put((number, None))
 
-    def _tell(self, number: int, what: Any) -> None:
+    def _send(self, number: int, what: Any) -> None:
         stdin = self._processes[number].stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it is gone, and its end is reported
@@ -153,7 +155,7 @@ class Machines:
                 say(f"{self._so_far(size, begun, ready)} ({now - begin:.0f} s)")
                 word = now + WORD
             try:
-                number, line = self._news.get(timeout=0.5)
+                number, line = self._lines.get(timeout=0.5)
             except queue.Empty:
                 continue
             if line is None:
@@ -163,19 +165,19 @@ class Machines:
             elif not line.startswith(machine.MARK):
                 self._last[number].append(line)
             else:
-                news = json.loads(line.removeprefix(machine.MARK))
-                begun.add(news["number"])
-                if news["kind"] in ("refused", "ended"):
-                    raise NbdistError(f"{self._name(number, news)} cannot run Ray: {news['text']}")
-                if news["kind"] == "ready":
-                    ready[news["number"]] = news
-                    if news["number"] == 0:
+                message = json.loads(line.removeprefix(machine.MARK))
+                begun.add(message["number"])
+                if message["kind"] in ("refused", "ended"):
+                    raise NbdistError(f"{self._name(number, message)} cannot run Ray: {message['text']}")
+                if message["kind"] == "ready":
+                    ready[message["number"]] = message
+                    if message["number"] == 0:
                         for other in range(len(self._processes)):
-                            self._tell(other, {"address": news["address"]})
+                            self._send(other, {"address": message["address"]})
         return ready[0]
 
-    def _name(self, number: int, news: dict[str, Any]) -> str:
-        return self._names[number] if len(self._names) > 1 else str(news["host"])
+    def _name(self, number: int, message: dict[str, Any]) -> str:
+        return self._names[number] if len(self._names) > 1 else str(message["host"])
 
     def _so_far(self, size: int, begun: set[int], ready: dict[int, Any]) -> str:
         reached = f", {len(begun)} are reached" if len(begun) > len(ready) else ""
@@ -190,8 +192,8 @@ class Machines:
         status, text = self._processes[number].wait(), " ".join(self._last[number]).strip()
         name, program = self._names[number], self._programs[number]
         if program == "ssh" and status == 255:
-            told = text or "ssh says nothing"
-            return f"{name} cannot be reached: {told}. `ssh {name} true` has to work without a question"
+            reason = text or "ssh says nothing"
+            return f"{name} cannot be reached: {reason}. `ssh {name} true` has to work without a question"
         if status in (126, 127):
             return f"{name} does not find its Python: {text}. Say python=, the one that has Ray and nbdist there"
         return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"

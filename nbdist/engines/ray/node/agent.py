@@ -113,8 +113,8 @@ class Agent:
         """The ranks that have a call."""
         self.stored = Stored()
         self._delivered = 0
-        self._told: tuple[int, int, list[Event]] = 0, 0, []
-        self._news: collections.deque[Event] = collections.deque()
+        self._last_poll: tuple[int, int, list[Event]] = 0, 0, []
+        self._events: collections.deque[Event] = collections.deque()
         self._due = float("inf")
         self._output_at = 0.0
         self._sent = 0
@@ -126,7 +126,7 @@ class Agent:
             on_output=self._on_output,
             on_message=self._on_message,
             on_exit=self._on_exit,
-            on_start=lambda number, pid: self._tell("started", self._first + number, pid),
+            on_start=lambda number, pid: self._add_event("started", self._first + number, pid),
         )
         self._listener.watch(self._woken, lambda: None)
 
@@ -135,23 +135,23 @@ class Agent:
     def poll(self, number: int) -> tuple[int, int, list[Event]]:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
-        Events are pickles for the kernel (`_told`), parts of big data, and answers that refer to these. `number` is the
-        number of the last answer that has arrived: an answer that was lost on the way is given again.
+        Events are pickles of several events for the kernel (`packed`), parts of big data, and answers that refer to
+        these parts. `number` is the number of the last answer that has arrived: an answer that was lost is given again.
         """
         with self._polling:
-            if self._told[0] == number:
-                self._told = number + 1, *self._gather()
-            return self._told
+            if self._last_poll[0] == number:
+                self._last_poll = number + 1, *self._gather()
+            return self._last_poll
 
     def _gather(self) -> tuple[int, list[Event]]:
         if not self._closing:
             self._listener.resume()
-        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._news else 0.0
+        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._events else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
         events, size, output = [], 0, 0
-        while self._news and size < 4 * CHUNK:
-            events.append(self._news.popleft())
+        while self._events and size < 4 * CHUNK:
+            events.append(self._events.popleft())
             size += len(events[-1][-1]) if events[-1][0] in ("part", "output") else 0
             output += len(events[-1][-1]) if events[-1][0] == "output" else 0
         if output:
@@ -159,15 +159,15 @@ class Agent:
         self._due = float("inf")
         return output, [("closed",)] if self._closing else list(packed(events))
 
-    def _tell(self, *event: Any, within: float = 0.0) -> None:
-        self._news.append(event)
+    def _add_event(self, *event: Any, within: float = 0.0) -> None:
+        self._events.append(event)
         self._due = min(self._due, time.monotonic() + within)
 
     def _on_output(self, number: int, which: int, data: bytes) -> None:
         """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
         if data:
             later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
-            self._tell("output", self._first + number, which, data, within=max(0.0, later))
+            self._add_event("output", self._first + number, which, data, within=max(0.0, later))
 
     def _on_message(self, number: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         rank = self._first + number
@@ -182,13 +182,13 @@ class Agent:
             case protocol.Error():
                 self._calling.discard(rank)
         if about is None or not about[2]:
-            self._tell("message", [rank], message, None if about is None else about[0], within=within)
+            self._add_event("message", [rank], message, None if about is None else about[0], within=within)
         else:
-            self._tell("answered", rank, message, about, within=within)
+            self._add_event("answered", rank, message, about, within=within)
 
     def _on_exit(self, exit: Exit) -> None:
         self._calling.discard(self._first + exit.rank)
-        self._tell("exit", self._first + exit.rank, exit.status, exit.reason)
+        self._add_event("exit", self._first + exit.rank, exit.status, exit.reason)
 
     def _send_parts(self, parcel: Parcel) -> tuple[bytes | None, list[Any], list[str]]:
         import numpy as np
@@ -199,7 +199,7 @@ class Agent:
             keys.append(key := str(self._sent))
             bytes_of_it = np.frombuffer(segment.private(), dtype=np.uint8)
             for start in range(0, segment.size, CHUNK):
-                self._tell("part", key, segment.size, start, bytes_of_it[start : start + CHUNK])
+                self._add_event("part", key, segment.size, start, bytes_of_it[start : start + CHUNK])
         parcel.close()
         return parcel.inline, list(parcel.spans), keys
 
@@ -240,13 +240,13 @@ class Agent:
         questions: dict[str, Callable[..., Any]] = {
             "signals": self._signal,
             "aborts": self._abort,
-            "widget": self._tell_widget,
+            "widget": self._deliver_widget_event,
             "stacks": self._stacks,
             "memory": self._memory,
             "connections": self._ranks.connections,
             "received": lambda: self.stored.received,
             "warm": self._engine.warm,
-            "preemption": self._ranks.tell_preemption,
+            "preemption": self._ranks.notify_of_preemption,
             "rendezvous": self._open_rendezvous,
             "close": self._close,
         }
@@ -260,8 +260,8 @@ class Agent:
         for rank, (group, peers) in aborts:
             self._ranks.abort(rank - self._first, group, peers)
 
-    def _tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        self._ranks.tell_widget(rank - self._first, content, buffers)
+    def _deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        self._ranks.deliver_widget_event(rank - self._first, content, buffers)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the stacks of those ranks in `ranks` that run on this node."""
@@ -307,22 +307,22 @@ def packed(events: Sequence[Event]) -> Iterator[Event]:
     """Pack events for the kernel into as few pickles as keep their order; equal messages of ranks are sent once."""
     messages = [event for event in events if event[0] == "message"]
     answered = {rank for _, ranks, what, _ in messages if not isinstance(what, protocol.Begun) for rank in ranks}
-    told: list[Event] = []
+    batch: list[Event] = []
     for event in events:
         kind, *what = event
         if kind in ("part", "answered"):
-            if told:
-                yield "told", pickle.dumps(told, protocol=5)
-                told = []
+            if batch:
+                yield "events", pickle.dumps(batch, protocol=5)
+                batch = []
             yield event
         elif kind == "message" and isinstance(what[1], protocol.Begun) and what[0][0] in answered:
             continue  # it is over already
-        elif kind == "message" and told and told[-1][0] == "message" and _alike(told[-1], event):
-            told[-1] = "message", [*told[-1][1], *what[0]], *event[2:]
+        elif kind == "message" and batch and batch[-1][0] == "message" and _alike(batch[-1], event):
+            batch[-1] = "message", [*batch[-1][1], *what[0]], *event[2:]
         else:
-            told.append(event)
-    if told:
-        yield "told", pickle.dumps(told, protocol=5)
+            batch.append(event)
+    if batch:
+        yield "events", pickle.dumps(batch, protocol=5)
 
 
 def _alike(one: Event, other: Event) -> bool:
@@ -332,4 +332,4 @@ def _alike(one: Event, other: Event) -> bool:
 
 def unpacked(items: Iterable[Event]) -> list[Event]:
     """Return the events from which `packed` has made `items`."""
-    return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "told" else [item])]
+    return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "events" else [item])]

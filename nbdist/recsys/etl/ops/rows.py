@@ -138,7 +138,7 @@ class DifferenceLag(RowStep):
 
     def over(self, given: Input, reading: Reading) -> Input:
         made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
-        return given.beside(self._expressions(given.schema, made, State()), self.shift)
+        return given.with_columns(self._expressions(given.schema, made, State()), self.shift)
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []
