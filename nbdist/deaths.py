@@ -14,7 +14,7 @@ NOT_OURS = "belongs to the process that this one was forked from"
 NO_GROUP = "could not join the process group"
 NO_GPU = "cannot use its GPU any more, after a CUDA error"
 #: Of a worker whose task of Ray's runs where other versions are; to be formatted with the differences.
-OTHER_VERSIONS = "cannot work: {}, of which Ray's process there tells"
+OTHER_VERSIONS = "cannot work: {}, as Ray's process there reports"
 
 _HINTS = {
     "SIGKILL": ": out of memory? Nothing in nbdist sent this signal",

@@ -101,7 +101,7 @@ def choose_devices(
     if nranks > gpus:
         share = f", or let them share one, to try something out: devices={['cuda:0'] * nranks!r}" if gpus == 1 else ""
         raise ValueError(
-            f"{nranks} ranks want a GPU each, but {_are_visible(gpus)}. Ask for "
+            f"{nranks} ranks need a GPU each, but {_are_visible(gpus)}. Ask for "
             f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...){share}'
         )
     return [f"cuda:{rank}" for rank in range(nranks)]

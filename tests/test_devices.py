@@ -95,7 +95,7 @@ def test_variables_for_the_ranks_alone_count() -> None:
 @pytest.mark.parametrize(("visible", "gpus"), [("2", "1 GPU is"), ("2,7,0", "1 GPU is"), ("0,0", "0 GPUs are")])
 def test_gpus_that_cuda_would_not_find_do_not_count(visible: str, gpus: str) -> None:
     """CUDA stops at a number that the machine does not have, and finds none where one is there twice."""
-    with pytest.raises(ValueError, match=f"2 ranks want a GPU each, but {gpus} visible") as caught:
+    with pytest.raises(ValueError, match=f"2 ranks need a GPU each, but {gpus} visible") as caught:
         Session(2, devices="cuda", env={"CUDA_VISIBLE_DEVICES": visible})
     assert ("devices=['cuda:0', 'cuda:0']" in str(caught.value)) == (gpus == "1 GPU is")
 

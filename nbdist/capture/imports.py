@@ -29,7 +29,7 @@ def parse_imports(imports: str | Iterable[str]) -> str:
         statements = _statements(block)
     except SyntaxError as exc:
         line = (exc.text or _line(block, exc.lineno or 1)).strip()
-        raise ValueError(f"{_IMPORTS}, and line {exc.lineno} is no Python ({exc.msg}): {line}") from None
+        raise ValueError(f"{_IMPORTS}, and line {exc.lineno} is not Python ({exc.msg}): {line}") from None
     for statement in statements:
         line = _line(block, statement.lineno)
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):

@@ -112,7 +112,7 @@ def cluster(
     hosts = _check_where(where, nodes)
     fields = launching.engine_options(gpus, engine)  # refuses before anything starts
     if fields.address is not None:
-        raise TypeError("address= is what cluster() finds out")
+        raise TypeError("cluster() sets address= itself: leave it out")
     if importlib.util.find_spec("ray") is None:
         raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
     asked = repr((where, nodes, gpus, options, python, ray_start, engine))

@@ -377,12 +377,12 @@ class Session:
         held = self._executor.raised()
         if not held:
             raise NbdistError(
-                "no rank is held: post_mortem() follows a call that raised in a rank, before any other call, "
-                "where hold_on_error=True was said"
+                "no rank is held: post_mortem() needs a session with hold_on_error=True, and must follow directly "
+                "after a call that raised in a rank"
             )
         rank = held[0] if rank is None else rank
         if rank not in held:
-            raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
+            raise ValueError(f"rank must be one of the held ranks, {', '.join(map(str, held))}, got {rank}")
         self._executor.debug(rank, commands, Cell())
 
     def _debug_raised(self, remote: RemoteTraceback) -> bool:

@@ -140,8 +140,8 @@ def matching(torch_version: str) -> dict[str, str]:
     if release < min(table):
         raise ImportError(f"torch {torch_version} is older than {first}, the first that nbdist works with")
     raise ImportError(
-        f"for torch {torch_version} there is no TorchRec that this nbdist knows of, only up to torch {last}: install "
-        f"that, or a newer nbdist"
+        f"this version of nbdist knows a TorchRec for torch up to {last}, got torch {torch_version}: install torch "
+        f"{last}, or a newer nbdist"
     )
 
 

@@ -155,7 +155,7 @@ class SharedCollectives:
                         if there is None:
                             there = received[rank] = np.empty(coming, np.uint8)
                         if coming != len(there):
-                            raise RuntimeError(f"rank {rank} sends {coming} bytes, and {len(there)} are awaited here")
+                            raise RuntimeError(f"rank {rank} sends {coming} bytes, and {len(there)} are expected here")
                         part = there[start : start + room]
                         part[:] = self._slots[parity, rank, me, _HEAD : _HEAD + len(part)]
                         most = max(most, largest)
@@ -189,7 +189,7 @@ class SharedCollectives:
         """
         if not self.usable:
             raise RuntimeError(
-                "a collective after another has failed, or after the end of its process group: wrap the model anew"
+                "a collective after another has failed, or after the end of its process group: wrap the model again"
             )
         # The next piece goes into the other half while ranks still read this one. The one after it may take the place
         # of this: a rank that has sent the next has read this.

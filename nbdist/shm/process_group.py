@@ -178,7 +178,7 @@ def _reduction(opts: Any) -> Callable[..., object]:
     for known, reduce in _REDUCE.items():
         if op == known:
             return reduce
-    raise RuntimeError(f"{op} is not among what ranks reduce by in shared memory")
+    raise RuntimeError(f"{op} is not supported by collectives in shared memory")
 
 
 def _done(result: Any) -> Any:

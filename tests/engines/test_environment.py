@@ -93,7 +93,7 @@ def test_ranks_of_one_machine_listen_to_the_network_only_if_asked(
 def test_a_ray_without_tokens_is_not_started(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="what is tested is an installed Ray")
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} knows no tokens"):
+    with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} has no tokens"):
         session.run(os.getpid)
 
 

@@ -76,7 +76,7 @@ def test_devices_by_number_and_by_name(devices: list[Any], wanted: list[Any]) ->
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ranks want a GPU each, but 2 GPUs are visible"):
+    with pytest.raises(ValueError, match="3 ranks need a GPU each, but 2 GPUs are visible"):
         Session(3)
     assert nbdist_devices.gpu_names() == NAMES
 

@@ -109,7 +109,7 @@ WRONG_CALLS: list[tuple[str, type[Exception], str]] = [
     ("in_ddp(2, two, 1, 2, devices='cpu')", TypeError, "Options come first: in_ddp.options(devices=...)"),
     ("in_ddp(2, two, args=(1, 2))", TypeError, "two() got an unexpected keyword argument 'args'"),
     ("in_ddp(2, train, imports='numpy')", ValueError, 'Did you mean "import numpy"?'),
-    ("in_ddp(2, train, imports='import numpy as')", ValueError, "line 1 is no Python"),
+    ("in_ddp(2, train, imports='import numpy as')", ValueError, "line 1 is not Python"),
     ("in_ddp(2, train, imports=np)", TypeError, "imports must be import statements"),
     ("in_ddp(2, train, need='trian')", NameError, "got 'trian'"),
     ("in_ddp(2, train, need=train)", TypeError, "need must be names of variables (a string or a list)"),

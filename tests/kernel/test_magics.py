@@ -210,7 +210,7 @@ def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
 
 def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
-    assert "no ranks yet" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
+    assert "no session is running" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
     kernel.ok("%ddp start 2 --devices cpu")
     kernel.ok("here = 1\n%autoddp")
     assert kernel.run("here").error == "NameError"

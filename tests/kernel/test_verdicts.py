@@ -171,7 +171,7 @@ ALIVE: dict[str, list[Standing]] = {
         waits(1, stands(1, "recv", place_in_group=0, peer=-1)),
     ],
     "the same step of DDP on all": [waits(0), waits(1)],
-    "a lock, and nobody knows of whom": [waits(0, state="lock"), returned(1)],
+    "a lock whose holder is not known": [waits(0, state="lock"), returned(1)],
     "the lock of a file that no rank of the call holds": [waits(0, state="file lock"), returned(1)],
     "the lock of a file of a rank that has returned": [returned(0), waits(1, state="file lock", holder=0)],
     "sizes that may differ": [waits(0, stands(1, "all_to_all")), waits(1, stands(1, "all_to_all", elements=9))],

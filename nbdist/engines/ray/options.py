@@ -76,7 +76,9 @@ class RayOptions:
         if isinstance(self.same, str) or not all(isinstance(name, str) for name in self.same):
             raise TypeError(f"same must be a list of names of packages, got {shown(self.same)}")
         if not resources_of(self):
-            raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
+            raise ValueError(
+                "cpus must be above 0 if no other resources are asked for, got 0: Ray cannot place such ranks"
+            )
 
 
 def resources_of(options: RayOptions, ranks: int = 1) -> dict[str, float]:

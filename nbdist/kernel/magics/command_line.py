@@ -67,7 +67,7 @@ def numbers(text: str) -> list[int]:
             first, dash, last = part.partition("-")
             found += range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of ranks: write them like 0,2-3") from None
     if not found:
         raise ArgumentTypeError(f"{text!r} names no rank")
     return found

@@ -138,7 +138,7 @@ class DdpMagics(Magics):
 
     def _running(self) -> Session:
         if self.session is None:
-            raise UsageError("there are no ranks yet: %ddp start 2")
+            raise UsageError("no session is running: start one with %ddp start 2")
         return self.session
 
     def start(self, arguments: Namespace) -> Session:
@@ -188,7 +188,7 @@ class DdpMagics(Magics):
     def use(self, arguments: Namespace) -> None:
         session = self.shell.user_ns.get(arguments.name)  # type: ignore[union-attr]
         if not isinstance(session, Session):
-            raise UsageError(f"{arguments.name} is no nbdist.Session of this notebook")
+            raise UsageError(f"{arguments.name} is not an nbdist.Session of this notebook")
         if self.session not in (None, session):
             raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
         self.session = session

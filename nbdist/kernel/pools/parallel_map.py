@@ -120,7 +120,7 @@ def parallel_map(
             return []
         engine = engines.resolve(None)
         if workers is None and not engine.local:
-            raise ValueError("workers=None: on a cluster, say how many there are to be")
+            raise ValueError("workers must be a number on a cluster, got None")
         with contextlib.closing(SentCache()) as cache:
             call = capture_call(fn, (), {}, block, names, cache)
             with contextlib.closing(call.parcel):

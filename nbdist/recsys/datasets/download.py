@@ -94,8 +94,8 @@ def _download(url: str, file: BinaryIO) -> None:
                 raise
             reason = error
     raise ConnectionError(
-        f"the download of {url} broke off {ATTEMPTS} times, the last time with: {reason}. The {file.tell():,} bytes "
-        f"that came are in {file.name}: call again to go on from there"
+        f"the download of {url} failed {ATTEMPTS} times, the last time with: {reason}. The {file.tell():,} bytes "
+        f"received so far are in {file.name}: call again to continue from there"
     )
 
 
@@ -143,8 +143,8 @@ def _verify(file: BinaryIO, md5: str, url: str) -> None:
         digest.update(chunk)
     if digest.hexdigest() != md5:
         raise ValueError(
-            f"what came from {url} has the MD5 sum {digest.hexdigest()} and not {md5}: it is damaged, or another file. "
-            "It was removed; call again to download it anew"
+            f"the file from {url} has the MD5 sum {digest.hexdigest()} instead of {md5}: it is damaged, or another "
+            "file. It was removed; call again to download it"
         )
 
 

@@ -81,7 +81,7 @@ def movielens(
         ['movie', 'title', 'genres']
     """
     if name not in EDITIONS:
-        raise ValueError(f"{name!r} is no MovieLens set that is known here; there are {', '.join(EDITIONS)}")
+        raise ValueError(f"{name!r} is not a MovieLens set that nbdist knows; choose one of {', '.join(EDITIONS)}")
     edition = EDITIONS[name]
     files = " and ".join(edition.files)
     for given, what in ((path, ""), (os.environ.get("NBDIST_DATA") or None, "NBDIST_DATA: ")):
@@ -94,7 +94,7 @@ def movielens(
                 if frame.height == edition.ratings or edition.md5 is None:
                     return Ratings(frame, movies, f"{source}.")
                 source = f"A part of {source}: {frame.height:,} of {edition.ratings:,} ratings."
-                warnings.warn(f"{source} If nobody has chosen these, the files are not whole.", stacklevel=2)
+                warnings.warn(f"{source} If you have not made these files yourself, they are incomplete.", stacklevel=2)
                 return Ratings(frame, movies, source)
         raise FileNotFoundError(f"{what}neither {given} nor its folder {edition.folder} holds {files}")
 
@@ -145,7 +145,7 @@ def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl
             f"downloaded or unpacked. Remove {folder} and get it again"
         )
     if movies.null_count().sum_horizontal().item() or movies["movie"].is_duplicated().any():
-        raise ValueError(f"{item}: some lines have no number, no title or a number that is not their own")
+        raise ValueError(f"{item}: some lines have no number, no title or a number of another line")
     unknown = frame.select(pl.col("movie").unique().sort()).join(movies, on="movie", how="anti", maintain_order="left")
     if unknown.height:
         raise ValueError(f"{item}: no title for {unknown.height} rated movies, the first of them {unknown.item(0, 0)}")

@@ -64,7 +64,7 @@ def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise FileExistsError(f"{target} is a file; a folder is to be made there")
+        raise FileExistsError(f"{target} must be a folder or not exist, got a file")
     names = sorted(os.listdir(target))
     if names and not overwrite:
         raise FileExistsError(f"{target} is there already: choose another folder, or say overwrite=True")

@@ -58,7 +58,7 @@ class Partition:
     def span(self, rank: int) -> tuple[int, int]:
         """The positions ``start .. stop - 1`` of `rank`."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"there is no rank {rank} of {self.world_size}")
+            raise ValueError(f"rank must be below world_size, got {rank} and {self.world_size}")
         divided = self.steps * self.world_size * self.batch_size if self.remainder == "drop" else self.rows
         share, more = divmod(divided, self.world_size)
         start = rank * share + min(rank, more)

@@ -86,8 +86,8 @@ def pad_states(
             kind = name.rpartition(".")[2]
             if kind not in _FROM_ZERO or value.shape[0] != old:
                 raise ValueError(
-                    f"the optimizer's state in {folder} cannot grow: nobody knows what {kind!r} of new rows of {key} "
-                    "is to begin with. Use load(..., optimizer=False) for the weights alone"
+                    f"the optimizer's state in {folder} cannot grow: no initial value of {kind!r} is known for new "
+                    f"rows of {key}. Use load(..., optimizer=False) to load only the weights"
                 )
             states[name] = torch.cat([value, value.new_zeros(new - old, *value.shape[1:])])
 

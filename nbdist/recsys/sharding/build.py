@@ -94,7 +94,7 @@ def build(
     for name, strategy in chosen.items():
         why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
         if strategy == "data_parallel" and why and dist.get_rank() == 0:
-            warnings.warn(f"table {name!r} is to be data_parallel: {why}. row_wise is faster", stacklevel=3)
+            warnings.warn(f"table {name!r} is sharded as data_parallel: {why}. row_wise is faster", stacklevel=3)
     sharders = make_sharders({"eps": eps})
     for name, table in tables.items():  # where TorchRec looks for it
         kind = EmbOptimType[OPTIMIZERS[named[name]]]

@@ -94,7 +94,9 @@ def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[s
     """Table → strategy, of the tables that `strategies` says something about."""
     for pattern, strategy in strategies.items():
         if strategy not in STRATEGIES:
-            raise ValueError(f"{pattern!r}: {strategy!r} is no sharding strategy; there are {', '.join(STRATEGIES)}")
+            raise ValueError(
+                f"{pattern!r}: {strategy!r} is not a sharding strategy; choose one of {', '.join(STRATEGIES)}"
+            )
     return by_table(strategies, tables)
 
 

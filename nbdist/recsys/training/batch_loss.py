@@ -40,7 +40,7 @@ def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> Va
             row = int(wrong.nonzero()[0, 0])
             return ValueError(
                 f"the loss of step {step} is not finite: row {row} of the batch of rank {rank} has a {what} that is "
-                f"{values[row].tolist()}. No step is taken with it; mend or leave out such rows"
+                f"{values[row].tolist()}. No step is taken with it; correct or remove such rows"
             )
     return ValueError(
         f"the loss of step {step} is not finite on rank {rank}, though its predictions and targets are: look at `loss`"

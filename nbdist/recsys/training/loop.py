@@ -342,7 +342,8 @@ def _check(
             raise ValueError(f"`{name}` needs `valid` and a metric to go by")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
         raise ValueError(
-            f"keep_best={snapshots.keep_best!r} needs valid=, and is to be one of the metrics: {', '.join(metrics)}"
+            f"keep_best must be one of the metrics, {', '.join(metrics)}, and valid= must be given, "
+            f"got {snapshots.keep_best!r}"
         )
     by_patience = list(metrics)[-1] if counts["patience"] is not None else None
     for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):

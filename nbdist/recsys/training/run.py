@@ -206,9 +206,9 @@ class Run:
         there, here, rank = common["world_size"], dist.get_world_size(), dist.get_rank()
         if there != here and (own["loader"]["world_size"], self.train.world_size) != (there, here):
             raise ValueError(
-                f"the snapshot after step {common['step']} was taken on {there} ranks with rows of their own, and here "
-                f"are {here}: nobody knows whose rows they go on with. Resume it on {there}, or let one loader divide "
-                f"all rows"
+                f"the snapshot after step {common['step']} was taken on {there} ranks with a loader of its own for "
+                f"each, and here are {here} ranks: the remaining rows cannot be divided. Resume on {there} ranks, or "
+                f"train with one loader that divides all rows"
             )
         self.step = self._saved = common["step"]
         self.history = History._from_json(common["history"])

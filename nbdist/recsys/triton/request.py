@@ -156,7 +156,7 @@ def as_fitted(values: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
     try:
         return values.cast(target, safe=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"a column of type {values.type} is to be {kind}: {error}") from None
+        raise ValueError(f"a column of type {values.type} cannot be converted to {kind}: {error}") from None
 
 
 def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
@@ -172,7 +172,7 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
             values = values.cast(pa.int32())
         array = values.cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"column {name!r} is {values.type}, which is to be {kind}: {error}") from None
+        raise ValueError(f"column {name!r} is {values.type}, and cannot be converted to {kind}: {error}") from None
     array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     if not pa.types.is_large_list(kind):
         return _scalars(array, name)[:, None]

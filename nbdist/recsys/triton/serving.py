@@ -125,7 +125,7 @@ def serve(
             except _PortTaken:
                 continue
         else:
-            raise RuntimeError(f"others took the ports that were free, {_ATTEMPTS} times")
+            raise RuntimeError(f"other programs took the free ports, {_ATTEMPTS} times")
         yield server
 
 

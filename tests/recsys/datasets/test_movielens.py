@@ -130,7 +130,7 @@ def test_nothing_on_disk_and_no_download_is_an_error() -> None:
 
 
 def test_an_unknown_set_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'5m' is no MovieLens set.*100k, 1m, 10m"):
+    with pytest.raises(ValueError, match=r"'5m' is not a MovieLens set.*100k, 1m, 10m"):
         movielens("5m")
 
 

@@ -134,7 +134,9 @@ def test_what_cannot_grow_is_said(session: Session, tmp_path: Path) -> None:
             model.load(tmp_path / "odd", grow={"users": torch.ones(OLD) / OLD})
 
     session.run(odd, OLD)
-    with pytest.raises(ValueError, match=r"cannot grow: nobody knows what 'z' of new rows of .*users.weight"):
+    with pytest.raises(
+        ValueError, match=r"cannot grow: no initial value of 'z' is known for new rows of .*users.weight"
+    ):
         session.run(odd, NEW)
 
 

@@ -594,7 +594,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ({"optimizer": {"table_0": "sgd"}}, r"optimizer= says nothing about table 'table_1': add it, or '\*'"),
         ({"lr": {"users": 0.1, "*": 1.0}}, r"'users' matches no table; there are table_0, table_1"),
         ({"optimizer": "adamw"}, "`optimizer` must be one of sgd, adagrad.* got 'adamw'"),
-        ({"strategies": {"*": "rowwise"}}, r"'rowwise' is no sharding strategy; there are table_wise, row_wise"),
+        ({"strategies": {"*": "rowwise"}}, r"'rowwise' is not a sharding strategy; choose one of table_wise, row_wise"),
         ({"strategies": {"users*": "row_wise"}}, r"'users\*' matches no table; there are table_0, table_1"),
         (
             {"strategies": {"table_1": "column_wise"}, "case": Case(columns=36)},
@@ -665,7 +665,11 @@ def test_large_tables_are_not_copied_unasked(sessions: Sessions) -> None:
 
     (said, chosen), (not_said, _) = sessions[2].run_all(plan, {"*": "data_parallel"})
     assert chosen["large"] == "data_parallel" and not not_said
-    assert len(said) == 1 and "'large' is to be data_parallel: each step sends" in said[0] and "70,000 rows" in said[0]
+    assert (
+        len(said) == 1
+        and "'large' is sharded as data_parallel: each step sends" in said[0]
+        and "70,000 rows" in said[0]
+    )
     said, chosen = sessions[2].run(plan, {})
     assert not said and chosen["large"] != "data_parallel"
 

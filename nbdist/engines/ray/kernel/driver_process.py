@@ -274,12 +274,12 @@ def token_variables(token: str) -> Mapping[str, str]:
 
 
 def check_token_support() -> None:
-    """Raise `NbdistError` for a Ray that would take orders from everybody who reaches its machine."""
+    """Raise `NbdistError` for a version of Ray without tokens: everybody who reaches its machine could use it."""
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < (2, 52):
         raise NbdistError(
-            f"Ray {version} knows no tokens, without which everybody who reaches this machine could run code as you "
-            f"do: a Ray of this machine alone needs Ray 2.52 or newer. A cluster that runs already can be used: "
+            f"Ray {version} has no tokens, so everybody who reaches this machine could run code in it: to start Ray on "
+            f"this machine, nbdist needs Ray 2.52 or newer. Or use a cluster that is running: "
             f"RayOptions(address=...)"
         )
 
