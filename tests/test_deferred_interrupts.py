@@ -58,7 +58,7 @@ def test_an_interrupt_waits_for_the_end() -> None:
         pass
 
 
-def test_one_that_another_thread_took_is_heard_as_well() -> None:
+def test_an_interrupt_that_another_thread_received_is_raised() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupts():
@@ -75,7 +75,7 @@ def test_a_second_interrupt_does_not_wait() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_was_ignored_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_interrupts():

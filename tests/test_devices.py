@@ -142,7 +142,7 @@ def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: An
     return worlds
 
 
-def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_the_ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
     worlds = worlds_of(["cuda:0", "cuda:2"], monkeypatch)
@@ -218,7 +218,7 @@ def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_ddp.options(devices="cpu")(1, lambda: [os.environ[name] for name in variables]) == ["", "true"]
 
 
-def test_ranks_that_share_a_gpu_are_told_so_in_the_cell(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_says_that_ranks_share_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     with Session(2, devices=["cuda:1", "cuda:1"]) as session, pytest.raises(Exception, match=r"(?i)cuda|NVIDIA"):
         session.run(dist.get_rank)
     assert "nbdist: ranks that share a GPU talk through gloo" in capfd.readouterr().err

@@ -52,7 +52,7 @@ def test_variables_that_the_notebook_has_set_since_hold(monkeypatch: pytest.Monk
     assert in_ddp(1, seen) == first
 
 
-def test_what_libraries_set_and_what_ranks_set_themselves_takes_no_other_server() -> None:
+def test_variables_of_libraries_and_ranks_need_no_other_server() -> None:
     held = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_INIT_AT_FORK", "TORCH_NCCL_BLOCKING_WAIT", "PATH"]
     assert not forkserver.read_at_import(dict.fromkeys(held, "1"))
     assert len(forkserver.read_at_import({"PYTORCH_CUDA_ALLOC_CONF": "a", "TORCHINDUCTOR_FREEZING": "1"})) == 2

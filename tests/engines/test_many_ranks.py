@@ -95,7 +95,7 @@ def test_the_limit_of_open_files_is_raised_where_ranks_need_more(tmp_path: Path)
 
 
 @pytest.mark.long("many ranks")
-def test_where_even_the_hard_limit_is_too_low_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
+def test_below_the_hard_limit_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
     few, many = limited(tmp_path, MANY, 200, 200)
     assert few == "4.0 200 200"
     found = re.match(rf"NbdistError {MANY} ranks need \d+ open files.* (\d+) ranks fit", many)

@@ -95,7 +95,7 @@ def out_of_bounds() -> None:
         table.index_select(0, ids).sum().item()
 
 
-def test_an_assertion_on_the_gpu_is_said_and_the_next_call_has_fresh_ranks(
+def test_a_gpu_assertion_is_reported_and_the_next_call_has_fresh_ranks(
     session: Session, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pids = session.run_all(os.getpid)

@@ -78,7 +78,7 @@ def test_text_is_the_same_in_any_pieces(parts: list[str], size: int) -> None:
         ("\x1b[1mbold\x1b[0m", "bold"),
     ],
 )
-def test_what_is_seen_of_a_text(text: str, seen: str) -> None:
+def test_control_characters_in_a_text_are_applied(text: str, seen: str) -> None:
     shown = _Text()
     shown.write(text)
     assert str(shown) == seen
@@ -104,7 +104,7 @@ def test_pictures_of_widgets() -> None:
     assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
 
 
-def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
+def test_pictures_of_input_widgets_say_that_input_has_no_effect() -> None:
     widgets = Widgets()
 
     def seen(kind: str, **state: Any) -> str:
@@ -122,7 +122,7 @@ def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
     assert "have ended" not in seen("HTMLModel", value="text")
 
 
-def test_what_is_binary_in_a_state_is_put_in_its_place() -> None:
+def test_buffers_of_a_widgets_state_are_put_in_their_places() -> None:
     widgets = Widgets()
     state = {"_model_name": "OtherModel", "traces": [{"x": {"shape": [1]}}]}
     widgets.handle("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])

@@ -171,7 +171,7 @@ WRONG_CALLS: list[tuple[str, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG_CALLS, ids=lambda one: str(one)[:50])
-def test_calls(call: str, error: type[Exception], words: str) -> None:
+def test_a_mistake_raises_an_error_that_helps(call: str, error: type[Exception], words: str) -> None:
     names = {one.__name__: one for one in (train, two, cluster, context, explain, parallel_map, per_rank, use, warm)}
     with pytest.raises(error) as caught:
         eval(call, {**names, "nbdist": nbdist, "in_ddp": in_ddp, "Session": Session, "RayOptions": RayOptions,

@@ -75,7 +75,7 @@ def test_need_imports_push_and_pull(notebook: Kernel) -> None:
     assert notebook.run('%%ddp --imports "1 + 1"\n1').error == "ValueError"
 
 
-def test_what_a_notebook_cell_can_do_a_rank_can(notebook: Kernel) -> None:
+def test_a_ddp_cell_can_do_what_a_notebook_cell_can(notebook: Kernel) -> None:
     cell = "%%ddp\nimport asyncio\nasync def later():\n    await asyncio.sleep(0)\n    return 'later'\nawait later()"
     assert notebook.ok(cell).text == "'later'\n"
     assert "hello" in notebook.ok("%%ddp\n!echo hello").text
@@ -160,7 +160,7 @@ def test_arguments_that_make_no_sense(notebook: Kernel, line: str, shows: str) -
     assert shows in result.text + result.message + result.traceback, result
 
 
-def test_who_and_history(notebook: Kernel) -> None:
+def test_ddp_who_and_history(notebook: Kernel) -> None:
     notebook.ok("%%ddp --ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
     who = notebook.ok("%ddp who").text.splitlines()
     assert [line.split() for line in who if "lives_there" in line or "of_rank" in line] == [
@@ -268,7 +268,7 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
         assert all(match.startswith(line[reply["cursor_start"] :]) for match in reply["matches"])
 
 
-def test_help(notebook: Kernel) -> None:
+def test_help_lists_the_commands(notebook: Kernel) -> None:
     reply = notebook.client.inspect("%ddp", 4, reply=True)["content"]
     assert reply["found"] and "%ddp start N" in reply["data"]["text/plain"]
 

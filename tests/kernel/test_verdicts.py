@@ -192,12 +192,12 @@ def test_a_hang_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALIVE)
-def test_nothing_is_said_of_ranks_that_may_go_on(name: str) -> None:
+def test_no_verdict_for_ranks_that_may_go_on(name: str) -> None:
     assert verdict(ALIVE[name]) is None
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_one_rank_that_runs_is_enough(name: str) -> None:
+def test_no_verdict_while_one_rank_runs(name: str) -> None:
     standings, _, _ = HANGS[name]
     assert verdict([*standings, waits(len(standings), state="runs")]) is None
 

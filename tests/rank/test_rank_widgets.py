@@ -10,7 +10,7 @@ from conftest import poll
 from nbdist.rank import widgets
 
 
-def test_what_comes_before_the_widget_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_before_the_widget_exists_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     here = {"first"}
 

@@ -24,5 +24,5 @@ try:
     with interrupts.allowed():
         time.sleep(1000)
 except KeyboardInterrupt:
-    time.sleep(0.3)  # it is not told again
+    time.sleep(0.3)  # no further interrupt comes
     print("interrupted")

@@ -72,7 +72,7 @@ def test_no_rows_are_no_files(table: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, [{"user": 1}], object()])
-def test_what_is_no_rows_is_said(rows: Any) -> None:
+def test_an_object_without_rows_is_refused(rows: Any) -> None:
     with pytest.raises(TypeError, match="must be"):
         Workflow(Categorify("user")).fit(rows, progress=False)
     workflow = Workflow(Categorify("user")).fit(ROWS, progress=False)

@@ -71,15 +71,15 @@ class Case:
     fused: bool | None = None
     eps: float = 1e-8
     batches: tuple[int, ...] = (6, 6, 6, 6)
-    """Samples of each rank; the first so many ranks count."""
+    """The number of samples of each rank; a case with fewer ranks uses the first of them."""
     longest: int = 4
-    """A bag has 0 to so many ids."""
+    """The largest number of ids in a bag."""
     steps: int = 3
     seed: int = 0
     real: bool = True
-    """Whether the tables have values before they are sharded."""
+    """True if the tables have values before they are sharded."""
     sequences: bool = False
-    """Whether they are those of an `EmbeddingCollection`, which does not pool."""
+    """True for the tables of an `EmbeddingCollection`, which does not pool."""
 
     def tables(self, device: str = "cpu") -> EmbeddingBagCollection | EmbeddingCollection:
         torch.manual_seed(self.seed)
@@ -215,7 +215,7 @@ def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
 
 @pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_in_one_piece(sessions: Sessions, strategy: str, nranks: int) -> None:
+def test_each_strategy_trains_as_one_process_does(sessions: Sessions, strategy: str, nranks: int) -> None:
     answers = assert_same(sessions[nranks], Case(strategy))
     plan = answers[0][3]
     assert plan == answers[-1][3] and plan.strategies == {"table_0": strategy, "table_1": strategy}
@@ -545,7 +545,7 @@ def test_sequences_of_different_lengths(sessions: Sessions) -> None:
         torch.testing.assert_close(torch.tensor(losses(strategies))[:, 0], torch.tensor(first)[:, 0], rtol=0, atol=1e-6)
 
 
-def test_ranks_with_more_batches_wait_for_nobody(sessions: Sessions) -> None:
+def test_equal_steps_end_with_the_shortest_rank(sessions: Sessions) -> None:
     def steps() -> list[int]:
         return list(equal_steps(range(3 + 2 * dist.get_rank())))
 
@@ -625,13 +625,13 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ({"model": Clicks()}, r"other parameters than its tables \(over.0.weight, .*dense_optimizer"),
     ],
 )
-def test_what_cannot_work_is_said_before(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
+def test_invalid_plans_are_refused_before_sharding(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
     options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("strategies")) else options
     answers = sessions[4].run_all(refused, **options)
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
 
 
-def test_not_outside_a_rank() -> None:
+def test_shard_is_refused_outside_a_rank() -> None:
     with pytest.raises(RuntimeError, match="in_ddp"):
         shard(bags("meta", ("a", 8, 8)), batch_size=8)
 
@@ -911,7 +911,7 @@ def test_a_gpu_that_fbgemm_has_no_code_for(monkeypatch: pytest.MonkeyPatch) -> N
         check_gpu(torch.device("cuda", 0))
 
 
-def test_what_fbgemm_logs_as_it_is_imported(
+def test_fbgemms_warnings_at_import_are_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Warnings such as FBGEMM 1.6 logs, once for each of its libraries, are left out; an error stays."""
