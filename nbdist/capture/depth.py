@@ -1,4 +1,4 @@
-"""Objects that are nested deeper than Python's own limits."""
+"""Objects that are nested deeper than Python's own limit."""
 
 from __future__ import annotations
 

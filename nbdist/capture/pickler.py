@@ -1,8 +1,8 @@
-"""Notebook objects as bytes: functions and classes by value, big buffers outside the pickle. `reading` reads them.
+"""Pickles of notebook objects: functions and classes by value, big buffers outside the pickle. `reading` reads them.
 
-A function keeps the namespace it lives in: notebook functions find their globals in the rank's `__main__`, all of
-them in the same one. The globals that they use travel too, once each, and end up in that namespace; and so do the
-functions and classes that the notebook knows by their own names, for what pickles by name in a rank.
+A function keeps its namespace: all functions of the notebook find their globals in the rank's `__main__`. The globals
+that they use are sent, too, once each, and are set in this namespace. So are the functions and classes that the
+notebook knows by their own names, for code that pickles by name in a rank.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Steps = tuple[list[Any], list[Any]]
 
 
 class Pickler(cloudpickle.Pickler):
-    """A C-speed pickler that sends notebook functions by value, with the globals that they use.
+    """A pickler in C that sends notebook functions by value, with the globals that they use.
 
     Args:
         file: Where the pickle goes.
@@ -110,11 +110,12 @@ class Pickler(cloudpickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=out_of_band)
 
     def dump(self, obj: Any) -> None:
-        """Write the pickle of `obj`. Raises what its objects raise, `RecursionError` for one that is too deep."""
+        """Write the pickle of `obj`. Raises the exceptions of its objects, and `RecursionError` for one that is too
+        deep."""
         pickle.Pickler.dump(self, obj)
 
     def needed(self) -> tuple[UnpickleStep, ...]:
-        """Return the steps that bring what is named in `need`, whether or not its use is seen."""
+        """Return the steps that send the names in `need`, whether or not the function is seen to use them."""
         return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
@@ -263,7 +264,7 @@ class Pickler(cloudpickle.Pickler):
         return (Open(), *code, Close(data)) if code or data else ()
 
     def _own_name(self, obj: Any) -> list[Any]:
-        """Return the steps by which the reader finds `obj` by its name, if the notebook does."""
+        """Return the steps that set `obj` under its own name in the reader, if the notebook knows it by this name."""
         name, *inner = obj.__qualname__.split(".")
         outermost = main_namespace().get(name) if obj.__module__ == "__main__" else None
         found = outermost
@@ -330,7 +331,7 @@ class Pickler(cloudpickle.Pickler):
 
 
 def dumps_plain(value: Any) -> memoryview | None:
-    """The pickle of a number, a text, or a list of these, which needs no `Pickler`; None for other values."""
+    """Return the pickle of a number, a text, or a list of these, which needs no `Pickler`; None for other values."""
     plain = _PLAIN.issuperset(map(type, value)) if type(value) is list else type(value) in _PLAIN
     return memoryview(pickle.dumps(value, protocol=5)) if plain else None
 

@@ -1,8 +1,8 @@
-"""In which order definitions and data are written, so that what a value needs to be rebuilt is there before it.
+"""The order in which definitions and data are pickled, so that everything that a value needs is rebuilt before it.
 
-A function or class is written with its code first: other definitions that it names, constants, modules. What else it
-refers to (global data, closures, defaults, class attributes) may hold instances of the very classes that are being
-defined, and may run their methods when it is read: it is written when the outermost definition is complete.
+The code of a function or class is written first, with other definitions that it names, constants and modules. Its other
+references (global data, closures, defaults, class attributes) may contain instances of the classes that are being
+defined, and may run their methods when they are read. They are written when the outermost definition is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFINITIONS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether reading `value` runs nothing and needs nothing that is not imported."""
+    """Return whether reading `value` runs no code and needs only importable objects."""
     return type(value) in _CONSTANTS or isinstance(value, types.ModuleType)
 
 
@@ -33,7 +33,7 @@ def is_definition(value: Any) -> bool:
 
 
 class Progress:
-    """Progress of the writing of a pickle."""
+    """The progress of writing a pickle."""
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, str], bool] = {}
@@ -45,12 +45,12 @@ class Progress:
 
 
 class UnpickleStep:
-    """Something to be done while a pickle is read, settled when the pickler comes to it."""
+    """An operation to run when the pickle is read; it is determined when the pickler reaches it."""
 
     __slots__ = ()
 
     def reduce(self, progress: Progress) -> Reduction:
-        """Return the reduction that is pickled for it."""
+        """Return the reduction to pickle for this step."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ _NOTHING: Reduction = (reading.nothing, ())
 
 
 class CallStep(UnpickleStep):
-    """A function of this package is called."""
+    """A call of a function of this package."""
 
     __slots__ = ("args", "function")
 
@@ -70,7 +70,7 @@ class CallStep(UnpickleStep):
 
 
 class Named(UnpickleStep):
-    """A value that errors call by a name."""
+    """A value with a name for errors."""
 
     __slots__ = ("name", "value")
 
@@ -82,7 +82,7 @@ class Named(UnpickleStep):
 
 
 class Enter(UnpickleStep):
-    """A variable enters a namespace, once."""
+    """A variable that is set in a namespace, once."""
 
     __slots__ = ("key", "name", "value")
 
@@ -101,7 +101,7 @@ class Enter(UnpickleStep):
 
 
 class EnterOwn(Enter):
-    """A function or class that has just been made enters a namespace."""
+    """A new function or class that is set in a namespace."""
 
     __slots__ = ()
 
@@ -113,7 +113,7 @@ class EnterOwn(Enter):
 
 
 class EnterConstants(UnpickleStep):
-    """Variables that need nothing enter a namespace."""
+    """Variables without dependencies that are set in a namespace."""
 
     __slots__ = ("key", "names")
 
@@ -137,7 +137,7 @@ class _Entered(UnpickleStep):
 
 
 class Open(UnpickleStep):
-    """A definition begins."""
+    """The begin of a definition."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ class Open(UnpickleStep):
 
 
 class Close(UnpickleStep):
-    """A definition is complete but for the data that it refers to: they follow when the outermost one is."""
+    """The end of a definition without the data that it refers to: they follow when the outermost definition ends."""
 
     __slots__ = ("data",)
 

@@ -45,7 +45,7 @@ def use(engine: str | EngineOptions) -> None:
 
 
 def in_use() -> str | EngineOptions:
-    """Return what `use` was last called with."""
+    """Return the argument of the last `use`."""
     return _default
 
 

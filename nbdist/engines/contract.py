@@ -17,11 +17,11 @@ OnOutput = Callable[[int, int, bytes], None]
 
 
 def drop(rank: int, which: int, data: bytes) -> None:
-    """Ignore what a rank has written."""
+    """Ignore output of a rank."""
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process: its status is an exit code, minus a signal, or None where it is unknown."""
+    """The end of a rank's process: its status is an exit code, minus a signal, or None if it is unknown."""
 
     rank: int
     status: int | None
@@ -30,7 +30,7 @@ class Exit(NamedTuple):
 
 
 class OpenRendezvous(Protocol):
-    """A store that is open for one process group."""
+    """An open store for one process group."""
 
     @property
     def address(self) -> RendezvousAddress:
@@ -70,7 +70,7 @@ class Listening(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks of one session, as the kernel holds them."""
+    """The ranks of one session, from the view of the kernel."""
 
     takes_descriptors: bool
     """True if `send` can give a rank descriptors of this process, such as descriptors of shared memory."""
@@ -79,11 +79,11 @@ class Ranks(Protocol):
 
     @property
     def pids(self) -> Sequence[int | None]:
-        """Process numbers by rank; None until the process has been reported."""
+        """Return process numbers by rank; None until the process has been reported."""
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """By rank."""
+        """Return the slot of each rank."""
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
@@ -114,7 +114,7 @@ class Ranks(Protocol):
         """Send a signal to the process of a rank, if it still lives."""
 
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
-        """Abort what a rank waits for in its process groups, if it is still in the group with the number `group` (see
+        """Abort the collectives in which a rank waits, if the rank is still in the group with the number `group` (see
         `World`). `peers` are the other ranks' ends of its connections."""
 
     def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
@@ -136,8 +136,8 @@ class Ranks(Protocol):
         """Return the bytes of private memory of the given ranks; None for a rank whose memory is not known."""
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
-        """Ask the ranks to leave, kill after `grace` seconds those that have not, with everything that they started,
-        and give up all descriptors. What ranks write meanwhile goes to `on_output`, as far as the engine can."""
+        """Ask the ranks to exit, kill those that run after `grace` seconds, with all their processes, and close all
+        descriptors. Output in this time goes to `on_output`, if the engine can read it."""
 
 
 class Engine(Protocol):
@@ -147,26 +147,27 @@ class Engine(Protocol):
     """True if the ranks are processes of this machine, which share its cores with the notebook."""
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
+        """Return a device for each rank, as in `wire.messages.World`. Raises `ValueError` for devices that do not
+        exist."""
 
     def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> Ranks:
-        """Start `world_size` ranks that wait for their first message. Calls `notice` with what it has to wait for.
+        """Start `world_size` ranks that wait for their first message. Calls `notice` with the reason for a long wait.
 
-        With `least`, there may be fewer: as many as there is room for, but not less than that.
+        With `least`, fewer ranks may start: as many as fit, but at least `least`.
         """
 
     def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> Ranks:
         """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""
 
     def warm(self, modules: Iterable[str]) -> None:
-        """Get ready to start ranks that will import `modules` and torch. Returns at once."""
+        """Prepare to start ranks that will import `modules` and torch. Returns at once."""
 
     def idle(self, seconds: float) -> None:
-        """Keep what `warm` has started on this machine for so long while nothing uses it."""
+        """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
 
 
 class EngineOptions(Protocol):
-    """Options of an engine, such as `RayOptions`: they can be given wherever the name of an engine can."""
+    """Options of an engine, such as `RayOptions`: they can be given instead of the name of an engine."""
 
     @property
     def engine(self) -> str:
@@ -174,7 +175,7 @@ class EngineOptions(Protocol):
 
 
 class MakeEngine(Protocol):
-    """A function that makes an engine: what an entry point in the group `nbdist.engines` names."""
+    """A function that makes an engine; an entry point in the group `nbdist.engines` names it."""
 
     def __call__(self, options: Any, env: Mapping[str, str] | None, start: str) -> Engine:
         """Make an engine.

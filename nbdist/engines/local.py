@@ -1,4 +1,4 @@
-"""Ranks on this machine, forked from a warm server; the kernel itself is never forked."""
+"""Ranks on this machine, forked from the fork server; the kernel itself is never forked."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ _shown: set[tuple[str, str]] = set()
 
 
 class LocalEngine:
-    """Starts ranks through this process's fork server, which it starts at first use and again whenever it died.
+    """The engine for this machine. It starts ranks through this process's fork server, which it starts at first use and
+    again after its death.
 
-    `env` is what the ranks will find in addition to the environment of this process: a server of its own imports what
-    they need where that depends on it. `start` is how ranks start: "forkserver", or "spawn", each in an interpreter of
-    its own, where nothing is imported yet.
+    `env` are variables for the ranks, in addition to the environment of this process. If imports depend on them, a
+    server of its own does the imports. `start`: "forkserver", or "spawn", which starts each rank in a fresh interpreter
+    without imported libraries.
     """
 
     local = True
@@ -60,7 +61,7 @@ class LocalEngine:
     def start(
         self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
     ) -> LocalRanks:
-        """`least` is for others: what this machine had room for, it has again."""
+        """Start ranks. `least` has no effect: the resources of this machine do not change between starts."""
         self._warn_of_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:
@@ -83,7 +84,8 @@ class LocalEngine:
             self._load()
 
     def _warn_of_interfaces(self, notice: Callable[[str], None] | None) -> None:
-        """Say once which variables of the notebook would let ranks listen to the network, and are not used."""
+        """Show, once, which variables of the notebook are not used because ranks would listen to the network with
+        them."""
         for name in INTERFACE_VARIABLES:
             value = os.environ.get(name, LOOPBACK_INTERFACE)
             if name in self._env or value == LOOPBACK_INTERFACE:
@@ -112,7 +114,7 @@ def make(options: None, env: Mapping[str, str] | None, start: str) -> LocalEngin
 
 
 def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:
-    """Processes that will be in no process group, where these modules are imported."""
+    """Start processes without a process group, with these modules imported."""
     names = list(modules)
 
     def start(server: ForkServer) -> LocalRanks:
@@ -129,8 +131,7 @@ class LocalRanks:
     patience = 0.0  # they are this machine's children: it knows at once
 
     def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:
-        """Start all ranks from one server, which alone is informed of their ends. Raises `ConnectionError` if it is
-        lost.
+        """Start all ranks from one server, which alone learns of their ends. Raises `ConnectionError` if it is lost.
 
         With an `environ` they are fresh interpreters that start with it.
         """
@@ -176,7 +177,7 @@ class LocalRanks:
         self._stacks.append(asks)
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
+        """Forget the ranks in a child of this process: they belong to the parent."""
         self._asking, self._ordering = [threading.RLock() for _ in self._asking], threading.RLock()
         ends = [*map(Channel.fileno, self.channels), *map(socket.socket.fileno, self._stacks)]
         redirect_to_devnull(*ends, *itertools.chain.from_iterable(self.outputs))
@@ -289,7 +290,7 @@ class LocalRanks:
                 self.channels, self.outputs, self._stacks = [], [], []
 
     def _read_last_output(self, grace: float, on_output: OnOutput) -> None:
-        """Wait for the ranks' ends, and pass on what they write meanwhile: a full pipe would keep them."""
+        """Wait for the ranks' ends, and pass on their output meanwhile: a full pipe would block them."""
         if not grace or not self._watch.alive:
             return
         deadline = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""ipywidgets in a rank: widgets of any generation whose comms end in the kernel."""
+"""ipywidgets in a rank: widgets of all versions, with comms that are connected to the kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
 
 
 def _is_old(package: str, least: tuple[int, ...]) -> bool:
-    """Return whether a package is installed in a version below `least`, from its metadata: importing takes longer."""
+    """Return whether a package is installed in a version below `least`, read from its metadata, which is faster than an
+    import."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

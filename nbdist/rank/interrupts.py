@@ -1,4 +1,4 @@
-"""When a rank may be interrupted: while it works for the kernel, and once."""
+"""Control of interrupts in a rank: one interrupt is allowed while the rank works for the kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BEGIN_AND_END = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
 
 
 class Interrupts:
-    """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
+    """Handler that raises `KeyboardInterrupt` for SIGINT in blocks that are `allowed`.
 
     Args:
         notify: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
@@ -46,7 +46,7 @@ class Interrupts:
         self._unraisable = sys.unraisablehook
 
     def install(self) -> None:
-        """Answer SIGINT from now on."""
+        """Install the handler of SIGINT."""
         signal.signal(signal.SIGINT, self._on_interrupt)
         sys.unraisablehook = self._on_unraisable
 
@@ -111,7 +111,7 @@ class Interrupts:
 
 
 def _left_by_half(frame: types.FrameType | None) -> str:
-    """Return in words what an interrupt in this frame would leave by half; an empty string if nothing."""
+    """Describe the step in this frame that an interrupt must not break; an empty string if there is none."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>":

@@ -17,13 +17,14 @@ def announce() -> None:
 
 
 def preempted() -> bool:
-    """Return, in a rank, whether a node of the cluster is about to be taken away. All ranks have to call it.
+    """Return, in a rank, whether a node of the cluster is about to be taken away. All ranks must call it.
 
-    All of them get the same answer, at the same step of a loop: time for a snapshot. Then go on; once the node is gone,
-    `restarts=` starts the function again. `fit(..., snapshots=...)` does so by itself. The notice is that Ray drains a
-    node, as managers of clusters let it before they take a machine, and as `ray start --block` does at a SIGTERM.
+    All ranks get the same answer, at the same step of a loop: save a snapshot then, and continue. When the node has
+    ended, `restarts=` starts the function again. `fit(..., snapshots=...)` does this by itself. The notice comes from
+    Ray when it drains a node: managers of clusters make it do so before they take a machine, and `ray start --block`
+    does so at SIGTERM.
 
-    Costs a collective on a cluster, and nothing on one machine, where it is always False.
+    Takes a collective on a cluster, and no time on one machine, where the answer is always False.
 
     Examples:
         >>> from nbdist import in_ddp, preempted

@@ -1,7 +1,7 @@
-"""Changes of a rank's widgets in the page while a call runs: a thread applies them, in order.
+"""Changes of a rank's widgets in the page during a call: a thread applies them, in order.
 
-The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell handles such messages
-in a thread, too.
+The main thread runs the function then, as a kernel's main thread runs a cell; a kernel's subshell also handles such
+messages in a thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 
 def receive(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-    """Pass messages of the page to the widgets, soon. Always called by the same thread."""
+    """Queue messages of the page for the widgets. Always called by the same thread."""
     global _listens
     _events.put((content, buffers))
     if not _listens:  # most calls have no widget that anybody touches
@@ -44,7 +44,7 @@ def _listen() -> None:
 
 
 def _apply(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-    """Pass on a message; return False where it has to be passed on again later."""
+    """Pass a message to its widget; return False if it must be tried again later."""
     try:
         return handle_comm_message(content, buffers)
     except Exception:  # of a handler: the next one may be another's

@@ -1,4 +1,4 @@
-"""The server's memory, arranged so that forks of it are cheap: huge pages, and little garbage collection."""
+"""Preparation of the server's memory for cheap forks: huge pages, and fewer garbage collections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HUGE = 2 << 20
 
 
 def huge_pages() -> list[int]:
-    """The addresses at which this process's memory could lie in huge pages.
+    """Return the addresses at which this process's memory can use huge pages.
 
-    A fork copies the page table, and a rank's exit takes it down: with huge pages both take half the time. What a rank
-    writes to is still copied by small pages.
+    A fork copies the page table, and the exit of a rank frees it: with huge pages both take half the time. Memory that
+    a rank writes to is still copied by small pages.
     """
     if sys.platform != "linux":
         return []

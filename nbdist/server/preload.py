@@ -27,7 +27,7 @@ _IMPORTED_AT_USE = {
 
 
 class Preloaded:
-    """Modules that ranks find imported."""
+    """The modules that ranks find imported."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -35,7 +35,7 @@ class Preloaded:
         """Modules, with their sub-modules, that cannot be imported, or must not be before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:
-        """Import the modules, found by `path`; whether this process is still fit to be forked after that."""
+        """Import modules, found by `path`, and return whether this process can still be forked afterwards."""
         sys.path[:] = standard_first(path)  # what a project has of the same name must not run here
         importlib.invalidate_caches()
         before = len(sys.modules)
@@ -84,7 +84,7 @@ def _imported_at_use(modules: list[str]) -> list[str]:
 
 
 def _spoilt() -> str:
-    """Return why this process cannot be forked; an empty string where it can."""
+    """Return the reason why this process cannot be forked; an empty string if it can."""
     if psutil.Process().num_threads() > 1:
         return "starts threads"
     return "initialises CUDA" if driver.initialised() else ""

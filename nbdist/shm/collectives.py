@@ -1,8 +1,8 @@
-"""Collectives of CPU ranks on one machine, through memory that they share.
+"""Collectives of CPU ranks on one machine in shared memory.
 
-gloo sends through loopback TCP, with several threads a rank: one number takes a millisecond on two busy cores, half a
-megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and its size into each
-other rank's pipe, and waits for the size from each: some hundredths of a millisecond.
+gloo uses loopback TCP and several threads for each rank: one number takes a millisecond on two busy cores, and half a
+megabyte takes as long as the backward pass of a small model. Here a rank writes its part into shared memory and its
+size into each other rank's pipe, and waits for the sizes of the others: some hundredths of a millisecond.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ waited = 0.0
 
 
 class _File(NamedTuple):
-    """An open file as other processes of the machine find it: its number here, and what it is."""
+    """An open file, described for other processes of the machine: its number here, and its identity."""
 
     fd: int
     identity: tuple[int, int]
 
 
 class _Offer(NamedTuple):
-    """Descriptors that a rank gives the others: the writing ends of its pipes, and rank 0's memory."""
+    """Descriptors that a rank offers to the others: the writing ends of its pipes, and rank 0's memory."""
 
     machine: str
     pid: int
@@ -85,7 +85,7 @@ class SharedCollectives:
 
     @property
     def usable(self) -> bool:
-        """Return whether nothing has failed and the process group is still the same."""
+        """Return whether no collective has failed and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
     @property
@@ -94,7 +94,8 @@ class SharedCollectives:
         return self._count
 
     def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Put the mean over all ranks, the same bits on each, into contiguous tensors of floats. Returns the first."""
+        """Replace contiguous float tensors by their mean over all ranks, with the same bits on each rank. Returns the
+        first tensor."""
         with annotated("nbdist:mean"):
             for turn in _turns([tensor.view(-1) for tensor in tensors]):
                 with self._exchanged(*turn) as exchanged:
@@ -103,7 +104,7 @@ class SharedCollectives:
         return tensors[0]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The `tensor` of each rank, all of one shape."""
+        """Return the `tensor` of each rank; all have one shape."""
         flat = tensor.reshape(-1)
         gathered = flat.new_empty(self.size, len(flat))
         width = _PIECE // tensor.element_size()
@@ -114,7 +115,8 @@ class SharedCollectives:
         return [one.view(tensor.shape) for one in gathered]
 
     def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., object]) -> torch.Tensor:
-        """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
+        """Replace a contiguous `tensor` by the result of `reduce`, such as `torch.amax`, over all ranks' values; return
+        it."""
         with annotated("nbdist:reduce"):
             for part in tensor.detach().view(-1).split(_PIECE // tensor.element_size()):
                 with self._exchanged(part) as (parts,):
@@ -122,7 +124,7 @@ class SharedCollectives:
         return tensor
 
     def all_to_all(self, outputs: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send each rank its part of `inputs`, and receive each one's in `outputs`. Sizes may differ.
+        """Send each rank its part of `inputs`, and receive the parts of all ranks in `outputs`. Sizes may differ.
 
         Args:
             outputs: Of each rank, where what it sends is to be: bytes, shape (some,). None: in a new array.
@@ -169,7 +171,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Give for each tensor the values of all ranks, one in each row, until the end of the block."""
+        """Yield, for each tensor, the values of all ranks, one in each row, valid until the end of the block."""
         with self._turn(sum(one.nbytes for one in mine)) as (parity, meet):
             exchanged: list[torch.Tensor] = []
             start = 0
@@ -182,7 +184,7 @@ class SharedCollectives:
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Begin an exchange: give its half of the memory, and the function to call between writing and reading.
+        """Begin an exchange: yield its half of the memory, and the function to call between writing and reading.
 
         Args:
             size: What all ranks have to say alike: the bytes of each one's part, or `_UNEQUAL`.
@@ -226,9 +228,9 @@ class SharedCollectives:
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Map `size` bytes, zeros, that all ranks share; `size` is the same on all.
+        """Map `size` zero bytes that all ranks share; `size` must be equal on all ranks.
 
-        Raises `MemoryError` where they do not fit.
+        Raises `MemoryError` if they do not fit.
         """
         if self.rank == 0:
             check_fits(size, "memory that all ranks share")
@@ -245,7 +247,7 @@ class SharedCollectives:
                 self.barrier()  # no rank closes what another has yet to open
 
     def abort(self) -> None:
-        """End, from any thread, what waits here: it fails, and so does all that follows."""
+        """Abort, from any thread, a collective that waits here: it fails, and so do all later ones."""
         self._count = -1
         with self._closing:
             for inbox in self._inboxes if self._close.alive else ():
@@ -256,14 +258,15 @@ class SharedCollectives:
                     os.close(fd)
 
     def close(self) -> None:
-        """Give the descriptors back. Nothing may wait here."""
+        """Close the descriptors. No collective may wait here."""
         self._count = -1
         with self._closing:
             self._close()
 
 
 def open_shared_collectives() -> SharedCollectives | None:
-    """Return the collectives of the default process group; None where ranks cannot share memory. All ranks call it."""
+    """Return the collectives of the default process group; None if ranks cannot share memory. All ranks must call
+    it."""
     if sys.platform != "linux" or dist.get_world_size() == 1:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -304,12 +307,12 @@ def open_shared_collectives() -> SharedCollectives | None:
 
 
 def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Sum the values of all ranks as `torch.sum` does over the first dimension; of two ranks in half the time."""
+    """Sum the values of all ranks as `torch.sum` does over the first dimension; for two ranks in half the time."""
     return torch.add(*parts, out=out) if len(parts) == 2 else torch.sum(parts, dim, out=out)
 
 
 def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All of these flat tensors, in views: each time as much as is exchanged at once."""
+    """Yield views of these flat tensors: each time the part that is exchanged at once."""
     turn: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:
@@ -325,13 +328,13 @@ def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous tensor, shape (some,), where they lie."""
+    """Return the bytes of a contiguous tensor as a view, shape (bytes,)."""
     # A single number counts as contiguous whatever its stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def padded(size: int) -> int:
-    """Round a number of bytes up so that what follows begins at a line of the processor's cache."""
+    """Round a number of bytes up, so that the following data start at a cache line."""
     return -(-size // _HEAD) * _HEAD
 
 
@@ -341,7 +344,7 @@ def _file(fd: int) -> _File:
 
 
 def open_offered(offer: _Offer, file: _File, flags: int, machine: str) -> int:
-    """Open a file of another process. Raises `OSError` where that is not the one that was offered."""
+    """Open a file of another process. Raises `OSError` if it is not the offered one."""
     if offer.machine != machine:
         raise OSError("on another machine")
     return _open_there(offer.pid, file, flags)

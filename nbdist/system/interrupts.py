@@ -1,4 +1,4 @@
-"""Interrupts: those that wait for the end of a step, such as a message, and those that would raise nothing."""
+"""Interrupts that wait for the end of a step, such as a message, and interrupts that raise in an event loop, too."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def interruptible() -> Iterator[None]:
 
 
 def _only_cancels(handler: Any) -> bool:
-    """Return whether a handler of SIGINT is one of an event loop: of ipykernel, or of `asyncio.Runner`."""
+    """Return whether a handler of SIGINT belongs to an event loop: to ipykernel or `asyncio.Runner`."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     module = getattr(handler, "__module__", None) or ""

@@ -29,9 +29,9 @@ def own_pidfd() -> Iterator[int]:
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null in the place of standard descriptors that are closed.
+    """Open /dev/null for standard descriptors that are closed.
 
-    Otherwise a socket or a pipe gets such a number, and a process that is started takes it for its input or output.
+    Otherwise a socket or a pipe gets such a number, and a child process uses it as its standard input or output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -39,7 +39,7 @@ def open_standard_descriptors() -> None:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit status of a process whose parent has not waited, as `subprocess` gives it; None if unknown."""
+    """Return the exit status, as in `subprocess`, of a process that its parent has not reaped; None if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

@@ -1,4 +1,4 @@
-"""Parcels between kernel and ranks: a pickle and its big buffers, these in shared segments."""
+"""Parcels between kernel and ranks: a pickle and its big buffers, which are in shared segments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_SEGMENTS = 64
 class Parcel:
     """A pickle and its buffers.
 
-    `inline` is the pickle if it is small; else it is in the first of the `spans`. These are in the `segments`, whose
-    descriptors are the parcel's own. Buffers that came by another way are in `buffers`.
+    `inline` is the pickle if it is small; otherwise it is in the first of the `spans`. The spans are in the `segments`,
+    whose descriptors belong to the parcel. Buffers that were sent in another way are in `buffers`.
     """
 
     def __init__(self, inline: bytes | None, spans: Sequence[BufferLocation], segments: Sequence[Segment]) -> None:
@@ -30,13 +30,13 @@ class Parcel:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Return the total number of bytes."""
         return len(self.inline or b"") + sum(span.size for span in self.spans)
 
     def open(self, own: bool = False) -> tuple[memoryview, list[memoryview]]:
-        """The pickle and the buffers: writable views of private mappings. Closes the descriptors.
+        """Return the pickle and the buffers: writable views of private mappings. Closes the descriptors.
 
-        With `own`, what is in one segment with others is copied: who keeps one buffer keeps no other.
+        With `own`, buffers that share a segment are copied: keeping one buffer keeps no other.
         """
         try:
             wholes = [segment.private() for segment in self.segments]
@@ -54,7 +54,7 @@ class Parcel:
         return pickled, self.buffers or views
 
     def close(self) -> None:
-        """Give up the descriptors; mappings live on."""
+        """Close the descriptors; mappings stay."""
         for segment in self.segments:
             segment.close()
 
@@ -65,11 +65,11 @@ def pack(
     cache: SentCache | None = None,
     what: str = "what is sent between notebook and ranks",
 ) -> Parcel:
-    """Put a pickle and its buffers into a parcel: each is written once, those in the `cache` not even that.
+    """Put a pickle and its buffers into a parcel: each buffer is written once; buffers in the `cache` are not written.
 
-    Big ones lie apart from small ones; without a cache, as in answers, each big one in a segment of its own: memory is
-    kept as long as anything in its segment is. Raises `MemoryError`, which calls all of it `what`, where it does not
-    fit.
+    Big buffers are in other segments than small ones. Without a cache, as in answers, each big buffer has a segment of
+    its own, because memory stays while any part of its segment is in use. Raises `MemoryError`, with `what` as the name
+    of the data, if they do not fit.
     """
     inline = bytes(pickled) if pickled.nbytes <= INLINE else None
     views = [buffer.raw() for buffer in buffers]
@@ -107,7 +107,7 @@ def pack(
 
 
 def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
-    """The numbers of views by the segments that they get: small ones together, big ones together or `apart`."""
+    """Return the numbers of views by segment: small ones together, big ones together or `apart`."""
     small: list[int] = []
     big: list[int] = []
     for number in numbers:

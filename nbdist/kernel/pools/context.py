@@ -1,4 +1,4 @@
-"""`nbdist.context`: `multiprocessing` and `multiprocess` with processes that come from the warm server."""
+"""`nbdist.context`: `multiprocessing` and `multiprocess` with processes from the fork server."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PATIENCE = 1.0
 
 @entry
 def context(package: str = "multiprocess") -> Any:
-    """A context of `multiprocess` or `multiprocessing` whose processes come from the warm server.
+    """Return a context of `multiprocess` or `multiprocessing` whose processes come from the fork server.
 
-    It has what every such context has (`Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and so
-    on), with the package's own code behind them. Nothing is forked from the kernel. Functions, classes and values of
-    cells are pickled as for `in_ddp`, as arguments and in messages. What the processes write appears in the cell that
-    started them; an interrupt of the notebook reaches them; they end with the kernel. A pool that has lost a worker
-    raises `WorkerDied`. From the first call on, `get_context("nbdist")` of the package gives the same.
+    It has the attributes of every context (`Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and
+    so on), with the package's own code. Nothing is forked from the kernel. Functions, classes and values of cells are
+    pickled as for `in_ddp`, as arguments and in messages. Output of the processes appears in the cell that started
+    them. An interrupt of the notebook reaches them, and they end with the kernel. A pool that has lost a worker raises
+    `WorkerDied`. After the first call, `get_context("nbdist")` of the package returns the same context.
 
     Args:
         package: "multiprocess", which `pip install "nbdist[multiprocess]"` brings, or "multiprocessing": the standard
@@ -73,9 +73,10 @@ def context(package: str = "multiprocess") -> Any:
 
 @functools.cache
 def _make(library: str) -> Any:
-    """The context of a library, and the classes that it is made of.
+    """Make the context of a library, and its classes.
 
-    In the processes themselves their places are taken by the library's own, of its `fork` method: those are clean.
+    In the processes themselves the library's own classes of its `fork` method are used: these processes are safe to
+    fork.
     """
     base: Any = {
         name: importlib.import_module(f"{library}.{name}")
@@ -132,8 +133,8 @@ def _make(library: str) -> Any:
             self._deaths: int = starter.deaths
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            """Get as the library does, but end a wait of some seconds when a process has died: loaders look at their
-            workers then. What was lost with its sender raises when that is known to have died."""
+            """Get an item as the library does, but return early when a process has died, so that data loaders check
+            their workers. Raises if the item was lost with its sender."""
             deadline = time.monotonic() + timeout if block and timeout is not None else math.inf
             while True:
                 try:

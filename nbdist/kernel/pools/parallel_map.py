@@ -60,10 +60,9 @@ def parallel_map(
 ) -> list[R]:
     """`list(map(fn, items))`, on all cores.
 
-    The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
-    classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
-    and not copied. What workers print or draw appears in the cell. The first exception ends the call, and so does the
-    stop button.
+    The workers are fresh processes from the fork server, or on the cluster of `nbdist.use`. Functions, classes and
+    variables of the notebook that `fn` uses are sent once; big arrays, tensors and frames are shared and not copied.
+    Output of the workers appears in the cell. The first exception ends the call, and so does the stop button.
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
@@ -131,7 +130,7 @@ def parallel_map(
 
 
 def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
-    """The values, without workers."""
+    """Compute the values in this process, without workers."""
     values = []
     with given_names(block, names):
         for item in items:  # not `map`: a StopIteration of `fn` would be its end
@@ -142,7 +141,7 @@ def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str
 
 @contextlib.contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
-    """Gives a function that takes how many further items are done."""
+    """Return a function that advances a progress bar by a number of items."""
     if not (wanted and total and importlib.util.find_spec("tqdm")):
         yield lambda count: None
         return
@@ -181,7 +180,7 @@ class _Map:
         self._board = Board.create(len(self._has))
 
     def run(self) -> list[Any]:
-        """The values. Raises the first failure, or `KeyboardInterrupt`."""
+        """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
         self._relay.begin(Cell(), "lines", 0)
         with contextlib.closing(self._ranks), contextlib.closing(self._board):
             listener = self._ranks.listen(
@@ -222,7 +221,7 @@ class _Map:
             self._ranks.send(worker, message, **parts)
 
     def _give(self, worker: int) -> None:
-        """Send a worker more items, if there are any."""
+        """Send more items to a worker, if any are left."""
         if self._next == len(self._items):
             return
         chunk = _Chunk(self._next, min(self._next + self._size(), len(self._items)))
@@ -261,7 +260,7 @@ class _Map:
         return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
-        """Interrupt the workers, and give them `grace` seconds to clean up."""
+        """Interrupt the workers, and wait `grace` seconds for them to clean up."""
         self._board.end()
         self._next = len(self._items)
         for worker, has in enumerate(self._has):

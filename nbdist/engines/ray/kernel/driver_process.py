@@ -1,4 +1,4 @@
-"""Ray's driver, a process of its own, as the kernel sees it; and the room that is kept there between sessions."""
+"""Ray's driver process, from the view of the kernel; and the resources that stay reserved between sessions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ANSWER = 3.0
 
 
 class DriverProcess:
-    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or for `least`
-    of them at least, or gives their work to Ray in `tasks`.
+    """Ray's driver, from the view of the kernel: a process that reserves resources for `world_size` ranks on a cluster,
+    or for at least `least`, or runs their work in Ray `tasks`.
 
-    Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
+    Raises `NbdistError` if the cluster cannot be reached, has too few resources, or has other versions.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DriverProcess:
                 return self._replies.get(timeout=1.0)
 
     def after_fork(self) -> None:
-        """In a child of this process: the room is not its own."""
+        """Forget the resources in a child of this process: they belong to the parent."""
         self._not_ours = True
         redirect_to_devnull(self._control.fileno())
 
@@ -103,7 +103,7 @@ class DriverProcess:
         self._receiver = receiver
 
     def send(self, *message: Any, parcel: Parcel | None = None) -> None:
-        """Send a message. Raises `OSError` when the process is gone."""
+        """Send a message. Raises `OSError` if the process has ended."""
         with self._sending:
             try:
                 self._control.send(message, parcel)
@@ -114,7 +114,7 @@ class DriverProcess:
                 raise
 
     def request(self, what: str, *arguments: Any, seconds: float | None = 120.0) -> Any:
-        """Ask, and wait for the answer; None where there is none."""
+        """Send a request and wait for the answer; None without an answer."""
         number, future = next(self._numbers), concurrent.futures.Future[Any]()
         self._asked[number] = future
         try:
@@ -126,7 +126,7 @@ class DriverProcess:
             self._asked.pop(number, None)
 
     def ask(self, node: int, what: str, *arguments: Any) -> Any:
-        """Ask the agent of a node; None where it does not answer."""
+        """Ask the agent of a node; None if it does not answer."""
         found = self.request("ask", [node], what, arguments, ANSWER, seconds=2 * ANSWER)
         return found[0] if found else None
 
@@ -163,7 +163,7 @@ class DriverProcess:
             parcel.close()
 
     def why_gone(self) -> str:
-        """Why the process is gone, as far as it has said."""
+        """Return the reason why the process has ended, if it has reported one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
         self._log.seek(0)
@@ -171,7 +171,7 @@ class DriverProcess:
         return lost_connection(words)
 
     def keep(self) -> None:
-        """Keep the room for the next ranks, but not for long."""
+        """Keep the resources for the next ranks, for a limited time."""
         if not self._options.linger:
             return self.stop()
         with _lock:
@@ -181,7 +181,7 @@ class DriverProcess:
             self._timer.start()
 
     def reusable(self) -> bool:
-        """Return whether the reserved room can be used again; give it back if not."""
+        """Return whether the reserved resources can be used again; give them back if not."""
         if self._timer is not None:
             self._timer.cancel()
         if self.process.poll() is None and None not in self.ask_all("received"):
@@ -198,7 +198,8 @@ class DriverProcess:
             self.stop()
 
     def stop(self, at_once: bool = False) -> None:
-        """Give the room back: hang up, and the process ends all there. Ray does so, too, if it goes `at_once`."""
+        """Give the resources back: close the connection, and the process ends everything. With `at_once` the process is
+        killed, and Ray does it."""
         if self._not_ours:
             return
         if at_once:
@@ -232,8 +233,8 @@ def acquire(
     tasks: bool = False,
     least: int | None = None,
 ) -> None:
-    """Put into `taken` a driver with room for a number of ranks, or for at least `least`: one that was kept after an
-    earlier session, or a new one. After an interrupt the caller stops the driver that is in `taken`."""
+    """Put into `taken` a driver with resources for a number of ranks, or for at least `least`: one that was kept after
+    an earlier session, or a new one. After an interrupt the caller stops the driver in `taken`."""
     with _lock, deferred_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
@@ -243,7 +244,7 @@ def acquire(
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
-    """The address of a Ray of this machine alone, which ends with this process, and the variables that open it."""
+    """Return the address of a Ray on this machine, which ends with this process, and the variables that open it."""
     with _lock:
         process, address, token = private_rays.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:
@@ -296,7 +297,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def release_at(address: str) -> None:
-    """Give back at once what is kept on one cluster for the next calls."""
+    """Give back at once the resources that are kept on one cluster for later calls."""
     with _lock:
         here = [(key, drivers) for key, drivers in _idle.items() if key[0] == os.getpid()]
         found = [driver for _, drivers in here for driver in drivers if driver.address == address]
@@ -308,7 +309,7 @@ def release_at(address: str) -> None:
 
 @ending.last
 def release() -> None:
-    """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
+    """Give back at once the resources that are kept on clusters for later calls, and end the Ray on this machine."""
     with _lock:
         drivers = [driver for (pid, *_), found in _idle.items() if pid == os.getpid() for driver in found]
         _idle.clear()

@@ -1,7 +1,6 @@
 """Events of the ranks on a cluster, in the kernel: a thread reads them from the driver, calls take them from here.
 
-The events of a node come in the order in which they happened there: the output of a rank before a message that the
-rank sent later, and before its end.
+The events of a node arrive in order: the output of a rank before a later message of the rank, and before its end.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Inbox:
         driver.subscribe(self._take)
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
+        """Forget the ranks in a child of this process: they belong to the parent."""
         self._lock = threading.RLock()
         self._events.clear()
         self._lose(self.alive, NOT_OURS)
@@ -67,7 +66,7 @@ class Inbox:
             self.fd = self._wake = -1
 
     def _take(self, kind: str, what: Any, parcel: Parcel | None) -> None:
-        """Take an event. Runs in the thread that reads from the driver."""
+        """Store an event. Runs in the thread that reads from the driver."""
         with self._lock:
             if self._wake < 0:  # closed meanwhile
                 if parcel is not None:
@@ -120,7 +119,7 @@ class Inbox:
             return any(event[0] == "exit" for event in self._events)
 
     def exits(self) -> list[Exit]:
-        """The ranks that have ended since the last call."""
+        """Return the ranks that have ended since the last call."""
         with self._lock:
             found = [event[1] for event in self._events if event[0] == "exit"]
             if found:
@@ -128,7 +127,7 @@ class Inbox:
             return found
 
     def pass_on(self, rank: int, which: int, on_output: OnOutput) -> bool:
-        """Pass on one piece of what a rank has written; False where there is none."""
+        """Pass on one piece of a rank's output; return False if there is none."""
         pieces = self._written.get((rank, which))
         if not pieces:
             return False
@@ -143,7 +142,7 @@ class Inbox:
         return True
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        """Pass on all that a rank has written so far."""
+        """Pass on all output of a rank so far."""
         for which in (0, 1):
             while self.pass_on(rank, which, on_output):
                 pass
@@ -161,7 +160,7 @@ class InboxListener:
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> None:
-        """`pause` is for others: nodes gather output before they send it."""
+        """Listen to `inbox`. `pause` has no effect: nodes gather output before they send it."""
         self._inbox, self._on_output, self._on_message, self._on_exit = inbox, on_output, on_message, on_exit
         self._selector = selectors.DefaultSelector()
         self.watch(inbox.fd, lambda: os.read(inbox.fd, 1 << 12))

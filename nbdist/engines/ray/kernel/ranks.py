@@ -1,8 +1,8 @@
-"""Ranks on a Ray cluster, as the kernel holds them.
+"""Ranks on a Ray cluster, from the view of the kernel.
 
-There is one connection, to a process of their own (`driver.py`), which is Ray's driver; from there one goes to an agent
-on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. A message to
-many ranks is one message to each node, and messages of a node's ranks at about the same time are one from it.
+The kernel has one connection, to Ray's driver process (`driver/main.py`). The driver has a connection to an agent on
+each node (`node/agent.py`), which forks the ranks of its node as `engines/local.py` does on this machine. A message to
+many ranks is one message to each node, and messages of a node's ranks at about the same time are one message.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .inbox import Inbox, InboxListener
 
 
 class RayEngine:
-    """Starts ranks on a cluster. Raises `NbdistError` where Ray is not installed."""
+    """The engine for a Ray cluster. Raises `NbdistError` if Ray is not installed."""
 
     local = False
 
@@ -74,11 +74,12 @@ class RayEngine:
             raise
 
     def warm(self, modules: Iterable[str]) -> None:
-        """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
+        """Import modules on the nodes before they fork ranks; nodes that have forked ranks import them for the next
+        ones."""
         self._modules.update(dict.fromkeys(modules))
 
     def idle(self, seconds: float) -> None:
-        """Do nothing: `RayOptions.linger` says how long warm processes stay on the nodes."""
+        """Do nothing: `RayOptions.linger` sets how long idle processes stay on the nodes."""
 
 
 def make(options: RayOptions | None, env: Mapping[str, str] | None, start: str) -> RayEngine:
@@ -120,7 +121,7 @@ class RayRanks:
             raise
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
+        """Forget the ranks in a child of this process: they belong to the parent."""
         self._inbox.after_fork()
 
     @property
@@ -150,7 +151,7 @@ class RayRanks:
                 self._gathered = None
 
     def _send_off(self) -> None:
-        """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
+        """Send the gathered messages in one message: the driver passes the part of each node on without reading it."""
         gathered, self._gathered = self._gathered or [], []
         found: dict[str, dict[int, list[tuple[int, Any]]]] = {"messages": {}, "signals": {}, "aborts": {}}
         for rank, kind, what, _ in gathered:
@@ -174,7 +175,8 @@ class RayRanks:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
     def _may_have(self, name: str) -> bool:
-        """Return whether ranks take over a variable. On one machine they speak to each other over loopback alone."""
+        """Return whether ranks get a variable. Those that restrict connections to one machine do not hold on a
+        cluster."""
         return self._several or name not in INTERFACE_VARIABLES
 
     def inherited(self) -> Mapping[str, str]:
@@ -255,7 +257,7 @@ class RayRanks:
         return {rank: found for node in nodes for rank, found in (node or {}).items()}
 
     def received(self) -> list[int | None]:
-        """Bytes of big data that each node has got from the notebook."""
+        """Return the bytes of big data that each node has received from the notebook."""
         return self.driver.ask_all("received")
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
@@ -274,7 +276,7 @@ class RayRanks:
 
 
 class _Sent(NamedTuple):
-    """A message on its way to a rank."""
+    """A message that is being sent to a rank."""
 
     rank: int
     kind: str
@@ -285,7 +287,7 @@ class _Sent(NamedTuple):
 
 
 def _make_room() -> None:
-    """Raise this process's limit of open files for all ranks together. Raises `NbdistError` where it is too low."""
+    """Raise this process's limit of open files for all ranks together. Raises `NbdistError` if it is too low."""
     needed = 16
     room = allow_open_files(needed)
     if room < needed:
@@ -296,12 +298,12 @@ def _make_room() -> None:
 
 
 def _loopback(ip: str) -> bool:
-    """Return whether this is an address that each machine has for itself."""
+    """Return whether an address is a loopback address, which each machine has for itself."""
     return ip.startswith("127.") or ip == "::1"
 
 
 class _RemoteRendezvous:
-    """A store on the node of rank 0, whose agent gives rank 0 its descriptors: see `contract.OpenRendezvous`."""
+    """A store on the node of rank 0, whose agent gives its descriptors to rank 0: see `contract.OpenRendezvous`."""
 
     def __init__(self, address: RendezvousAddress) -> None:
         self.address = address

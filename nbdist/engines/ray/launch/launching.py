@@ -1,7 +1,7 @@
 """Ray on machines that are reached by ssh or srun, started from the notebook's process and ended with it.
 
-On each machine `machine.py` runs for that long: the end of its standard input, which ssh and srun pass on, is the end
-of the notebook. Who wants to use that Ray needs a token, which goes there by standard input, too.
+`machine.py` runs on each machine until its standard input ends, which ssh and srun pass on: at the end of the notebook.
+Clients of this Ray need a token, which is sent through standard input, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {
 
 
 def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
-    """Return the engine's options for machines with `gpus` GPUs each; `fields` are what the user says of them.
+    """Return the engine's options for machines with `gpus` GPUs each; `fields` are the user's options.
 
     Raises `ValueError` or `TypeError` for fields that make no sense.
     """
@@ -48,7 +48,7 @@ def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
 
 
 class Machines:
-    """Ray, started on machines.
+    """Ray on several machines.
 
     Attributes: `address`, at which it is used from here.
 
@@ -113,7 +113,7 @@ class Machines:
             raise
 
     def after_fork(self) -> None:
-        """In a child of this process: the machines are not its own."""
+        """Forget the machines in a child of this process: they belong to the parent."""
         redirect_to_devnull(
             *(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed)
         )
@@ -141,7 +141,7 @@ class Machines:
             stdin.flush()
 
     def _wait(self, size: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-        """Wait until all machines run Ray. Returns what the head has said."""
+        """Wait until all machines run Ray. Returns the message of the head."""
         begin = time.monotonic()
         word = begin + WORD
         ready: dict[int, dict[str, Any]] = {}
@@ -199,7 +199,7 @@ class Machines:
         return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"
 
     def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
-        """Forward a port of this machine. Returns its number."""
+        """Forward a port of this machine, and return its number."""
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = int(sock.getsockname()[1])
         self._names.append(f"the tunnel to {address}")
@@ -251,7 +251,7 @@ class Machines:
 
 
 def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machines:
-    """Ray on these hosts. Raises `NbdistError` where there is no ssh here, too."""
+    """Start Ray on these hosts. Raises `NbdistError`, for example without ssh on this machine."""
     if shutil.which("ssh") is None:
         raise NbdistError("there is no ssh on this machine, by which the hosts are reached: install OpenSSH's client")
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", *options]
@@ -263,7 +263,7 @@ def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machin
 
 
 def by_slurm(nodes: int, options: Sequence[str], gpus: int, **about: Any) -> Machines:
-    """Ray on nodes of Slurm. Raises `NbdistError` where there is no srun here, too."""
+    """Start Ray on nodes of Slurm. Raises `NbdistError`, for example without srun on this machine."""
     if shutil.which("srun") is None:
         raise NbdistError(
             'there is no srun on this machine: nbdist.cluster("slurm") starts from one of a Slurm cluster, such as its '

@@ -1,7 +1,7 @@
-"""On a node of a cluster: its ranks, forked by the engine of that machine, and all that they say in one stream.
+"""The agent on a node of a cluster: it forks the ranks of the node, and sends their output and messages in one stream.
 
-`driver.py` speaks to it: it asks what has happened (`poll`), stores big data (`storing.py`), hands over messages
-(`deliver`), and has questions (`ask`); it has threads for that. Ranks go by their numbers in the whole session.
+The driver uses threads of the agent: it fetches events (`poll`), stores big data (`storing.py`), delivers messages
+(`deliver`), and sends requests (`ask`). Ranks have their numbers in the whole session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Event = tuple[Any, ...]
 
 
 class Node(NamedTuple):
-    """A node as its ranks find it: address, environment, folder, search path, cores, devices."""
+    """A node from the view of its ranks: address, environment, folder, search path, cores, devices."""
 
     address: str
     host: str
@@ -78,7 +78,8 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
 
 def _address_of_ray() -> dict[str, str]:
-    """The variable by which a rank that uses Ray itself comes to this cluster, and starts no Ray of its own."""
+    """Return the variable with which a rank that uses Ray itself connects to this cluster, and starts no Ray of its
+    own."""
     ray = sys.modules.get("ray")
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray is not None and ray.is_initialized() else {}
 
@@ -86,7 +87,7 @@ def _address_of_ray() -> dict[str, str]:
 class Agent:
     """The ranks `first` to `first + count - 1` of a session.
 
-    `poll` answers after `heartbeat` seconds in any case. `grouped` says whether they will be in a process group.
+    `poll` answers after at most `heartbeat` seconds. `grouped` says whether the ranks will be in a process group.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Agent:
         self._due = min(self._due, time.monotonic() + within)
 
     def _on_output(self, number: int, which: int, data: bytes) -> None:
-        """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
+        """Receive output of a rank. More output is read only after the next answer, because other ranks wait, too."""
         if data:
             later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
             self._add_event("output", self._first + number, which, data, within=max(0.0, later))
@@ -206,9 +207,10 @@ class Agent:
     # ---------------------------------------------------------------------------------------------- what comes here
 
     def deliver(self, number: int, items: Sequence[tuple[bytes, Any]], keep: Iterable[str]) -> None:
-        """Hand pickled messages to ranks, with parcels of segments that are here; those to `keep` may be sent again.
+        """Deliver pickled messages to ranks, with parcels of segments on this node; segments in `keep` may be used
+        again.
 
-        `number` counts the calls: one that is repeated, since its answer was lost, does nothing.
+        `number` counts the calls: a call that is repeated, because its answer was lost, has no effect.
         """
         if number <= self._delivered:
             return
@@ -236,7 +238,7 @@ class Agent:
                 self._rendezvous = None
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Answer a question, or do something that no rank does itself."""
+        """Answer a request, or do work that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
             "signals": self._signal,
             "aborts": self._abort,
@@ -279,7 +281,7 @@ class Agent:
         return [rank - self._first for rank in ranks if rank - self._first in here]
 
     def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
-        """Return the store with a number; None for a closed one. A question whose answer was lost is asked again."""
+        """Return the store with a number; None for a closed one. A request whose answer was lost is repeated."""
         with self._opening:
             if number > self._rendezvous_number:
                 if self._rendezvous is not None:
@@ -304,7 +306,7 @@ class Agent:
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
-    """Pack events for the kernel into as few pickles as keep their order; equal messages of ranks are sent once."""
+    """Pack events for the kernel into few pickles, in order; equal messages of ranks are sent once."""
     messages = [event for event in events if event[0] == "message"]
     answered = {rank for _, ranks, what, _ in messages if not isinstance(what, protocol.Begun) for rank in ranks}
     batch: list[Event] = []
