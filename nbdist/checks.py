@@ -75,9 +75,9 @@ def explain_arguments(fn: Callable[..., Any], given: Collection[str], name: str)
     """Return the text of the error for a call of `fn` with arguments that it does not take.
 
     Args:
-        fn: What was called.
+        fn: The called function.
         given: The names of the keyword arguments.
-        name: What users call it.
+        name: The name of the function for users.
     """
     parameters = [p for p in inspect.signature(fn).parameters.values() if p.name != "self"]
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

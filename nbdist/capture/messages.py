@@ -46,7 +46,7 @@ class MessagePickler(Pickler):
 
     Args:
         library: "multiprocessing" or "multiprocess".
-        reducers: How further types are pickled.
+        reducers: The functions that pickle further types.
         file, options: As for `Pickler`.
     """
 

@@ -60,12 +60,12 @@ class Pickler(cloudpickle.Pickler):
     """A pickler in C that sends notebook functions by value, with the globals that they use.
 
     Args:
-        file: Where the pickle goes.
+        file: The file for the pickle.
         skip: Says of a global, by the key of its namespace and its name, that the reader has it already.
         need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
         known: The number, by id, of each object that came from the other side. It goes back as that number, so that
             the notebook gets its own class again and not a copy.
-        instead: What goes in the place of objects, by their ids.
+        instead: Replacements of objects, by their ids.
         says_copies: Warn of what the notebook shares with other processes, and the reader gets as a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.

@@ -183,7 +183,7 @@ class MakeEngine(Protocol):
         Args:
             options: What the user has given in place of the name; None: the name alone.
             env: Environment variables for the ranks.
-            start: How ranks start: "forkserver" or "spawn".
+            start: The way to start ranks: "forkserver" or "spawn".
 
         Raises:
             ValueError: The engine cannot start ranks like this.

@@ -41,7 +41,7 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
     the optimizer.
 
     Args:
-        learn: What `collab_learner` or `tabular_learner` gave, or a `Learner` whose data are `TabularPandas`.
+        learn: The learner of `collab_learner` or `tabular_learner`, or a `Learner` whose data are `TabularPandas`.
         local_sgd_steps: Under `distrib_ctx`, steps of each rank by itself before weights are averaged. None: gradients
             are averaged in each step.
 
@@ -80,7 +80,7 @@ class TabularLoader(MemoryLoader):
     """The batches of a fastai loader, made from tensors; all other attributes come from that loader.
 
     Args:
-        original: That loader.
+        original: The fastai loader.
         data: Its rows, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
         group: Through which ranks agree on the order then. None: the default process group.

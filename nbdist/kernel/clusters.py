@@ -79,7 +79,7 @@ def cluster(
     Args:
         where: "slurm": nodes that `srun` gives, in the notebook's allocation or in a new one. A list: hosts that ssh
             reaches without a question; the first host becomes the head; the notebook needs no other way to them.
-        nodes: How many, of Slurm's.
+        nodes: The number of Slurm's nodes.
         gpus: GPUs of each machine. With any, each rank has one of its own.
         options: Further arguments of srun (`["--partition=gpu", "--time=4:00:00"]`), or of ssh (`["-p", "2222"]`).
         python: The interpreter there. None: the path of this one.

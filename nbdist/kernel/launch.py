@@ -102,13 +102,13 @@ def in_ddp(
     `fn`, `imports` and `need` included.
 
     Args:
-        ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
+        ngpus: The number of ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run: of the notebook, of a script, or of a package.
-        *args: Its positional arguments. `per_rank([...])` gives each rank its own.
+        *args: The positional arguments of `fn`. `per_rank([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
-        **kwargs: Its keyword arguments.
+        **kwargs: The keyword arguments of `fn`.
 
     Returns:
         What `fn` returned on rank 0, its CUDA tensors on the CPU.
@@ -117,7 +117,7 @@ def in_ddp(
         TypeError, ValueError, NameError, CaptureError: Before any rank starts, for arguments that make no sense, too
             few GPUs, unknown names, and objects that cannot be pickled.
         RankDied: When a rank's process ends without an answer.
-        BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+        BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
 
     Examples:
         >>> import torch
@@ -160,11 +160,11 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     """Open pdb in a rank of the `in_ddp.options(hold_on_error=True)(...)` that has just raised; then end its ranks.
 
     Args:
-        rank: Which one. None: the rank whose exception the call raised.
+        rank: The number of the rank. None: the rank whose exception the call raised.
         commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
     Raises:
-        NbdistError: Where no rank is held.
+        NbdistError: No rank is held.
 
     Examples:
         >>> def divide(x):

@@ -55,7 +55,7 @@ class Session:
     Calls take turns, in the order in which they were made. A session without references closes itself.
 
     Args:
-        nranks: How many ranks, at least one.
+        nranks: The number of ranks, at least one.
         backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
             objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
             further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
@@ -82,7 +82,7 @@ class Session:
         settings: Whether each call brings what is set in the notebook: logging, warning filters, options of torch,
             NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
             changes of it in a rank stays until the notebook changes it.
-        engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
+        engine: The place of the ranks: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
             other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
             else this machine.
         start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
@@ -186,7 +186,7 @@ class Session:
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
-            *args, **kwargs: Its arguments. `per_rank([...])` gives each rank its own.
+            *args, **kwargs: The arguments of `fn`. `per_rank([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
                 from names to values.
@@ -199,7 +199,7 @@ class Session:
             RankTimeout: When the session's timeout is over.
             RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
-            BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+            BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
         """
         return self.call(fn, args, kwargs, imports, need, ranks=ranks)[0]  # type: ignore[no-any-return]
 
@@ -311,7 +311,7 @@ class Session:
         Here the function may have parameters called `imports`, `need` or `ranks`.
 
         Args:
-            ranks: Who runs `fn`. None: all ranks.
+            ranks: The ranks that run `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
             output: Like the option of the session, for this call.
 
@@ -366,11 +366,11 @@ class Session:
         """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
 
         Args:
-            rank: Which one. None: the rank whose exception the call raised.
+            rank: The number of the rank. None: the rank whose exception the call raised.
             commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
         Raises:
-            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
+            NbdistError: No rank is held: after a call that did not raise, or without `hold_on_error=True`.
         """
         self._lock.in_turn(lambda: self._debug(rank, commands))
 

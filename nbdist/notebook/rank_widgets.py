@@ -32,7 +32,7 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
     Args:
         rank_shell: The rank's IPython shell.
         send: Takes the kind of a message and, by name, its content with `metadata` and `buffers` (as hex).
-        parent: What stands for the front end's message that had the cell run.
+        parent: The substitute for the front end's message that started the cell.
     """
     kernel = types.SimpleNamespace(get_parent=lambda channel=None: parent, _parent_header=parent)
     if importlib.util.find_spec("comm") is None:

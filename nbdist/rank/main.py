@@ -35,7 +35,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
 
     Args:
         server: The pid of the fork server.
-        fds: What connects the rank with the kernel.
+        fds: The descriptors that connect the rank with the kernel.
         scratch: A folder in which this rank has one, as long as it lives; "": it has none.
         of_server: Descriptors that are the server's alone.
     """
@@ -85,7 +85,7 @@ def _be_killed_first() -> None:
 
 
 def _keep_sockets_in(folder: str) -> None:
-    """Keep multiprocessing's sockets, such as those of loader workers, in this folder: killed processes would leave
+    """Keep the sockets of multiprocessing, for loader workers for example, in this folder: killed processes would leave
     them in /tmp."""
     with contextlib.suppress(OSError):  # a full disk
         with contextlib.suppress(FileExistsError):

@@ -196,7 +196,7 @@ def _changed_since(file: str, moment: int) -> bool:
 
 
 def _same_file(one: str, other: str) -> bool:
-    """Return whether two names lead to one file; False if this machine cannot tell."""
+    """Return whether two names lead to one file; False if that is unknown."""
     with contextlib.suppress(OSError):
         return one == other or os.path.samefile(one, other)
     return False

@@ -58,10 +58,10 @@ class Outcomes:
         """Return the answer of a call that has returned.
 
         Args:
-            value: What it returned.
+            value: The value that the function returned.
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
-            instead: What goes in the place of parts of it, by their ids.
+            instead: Replacements of parts of the value, by their ids.
             waited: Seconds that it waited for other ranks; less than one is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
@@ -75,9 +75,9 @@ class Outcomes:
         """Return the answer of a request that has raised. `exc` loses its traceback.
 
         Args:
-            exc: What it raised.
-            tb: What to show of the traceback.
-            ends: Why the rank ends after this; empty if it does not.
+            exc: The exception of the function.
+            tb: The part of the traceback to show.
+            ends: The reason why the rank ends after this; empty if it does not.
         """
         spare = []
         for stand_in in stand_ins(exc):

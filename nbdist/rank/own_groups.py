@@ -77,7 +77,7 @@ class OwnGroups:
         return create(hostname, port, rank, world_size, *args, **kwargs)
 
     def _is_ours(self, hostname: str, rank: int, world_size: int) -> bool:
-        """Return whether a group consists of all ranks of this session, and meets on their host or that of rank 0."""
+        """Return whether a group consists of all ranks of this session, and meets on their host or on rank 0's."""
         world = self._world
         if world is None or (rank, world_size) != (world.rank, world.world_size):
             return False

@@ -42,7 +42,7 @@ def whole(value: Any, wanted: bool) -> dict[int, Any]:
     warning says so, and an `Absent` replaces each tensor.
 
     Args:
-        value: What the function has returned in this rank.
+        value: The value of the function in this rank.
         wanted: Whether the value goes to the notebook. The others only take part.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")

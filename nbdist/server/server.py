@@ -54,7 +54,7 @@ class Server:
         """
         Args:
             control: The server's end of its connection to the kernel.
-            kind: What ranks work for: "notebook" or "script".
+            kind: The program for which ranks work: "notebook" or "script".
             kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
             scratch: A folder to make when there are ranks: each has one in it, by its pid, for its processes' sockets.
         """

@@ -127,7 +127,7 @@ class SharedCollectives:
         """Send each rank its part of `inputs`, and receive the parts of all ranks in `outputs`. Sizes may differ.
 
         Args:
-            outputs: Of each rank, where what it sends is to be: bytes, shape (some,). None: in a new array.
+            outputs: The place for the bytes from each rank, shape (bytes,). None: in a new array.
             inputs: For each rank, what it gets: bytes, shape (some,).
 
         Returns:
@@ -187,7 +187,7 @@ class SharedCollectives:
         """Begin an exchange: yield its half of the memory, and the function to call between writing and reading.
 
         Args:
-            size: What all ranks have to say alike: the bytes of each one's part, or `_UNEQUAL`.
+            size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
         """
         if not self.usable:
             raise RuntimeError(

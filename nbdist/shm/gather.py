@@ -16,8 +16,8 @@ class SharedGather:
     """Exchange of arrays between CPU ranks of one machine. All ranks must make it and call it in the same order.
 
     Args:
-        collectives: Of these ranks.
-        count: How many arrays each of them has.
+        collectives: The collectives of these ranks.
+        count: The number of arrays of each rank.
     """
 
     def __init__(self, collectives: SharedCollectives, count: int) -> None:
@@ -29,7 +29,7 @@ class SharedGather:
         """Return the arrays of each rank, by rank. They are valid until this rank's next collective.
 
         Args:
-            arrays: Of each, ranks differ in the first dimension alone, shape (any, ...).
+            arrays: Arrays; ranks differ only in the first dimension of each, shape (any, ...).
         """
         me, mine = self._collectives.rank, [len(one) for one in arrays]
         while True:

@@ -36,7 +36,7 @@ def check_fits(size: int, what: str) -> None:
 
     Args:
         size: Bytes that are about to be written.
-        what: What they are, for the message.
+        what: The name of the data for the message.
     """
     if size >= _SPARE:
         limits = [limit for limit in memory_limits() if size + _SPARE > limit.free]

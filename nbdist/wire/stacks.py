@@ -50,7 +50,7 @@ def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> st
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: Of the question, from 1 to 255; not the number of the question just before.
+        number: The number of the question, from 1 to 255; different from the question before.
         send_signal: Sends `STACK_SIGNAL` to the rank. Called after `PATIENCE` seconds without an answer.
     """
     question = bytes([number])

@@ -232,7 +232,7 @@ def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
 def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist\nfrom nbdist import Session\nmine = Session(1)")
     kernel.ok("mine.run(exec, 'import __main__; __main__.x = 5')")
-    assert "no nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
+    assert "not an nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
     kernel.ok("%ddp use mine\n%ddp use mine")
     assert kernel.ok("%%ddp\nx + 1").text == "6\n"
     result = kernel.run("other = Session(1)\n%ddp use other")

@@ -43,7 +43,7 @@ class Comms:
     """The comms of the ranks of a session, while the ranks live.
 
     Args:
-        ranks: Whose they are.
+        ranks: The ranks of the session.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -276,7 +276,7 @@ class Page:
     """Reader of the page's messages while a call blocks the kernel's main thread.
 
     Args:
-        comms: Of the call's ranks.
+        comms: The comms of the call's ranks.
         foreground: Whether the call has the cell wait.
     """
 

@@ -33,8 +33,8 @@ class Excerpt:
     all output is passed on.
 
     Args:
-        cell: Where it is shown.
-        lines: How many are passed on. None: all.
+        cell: The cell that shows it.
+        lines: The number of lines that are passed on. None: all.
     """
 
     def __init__(self, cell: Cell, lines: int | None) -> None:

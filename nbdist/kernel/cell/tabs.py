@@ -69,7 +69,7 @@ class Columns:
 
     Args:
         cell: A notebook's.
-        ranks: How many there are.
+        ranks: The number of ranks.
     """
 
     def __init__(self, cell: Cell, ranks: int) -> None:

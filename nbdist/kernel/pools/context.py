@@ -44,7 +44,7 @@ def context(package: str = "multiprocess") -> Any:
 
     Raises:
         ValueError: For another package.
-        NbdistError: Where `multiprocess` is not installed.
+        NbdistError: `multiprocess` is not installed.
         NotImplementedError: On Windows.
 
     Examples:

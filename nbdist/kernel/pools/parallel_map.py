@@ -66,7 +66,7 @@ def parallel_map(
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
-        items: What it is called with, each by itself.
+        items: The items, each of which is the argument of a call.
         more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
             shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
@@ -83,7 +83,7 @@ def parallel_map(
         TypeError, ValueError, NameError, CaptureError: For arguments that make no sense, unknown names, and objects
             that cannot be pickled.
         WorkerDied: When a worker's process ends without an answer; it says at which item.
-        BaseException: What `fn` raised; the cause is the traceback in the worker, with the item.
+        BaseException: The exception of `fn`; the cause is the traceback in the worker, with the item.
 
     Examples:
         >>> scale = 10

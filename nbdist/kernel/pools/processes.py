@@ -59,7 +59,7 @@ class Running:
     Args:
         name: As the library calls it.
         modules: Modules that it will import.
-        role: What it is for.
+        role: The purpose of the process.
         on_exit: Called when it has ended.
     """
 

@@ -51,7 +51,7 @@ class Trace:
 
     Args:
         compressed: The trace that `rank.profiling.run` returns.
-        whole: How many steps were made to their end. What comes after these counts only where there is nothing else.
+        whole: The number of complete steps. What comes after these counts only where there is nothing else.
     """
 
     def __init__(self, compressed: bytes, whole: int) -> None:

@@ -50,18 +50,19 @@ def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
 class Machines:
     """Ray on several machines.
 
-    Attributes: `address`, at which it is used from here.
+    Attributes:
+        address: The address for clients on this machine.
 
     Args:
-        commands: What runs a command on one machine or, as srun does, on several: name → command.
-        size: How many machines these are.
+        commands: Name → command that runs a further command on one machine, or like srun on several.
+        size: The number of machines.
         gpus: GPUs of each machine.
-        python: The interpreter there.
-        arguments: Further ones of `ray start`.
-        wait: Seconds that they may take.
-        say: Shows the user what is waited for.
-        tunnel: Of a command that reaches the head, the one that forwards a port of this machine (the first) to an
-            address there. None: the head is reached from here.
+        python: The interpreter on the machines.
+        arguments: Further arguments of `ray start`.
+        wait: The longest time of the start, in seconds.
+        say: Shows the user the progress.
+        tunnel: Returns the command that forwards a port of this machine to an address at the head. None: this machine
+            can connect to the head directly.
 
     Raises:
         NbdistError: A machine cannot be reached, has no Ray or another one, or takes too long.

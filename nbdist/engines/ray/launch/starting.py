@@ -119,7 +119,7 @@ def why(session: str, said: str) -> str:
 
     Args:
         session: The folder of this start, such as /tmp/ray/session_2026-…; it may be missing.
-        said: What Ray itself said of it.
+        said: Ray's own message about it.
     """
     if _slow(session):
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]

@@ -59,7 +59,7 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
     """Describe this node for `count` ranks.
 
     Args:
-        address: Of this node in the cluster.
+        address: The address of this node in the cluster.
         path: The notebook's `sys.path`: what of it is here, too, holds.
         cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
         gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
