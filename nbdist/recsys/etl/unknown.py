@@ -92,9 +92,9 @@ def unknown_filled(
     codes = [name for name in columns if name in workflow.vocabularies and name not in filled]
     if left := [name for name in codes if _never_seen([workflow.vocabularies[name]])]:
         warnings.warn(
-            f"no training row had a null, or a value that is not known, of {', '.join(left)}, and it cannot be seen "
-            "which tables are looked up by these columns: such values are answered by what the tables began with. Call "
-            f"etl.fill_unknown(model, workflow, {{{left[0]!r}: table}}) before, and say fill=False",
+            f"no training row had a null or an unknown value in {', '.join(left)}, and the model's tables for these "
+            "columns are not known: such values get the untrained rows of the tables. Call "
+            f"etl.fill_unknown(model, workflow, {{{left[0]!r}: table}}) first, and pass fill=False",
             stacklevel=4,
         )
     before = []

@@ -78,12 +78,12 @@ class ItemIndex:
         """Make an index from a tower's vectors of items, in this process.
 
         Args:
-            tower: Such as `TwoTower.item` of a model that `gather` gave. Modules in it, or that a function refers to,
-                are in evaluation mode for as long, whatever mode they are in.
+            tower: Returns the vectors of items, such as `TwoTower.item` of a model from `gather`. Its modules, and the
+                modules that a function refers to, are in evaluation mode during the call.
             items: The columns that the tower takes, as the workflow codes them; a row for each item. As for
                 `MemoryLoader`, and may be without rows.
             ids: The raw id of each row.
-            batch_size: Rows that are put through the tower at a time.
+            batch_size: The number of rows in a call of the tower.
 
         Examples:
             >>> import polars as pl

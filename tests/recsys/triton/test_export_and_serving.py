@@ -324,7 +324,7 @@ def test_unknown_ids_of_plain_tables() -> None:
         if any(one is module for one, _ in tables)
     }
     assert names == {"user": ["user"], "wide": ["user"], "movie": ["seen"]}
-    warned = pytest.warns(UserWarning, match=r"of shop, and it cannot be seen which tables.*fill_unknown")
+    warned = pytest.warns(UserWarning, match=r"in shop, and the model's tables for these columns.*fill_unknown")
     with warned, unknown_filled(model, workflow, list(features), tables):
         weights = [table.weight[:, 0].tolist() for table in (model.user, model.wide, model.shop, model.movie)]
     assert weights == [[3, 3, 2, 4], [3, 3, 2, 4], [1000, 1000, 2, 4], [1000, 3, 2, 4]]
