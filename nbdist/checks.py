@@ -1,4 +1,4 @@
-"""Checks of what users give, and the words of their errors: "`x` must be ..., got ..."."""
+"""Checks of arguments, and the texts of their errors: "`x` must be ..., got ..."."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_flag(value: Any, *, name: str) -> None:
 
 
 def check_choice(value: Any, choices: Iterable[str], *, name: str) -> str:
-    """Return `value`, one of `choices`; raise `ValueError` for any other."""
+    """Return `value` if it is one of `choices`, and raise `ValueError` otherwise."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         listed = ", ".join(map(repr, known))
@@ -53,7 +53,8 @@ def check_function(fn: Any) -> None:
 
 
 def check_mapping(value: Any, *, name: str, of: str) -> None:
-    """Raise `TypeError` unless `value` is a mapping whose keys are strings; `of` says from what to what it maps."""
+    """Raise `TypeError` unless `value` is a mapping with strings as keys. `of` describes keys and values for the
+    error."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping from {of}, such as a dict, got {shown(value)}")
     for key in value:
@@ -62,7 +63,7 @@ def check_mapping(value: Any, *, name: str, of: str) -> None:
 
 
 def nearest(name: Any, known: Iterable[str]) -> str:
-    """Return a sentence that suggests the known name nearest to `name`; an empty string where none is near."""
+    """Return a sentence that suggests the known name most similar to `name`; an empty string without a similar name."""
     import difflib  # takes some milliseconds, which only errors need
 
     names = {one.lower(): one for one in known}
@@ -71,12 +72,12 @@ def nearest(name: Any, known: Iterable[str]) -> str:
 
 
 def explain_arguments(fn: Callable[..., Any], given: Collection[str], name: str) -> str:
-    """Return what to say of a call of `fn` whose arguments Python has refused.
+    """Return the text of the error for a call of `fn` with arguments that it does not take.
 
     Args:
-        fn: What was called.
+        fn: The called function.
         given: The names of the keyword arguments.
-        name: What users call it.
+        name: The name of the function for users.
     """
     parameters = [p for p in inspect.signature(fn).parameters.values() if p.name != "self"]
     by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

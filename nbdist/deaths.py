@@ -1,4 +1,4 @@
-"""Why a rank's process is gone, in words that follow the rank's name: the one place where a cause is worded."""
+"""The reasons why the process of a rank has ended, as texts that follow the name of the rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOT_OURS = "belongs to the process that this one was forked from"
 NO_GROUP = "could not join the process group"
 NO_GPU = "cannot use its GPU any more, after a CUDA error"
 #: Of a worker whose task of Ray's runs where other versions are; to be formatted with the differences.
-OTHER_VERSIONS = "cannot work: {}, of which Ray's process there tells"
+OTHER_VERSIONS = "cannot work: {}, as Ray's process there reports"
 
 _HINTS = {
     "SIGKILL": ": out of memory? Nothing in nbdist sent this signal",
@@ -29,7 +29,7 @@ _LIMITS = {
 
 
 def describe_status(status: int | None) -> str:
-    """A wait status in words: exit code, or the signal by name and its likely reason."""
+    """Describe a wait status: the exit code, or the signal by name and its likely reason."""
     if status is None:
         return "disappeared: its exit status could not be read (was the fork server killed?)"
     if status >= 0:
@@ -42,25 +42,25 @@ def describe_status(status: int | None) -> str:
 
 
 def not_started(number: int) -> str:
-    """The fork server could not fork, by the number of the system's error."""
+    """Describe the failure of a fork by the number of the system's error."""
     return f"could not be started: {os.strerror(number)}{_LIMITS.get(number, '')}"
 
 
 def lost_with_node(node: str, why: str) -> str:
-    """A node of a cluster does not answer, or nbdist's process there has ended."""
+    """Describe the loss of a node of a cluster, or of nbdist's process there."""
     return f"was lost with {node}, or with nbdist's process there: {why}"
 
 
 def lost_with_head(why: str) -> str:
-    """The head of a cluster does not answer."""
+    """Describe the loss of the head of a cluster."""
     return f"was lost: so was the head of the cluster ({why})"
 
 
 def lost_with_task(why: str) -> str:
-    """The process of Ray that ran the task of a worker is gone."""
+    """Describe the loss of Ray's process that ran the task of a worker."""
     return f"was lost with the process of Ray that it worked in: {why}"
 
 
 def lost_connection(words: str) -> str:
-    """The process between the notebook and the cluster has ended, with these last words."""
+    """Describe the end of the process between the notebook and the cluster, with its last output."""
     return "was lost: the connection to the Ray cluster has ended" + (f" ({words})" if words else "")

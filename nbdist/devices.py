@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 def visible_gpus() -> int:
-    """Return how many CUDA devices this process may use. Creates no CUDA context where the driver has NVML."""
+    """Return the number of CUDA devices that this process may use, without a CUDA context if the driver has NVML."""
     if "torch" not in sys.modules:
         if importlib.metadata.version("torch").endswith("+cpu"):
             return 0  # without the seconds that importing it takes
@@ -64,7 +64,7 @@ def _import_torch() -> None:
 
 
 def gpu_names() -> list[str]:
-    """The UUIDs of this machine's GPUs, in the order of their numbers; nothing where NVML does not say."""
+    """Return the UUIDs of this machine's GPUs, ordered by number; an empty list without NVML."""
     with contextlib.suppress(ImportError, AttributeError, OSError):
         import torch
 
@@ -82,9 +82,9 @@ def has_nccl() -> bool:
 def choose_devices(
     nranks: int, devices: str | Sequence[Any] | None, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """A device for each rank: `cpu`, `cuda:N` with N counted among the visible GPUs, or the name of a GPU.
+    """Choose a device for each rank: `cpu`, `cuda:N` with N counted among the visible GPUs, or the name of a GPU.
 
-    `environ` are the ranks' variables. Raises `ValueError` for devices that there are not, or that do not go together.
+    `environ` are the ranks' variables. Raises `ValueError` for devices that do not exist, or that cannot be combined.
     """
     if devices == "cpu":
         return ["cpu"] * nranks
@@ -101,7 +101,7 @@ def choose_devices(
     if nranks > gpus:
         share = f", or let them share one, to try something out: devices={['cuda:0'] * nranks!r}" if gpus == 1 else ""
         raise ValueError(
-            f"{nranks} ranks want a GPU each, but {_are_visible(gpus)}. Ask for "
+            f"{nranks} ranks need a GPU each, but {_are_visible(gpus)}. Ask for "
             f'{gpus or 1} or fewer, or for CPU ranks: Session({nranks}, devices="cpu").run(fn, ...){share}'
         )
     return [f"cuda:{rank}" for rank in range(nranks)]
@@ -133,7 +133,7 @@ def _listed(
 
 
 def _uuid(name: str, entries: Sequence[str] | None) -> str:
-    """Return the whole name of a GPU, given its beginning."""
+    """Return the full name of a GPU, given its beginning."""
     known = gpu_names()
     allowed = known
     if entries is not None:
@@ -163,9 +163,9 @@ def _are_visible(gpus: int) -> str:
 
 
 def _entries(visible: str | None) -> list[str] | None:
-    """The GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first that makes no sense. None: all.
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, as CUDA reads it: up to the first invalid entry. None: all GPUs.
 
-    None are left where one is there twice.
+    The list is empty if an entry occurs twice.
     """
     if visible is None:
         return None
@@ -178,11 +178,12 @@ def _entries(visible: str | None) -> list[str] | None:
 
 
 def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
-    """Return what each rank sees, given devices of `choose_devices` and the CUDA_VISIBLE_DEVICES of the ranks.
+    """Return the GPUs that each rank sees and its device, given the result of `choose_devices` and the ranks'
+    CUDA_VISIBLE_DEVICES.
 
-    As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of their own among these:
-    a choice by it is right. Where ranks share a GPU, and with parts of GPUs (MIG), where CUDA shows a
-    process the first only, each rank sees nothing but its own.
+    As under torchrun, all ranks see all GPUs of the session, and LOCAL_RANK is the number of the rank's own GPU among
+    them. Two cases differ: ranks that share a GPU, and parts of GPUs (MIG): CUDA shows only the first part to a
+    process. Then each rank sees only its own GPU.
     """
     if devices[0] in ("cpu", "cuda"):  # a cluster's ranks see what it has reserved
         return [Place("" if device == "cpu" else None, device) for device in devices]
@@ -193,7 +194,8 @@ def place_ranks(devices: Sequence[str], visible: str | None) -> list[Place]:
 
 
 def own_gpus(devices: Sequence[str], visible: str | None) -> list[str]:
-    """The GPU of each rank, of `choose_devices`' on this machine, as CUDA_VISIBLE_DEVICES is to name it."""
+    """Return the GPU of each rank on this machine as an entry of CUDA_VISIBLE_DEVICES, given the result of
+    `choose_devices`."""
     entries = _entries(visible)
 
     def name(device: str) -> str:
@@ -210,9 +212,9 @@ def shared(devices: Sequence[str]) -> bool:
 
 
 def choose_backend(devices: Sequence[str], asked: str | None, visible: str | None = None) -> tuple[str, str]:
-    """The backend of the process group, and what to say of it; `asked` is what the user wants.
+    """Choose the backend of the process group, and return it with a notice for the user; `asked` is the user's choice.
 
-    Raises `ValueError` for NCCL with CPU ranks, and where torch is built without it.
+    Raises `ValueError` for NCCL with CPU ranks, or with a build of torch that lacks it.
     """
     gpus = devices[0] != "cpu"
     local = gpus and devices[0] != "cuda"  # a cluster's ranks may have another build of torch
@@ -231,7 +233,7 @@ def choose_backend(devices: Sequence[str], asked: str | None, visible: str | Non
 
 
 def collective_device() -> torch.device:
-    """In a rank: its GPU if the ranks talk through NCCL, otherwise the CPU. Needs a process group."""
+    """Return, in a rank, its GPU if the process group uses NCCL, otherwise the CPU. Needs a process group."""
     import torch
     import torch.distributed as dist
 
@@ -243,8 +245,8 @@ def collective_device() -> torch.device:
 def rank_device() -> torch.device:
     """Return this rank's own device: its GPU, or the CPU in a CPU rank, which sees no GPU.
 
-    `model.to(rank_device())` is right on GPUs and on CPUs, with one rank or several on a GPU. In the notebook itself it
-    is the device that torch would choose there.
+    `model.to(rank_device())` works on GPUs and on CPUs, with one rank or several on a GPU. In the notebook itself it
+    returns the device that torch would choose.
 
     Examples:
         >>> in_ddp.options(devices="cpu")(2, rank_device)

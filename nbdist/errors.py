@@ -73,7 +73,8 @@ class CaptureError(NbdistError):
     value: Any = None
 
     def with_value(self, value: Any) -> CaptureError:
-        """Return the error with what else the function has returned, and say so, unless that is None."""
+        """Store the readable parts of a function's value in the error and mention them in its text, unless `value` is
+        None."""
         if value is None:
             return self
         said = (
@@ -112,10 +113,10 @@ class RankDied(NbdistError):
 
 
 class RankStuck(NbdistError):
-    """The ranks of a call wait for what cannot come, such as one in a collective for another that has returned.
+    """The ranks of a call can never go on, such as a rank in a collective that another rank has left out.
 
-    Raised with `on_hang="raise"`. The text says what each rank does, why that cannot end and what helps, with all
-    stacks.
+    Raised with `on_hang="raise"`. The text says what each rank does, why the call cannot end and what helps, with the
+    stacks of all ranks.
 
     Examples:
         >>> from nbdist import Session
@@ -181,7 +182,7 @@ class WorkerDied(NbdistError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of an exception as it was in the rank. Only ever seen as the cause of that exception.
+    """The traceback of an exception in a rank, as text. It occurs only as the cause of that exception.
 
     Attributes: `rank`, `pid`, `text` (as Python prints it), `rendered` (as the notebook shows it, if there is one),
     `others` (a line for each other rank that failed by itself), `who` (what the rank is called), `where` (what it was
@@ -202,9 +203,10 @@ class RemoteTraceback(Exception):
 
 
 def entry(fn: F, name: str = "") -> F:
-    """Decorate what users call: in a traceback, one frame stands for all frames of nbdist, and is not shown itself.
+    """Decorate a public function: tracebacks show one frame for all frames of nbdist.
 
-    Where `fn` does not take the arguments, the error says what it takes, and calls it `name`: by default its own name.
+    If `fn` does not take the arguments, the error names the arguments that it takes. `name` is the function's name in
+    this error, by default its own.
     """
 
     @functools.wraps(fn)
@@ -227,7 +229,7 @@ def entry(fn: F, name: str = "") -> F:
 
 
 def entry_class(name: str) -> Callable[[type[T]], type[T]]:
-    """Decorate a class that users make objects of, as `entry` does functions; they call it `name`."""
+    """Decorate a public class as `entry` decorates functions; `name` is its name in errors."""
 
     def decorate(cls: type[T]) -> type[T]:
         cls.__init__ = entry(cls.__init__, name)  # type: ignore[method-assign]
@@ -237,9 +239,10 @@ def entry_class(name: str) -> Callable[[type[T]], type[T]]:
 
 
 def _is_meant(exc: BaseException) -> bool:
-    """Return whether an exception is complete without nbdist's frames: a rank's, an interrupt, one raised on purpose.
+    """Return whether a traceback needs no frames of nbdist: for a rank's exception, an interrupt, one raised on
+    purpose.
 
-    Any other may be a defect of nbdist, or of the user's own code, such as a `__reduce__`: its frames stay.
+    Any other exception may be a defect of nbdist, or of the user's code, such as a `__reduce__`: its frames are shown.
     """
     if isinstance(exc, (NbdistError, KeyboardInterrupt)) or isinstance(exc.__cause__, RemoteTraceback):
         return True
@@ -249,13 +252,13 @@ def _is_meant(exc: BaseException) -> bool:
 
 
 def let_notebook_render(exc: BaseException) -> None:
-    """Have the notebook show `exc` as `render` does, and so without nbdist's frames."""
+    """Make the notebook show `exc` as `render` does, without nbdist's frames."""
     with contextlib.suppress(AttributeError):  # a class with slots
         exc._render_traceback_ = functools.partial(render, exc)  # type: ignore[attr-defined]
 
 
 def render(exc: BaseException) -> list[str]:
-    """Return what the notebook shows of an exception from a rank: the line of the call, then the rank's traceback."""
+    """Return the text of an exception from a rank for the notebook: the line of the call, then the rank's traceback."""
     _let_debug_begin_in_users_code(exc.__traceback__)
     site = _call_site(exc.__traceback__)
     remote = exc.__cause__
@@ -267,7 +270,7 @@ def render(exc: BaseException) -> list[str]:
 
 
 def _let_debug_begin_in_users_code(tb: types.TracebackType | None) -> None:
-    """Cut nbdist's frames off the end of a traceback, which `%debug` will look at."""
+    """Remove nbdist's frames from the end of a traceback, so that `%debug` starts in the user's code."""
     last_of_user = None
     while tb is not None:
         if not tb.tb_frame.f_code.co_filename.startswith(_PACKAGE):
@@ -279,7 +282,7 @@ def _let_debug_begin_in_users_code(tb: types.TracebackType | None) -> None:
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:
-    """The innermost frame that is not nbdist's own, nor of what it is called through, as a traceback shows it."""
+    """Return the innermost frame outside nbdist and its callers, as a traceback shows it."""
     frames = [f for f in traceback.extract_tb(tb) if not _BETWEEN.search(f.filename)]
     if not frames or (frames[-1].line or "").startswith("get_ipython().run_cell_magic("):  # the rank's traceback has it
         return []
@@ -290,14 +293,14 @@ def _call_site(tb: types.TracebackType | None) -> list[str]:
 
 
 def summary(exc: BaseException) -> str:
-    """An exception in a line: the rank that raised it, its type, the first line of its text."""
+    """Describe an exception in a line: the rank that raised it, its type, the first line of its text."""
     remote = exc.__cause__
     who = f"rank {remote.rank} (pid {remote.pid}) raised " if isinstance(remote, RemoteTraceback) else ""
     return f"{who}{type(exc).__name__}: {text_of(exc).partition(chr(10))[0]}"
 
 
 def text_of(exc: BaseException) -> str:
-    """`str(exc)`, also of an exception whose `__str__` raises."""
+    """Return `str(exc)`, or a substitute if `__str__` raises."""
     try:
         return str(exc)
     except (Exception, SystemExit):
@@ -305,8 +308,8 @@ def text_of(exc: BaseException) -> str:
 
 
 def stand_ins(exc: BaseException) -> list[BaseException]:
-    """Return substitutes for an exception that cannot be pickled or rebuilt: one of its own type without what was
-    attached to it, then of its base types, nearest first, with its name and text."""
+    """Return substitutes for an exception that cannot be pickled or rebuilt: one of its own type without its
+    attributes, then its base types, most similar first, with its name and text."""
     text = f"{type(exc).__qualname__}: {text_of(exc)}"
     found: list[BaseException] = []
     for base in type(exc).__mro__:

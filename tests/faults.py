@@ -26,11 +26,11 @@ class Fault:
     error: str | None
     shows: tuple[str, ...] = ()
     waits: float = 0.0
-    """Seconds that this failure takes by its nature, before its exception can be there; for the benchmark."""
+    """Seconds that this failure needs before its exception can be raised; for the benchmark."""
     only_fresh: bool = False
-    """Whether this can only befall ranks that are being started: running ones do not notice."""
+    """True if only ranks that are being started can fail in this way."""
     ruins: bool = False
-    """Whether it leaves a rank in a state in which it can take no more calls, although it lives."""
+    """True if a rank still lives after the failure, but cannot take another call."""
 
     @property
     def live(self) -> str | None:

@@ -95,7 +95,7 @@ def test_variables_for_the_ranks_alone_count() -> None:
 @pytest.mark.parametrize(("visible", "gpus"), [("2", "1 GPU is"), ("2,7,0", "1 GPU is"), ("0,0", "0 GPUs are")])
 def test_gpus_that_cuda_would_not_find_do_not_count(visible: str, gpus: str) -> None:
     """CUDA stops at a number that the machine does not have, and finds none where one is there twice."""
-    with pytest.raises(ValueError, match=f"2 ranks want a GPU each, but {gpus} visible") as caught:
+    with pytest.raises(ValueError, match=f"2 ranks need a GPU each, but {gpus} visible") as caught:
         Session(2, devices="cuda", env={"CUDA_VISIBLE_DEVICES": visible})
     assert ("devices=['cuda:0', 'cuda:0']" in str(caught.value)) == (gpus == "1 GPU is")
 
@@ -142,7 +142,7 @@ def worlds_of(devices: list[str], monkeypatch: pytest.MonkeyPatch, **options: An
     return worlds
 
 
-def test_what_ranks_find_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_the_ranks_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """LOCAL_RANK is the number of the rank's own GPU among those that it sees, as torchrun's scripts take it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,6")
     worlds = worlds_of(["cuda:0", "cuda:2"], monkeypatch)
@@ -218,7 +218,7 @@ def test_cpu_ranks_see_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_ddp.options(devices="cpu")(1, lambda: [os.environ[name] for name in variables]) == ["", "true"]
 
 
-def test_ranks_that_share_a_gpu_are_told_so_in_the_cell(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_says_that_ranks_share_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     with Session(2, devices=["cuda:1", "cuda:1"]) as session, pytest.raises(Exception, match=r"(?i)cuda|NVIDIA"):
         session.run(dist.get_rank)
     assert "nbdist: ranks that share a GPU talk through gloo" in capfd.readouterr().err

@@ -56,7 +56,7 @@ def test_a_signal_has_its_name(signum: signal.Signals) -> None:
         (-120, "killed by signal 120"),
     ],
 )
-def test_other_ways_to_end(status: int | None, text: str) -> None:
+def test_statuses_are_described_in_words(status: int | None, text: str) -> None:
     assert text in describe_status(status)
 
 
@@ -115,7 +115,7 @@ def test_every_builtin_exception_has_a_stand_in() -> None:
             assert stand_ins(error), kind
 
 
-def test_rendered_without_a_notebook() -> None:
+def test_errors_are_rendered_without_a_notebook() -> None:
     error = ValueError("boom")
     remote = RemoteTraceback(3, 42, "Traceback\n  in f\nValueError: boom\n")
     remote.others = ["also failed: rank 1: KeyError: 'a'"]
@@ -181,7 +181,7 @@ def test_attributes_and_notes_are_kept() -> None:
     assert getattr(caught.value, "__notes__", ["a note"]) == ["a note"]
 
 
-def test_one_that_cannot_be_rebuilt() -> None:
+def test_an_exception_that_cannot_be_rebuilt() -> None:
     with pytest.raises(ConnectionError, match="NoRebuild: lost") as caught:
         in_ddp(1, lambda: fails_as(NoRebuild("lost")))
     assert isinstance(caught.value.__cause__, RemoteTraceback)
@@ -250,7 +250,7 @@ def test_the_first_failure_and_the_others(patient: None) -> None:
     assert cause.others == ["also failed: rank 0: OSError: while leaving"]
 
 
-def test_the_others_are_in_the_order_of_the_ranks(patient: None) -> None:
+def test_other_failures_are_listed_in_the_order_of_the_ranks(patient: None) -> None:
     def f() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         dist.barrier()
@@ -367,7 +367,7 @@ def test_except_clauses_work(notebook: Kernel) -> None:
     assert result.text.rstrip().endswith("Mine: boom")
 
 
-def test_raised_anew_by_the_notebook(notebook: Kernel) -> None:
+def test_an_exception_that_the_notebook_raises_again(notebook: Kernel) -> None:
     seen = fails(notebook, CELLS["raised again"], "RuntimeError").plain_traceback
     assert 'raise ValueError("boom")' in seen and "while training" in seen and "rank 0" in seen
 

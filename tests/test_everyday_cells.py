@@ -37,7 +37,7 @@ def widgets(result: Result) -> list[str]:
     return shown
 
 
-def test_launch(notebook: Kernel) -> None:
+def test_in_ddp_prints_its_value(notebook: Kernel) -> None:
     assert notebook.ok("print('value', in_ddp(2, sums))").text == "value 2.0\n"
 
 
@@ -51,7 +51,7 @@ def test_a_bar_is_a_widget(module: str, notebook: Kernel) -> None:
     assert not [output for output in result.outputs if output["kind"] == "stream"]  # what a bar is without widgets
 
 
-def test_what_a_rank_has_of_its_own(notebook: Kernel) -> None:
+def test_a_rank_keeps_its_own_objects(notebook: Kernel) -> None:
     notebook.ok(CELLS["what a rank has of its own"])
     assert notebook.ok("a, b, c = in_ddp(1, own); print(a, b, c is shell)").text == "True True True\n"
     assert (

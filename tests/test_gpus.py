@@ -341,7 +341,7 @@ def test_a_collective_that_times_out_raises_and_the_next_call_works() -> None:
 
 
 @needs(1)
-def test_an_assertion_on_the_gpu_beside_a_communicator_is_told_and_the_next_call_works() -> None:
+def test_a_gpu_assertion_with_nccl_is_reported_and_the_next_call_works() -> None:
     """torch's own setting ends the process."""
 
     def out_of_bounds() -> None:
@@ -357,7 +357,7 @@ def test_an_assertion_on_the_gpu_beside_a_communicator_is_told_and_the_next_call
 
 
 @needs(1)
-def test_what_the_last_kernels_assert_is_raised_by_their_own_call() -> None:
+def test_an_assertion_of_the_last_kernel_is_raised_in_its_call() -> None:
     def out_of_bounds() -> None:
         torch.ones(4, 2, device="cuda").index_select(0, torch.tensor([9], device="cuda"))
 
@@ -378,7 +378,7 @@ def test_out_of_memory_says_where_and_the_rank_goes_on() -> None:
 
 
 @needs(1)
-def test_a_device_side_assert_is_told_and_the_next_call_works() -> None:
+def test_a_device_side_assert_is_reported_and_the_next_call_works() -> None:
     def out_of_bounds() -> float:
         table, ids = torch.ones(4, 2, device="cuda"), torch.tensor([9], device="cuda")
         return table.index_select(0, ids).sum().item()

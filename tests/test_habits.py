@@ -14,7 +14,7 @@ import habits
 
 
 @pytest.mark.parametrize("case", habits.CELLS)
-def test_a_habit(cell: Cell, case: str) -> None:
+def test_a_habit_has_the_documented_outcome(cell: Cell, case: str) -> None:
     for library in habits.needs(case):
         pytest.importorskip(library)
     cell(habits.CELLS[case])

@@ -57,14 +57,14 @@ def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dic
 
 @pytest.mark.long("installation plans")
 @pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
-def test_nothing_that_is_there_is_replaced(name: str, tmp_path: Path) -> None:
+def test_installing_replaces_no_package(name: str, tmp_path: Path) -> None:
     new, there = would_install(name, "fastai,notebook,recsys", False, tmp_path)
     assert "nbdist" in new and not set(new) & set(there)
 
 
 @pytest.mark.long("installation plans")
 @pytest.mark.parametrize("name", ["colab", "kaggle", "sagemaker"])
-def test_the_rest_fits_where_pip_is_told_to_keep_what_is_there(name: str, tmp_path: Path) -> None:
+def test_extras_install_under_constraints(name: str, tmp_path: Path) -> None:
     """The newest of what these bring along wants newer packages; older ones of it fit."""
     new, there = would_install(name, "torchrec,ray", True, tmp_path)
     assert {package: version for package, version in new.items() if package in there} == {}
@@ -84,7 +84,7 @@ def test_floors_are_what_the_oldest_environment_has() -> None:
 
 
 @pytest.mark.long("installation plans")
-def test_uv_looks_where_pip_is_told_to(tmp_path: Path) -> None:
+def test_uv_uses_the_indexes_of_pip(tmp_path: Path) -> None:
     """The variables hold over the files, and the section `install` over `global`, as in pip."""
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = https://one\nfind-links = /wheels\n    /more\n[install]\nindex-url = https://two\n"

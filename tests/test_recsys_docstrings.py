@@ -41,7 +41,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NBDIST_DATA", raising=False)
     monkeypatch.setenv("FASTAI_HOME", str(tmp_path / "fastai"))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # no program listens at this port
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 

@@ -88,7 +88,7 @@ def test_no_circle_of_rooms() -> None:
 
 
 @pytest.mark.parametrize("module", [module for module in FILES if module.startswith(SERVED)])
-def test_what_is_served_needs_nothing_of_ours(module: str) -> None:
+def test_served_code_imports_nothing_of_nbdist(module: str) -> None:
     nodes = list(ast.walk(ast.parse(FILES[module].read_text())))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -96,7 +96,7 @@ def test_what_is_served_needs_nothing_of_ours(module: str) -> None:
 
 
 @pytest.mark.parametrize("common", sorted(COMMON - {""}))
-def test_what_all_use_is_of_no_room(common: str) -> None:
+def test_common_modules_import_no_room(common: str) -> None:
     assert {room(imported) for imported in imports(common)} <= COMMON
 
 
@@ -134,7 +134,7 @@ def test_public_names() -> None:
 
 
 @pytest.mark.started
-def test_windows_is_told_what_to_do_where_in_ddp_is_imported() -> None:
+def test_importing_in_ddp_on_windows_says_what_to_do() -> None:
     code = "import sys; sys.platform = 'win32'\ntry: from nbdist import in_ddp\nfinally: print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "NotImplementedError" in done.stderr and "wsl --install" in done.stderr, done.stderr

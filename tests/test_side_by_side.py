@@ -47,7 +47,7 @@ def meanwhile(trouble: Callable[[], object], steady: Callable[[], object]) -> No
 
 
 @pytest.mark.long("other test runs")
-def test_a_session_beside_one_in_trouble() -> None:
+def test_a_session_works_while_another_fails() -> None:
     def trouble() -> None:
         for fault in (kill, leave, throw) * 2:
             with Session(2) as session, pytest.raises((NbdistError, ZeroDivisionError)):
@@ -63,7 +63,7 @@ def test_a_session_beside_one_in_trouble() -> None:
 
 
 @pytest.mark.long("other test runs")
-def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None:
+def test_a_notebook_works_while_another_fails(kernel: Kernel, other: Kernel) -> None:
     kernel.ok(STEADY)
     other.ok(TROUBLED)
     # Clients of two kernels cannot be waited for by two threads before jupyter_client 8.
@@ -75,7 +75,7 @@ def test_a_notebook_beside_one_in_trouble(kernel: Kernel, other: Kernel) -> None
 
 
 @pytest.mark.long("other test runs")
-def test_a_notebook_beside_a_test_run(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_notebook_works_during_a_test_run(kernel: Kernel, tmp_path: Path) -> None:
     """`pytest -n 2` with ranks of its own; some of them fail."""
     (tmp_path / "test_in_ranks.py").write_text(
         "import os, pytest, torch, torch.distributed as dist\n"

@@ -10,7 +10,7 @@ from soak import Soak
 
 
 @pytest.mark.long("many calls of all sorts")
-def test_some_calls_of_all_sorts() -> None:
+def test_random_calls_leave_nothing_behind() -> None:
     with contextlib.closing(Soak(seed=0)) as soak:
         for _ in range(30):
             soak.step()

@@ -25,7 +25,7 @@ def without_linux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.long("without what only Linux has")
 @pytest.mark.started
-def test_none_of_it_is_used(without_linux: None, tmp_path: Path) -> None:
+def test_no_linux_feature_is_used(without_linux: None, tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     try:
         kernel.ok("from nbdist import Session\nimport os, select, signal")

@@ -1,7 +1,7 @@
-"""First words of docstrings and a list of words to avoid, checked in the text of nbdist/ and docs/.
+"""First words of docstrings and a list of words to avoid, checked in all Python files, in docs/ and in the notebooks.
 
-They cover the docstrings of modules, classes, functions and attributes and the comments of nbdist/, and the pages of
-docs/. Code is left out: what is in backticks, code blocks, examples of docstrings. Messages have tests of their own.
+The checks cover docstrings of modules, classes, functions and attributes, comments, the pages of docs/, and the text
+cells of notebooks. Code is left out: backticks, code blocks, examples in docstrings. Messages have tests of their own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import json
 import re
 import tokenize
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-#: Not yet rewritten.
-LATER = ("nbdist/kernel/calls/", "nbdist/rank/record", "nbdist/wire/record", "nbdist/system/waits")
+#: Folders with Python files.
+FOLDERS = ("nbdist", "tests", "benchmarks", "notebooks")
 #: Pages that are made with the site.
 MADE = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/notebooks/0*.md")}
 #: A docstring begins with a verb or a noun instead.
@@ -71,13 +72,17 @@ def without_glossary(page: str) -> str:
 
 def files(folder: str, pattern: str) -> list[str]:
     names = (path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob(pattern))
-    return sorted(name for name in names if not name.startswith(LATER) and name not in MADE)
+    return sorted(name for name in names if name not in MADE)
+
+
+def python_files() -> list[str]:
+    return [name for folder in FOLDERS for name in files(folder, "*.py")]
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     found = [
         f"{name}:{line}: {text.splitlines()[0]}"
-        for name in files("nbdist", "*.py")
+        for name in python_files()
         for line, text in docstrings((ROOT / name).read_text())
         if first_word(text) in FIRST
     ]
@@ -86,11 +91,17 @@ def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
 
 def test_docstrings_and_comments_avoid_words() -> None:
     found = []
-    for name in files("nbdist", "*.py"):
+    for name in python_files():
         source = (ROOT / name).read_text()
         for line, text in [*docstrings(source), *comments(source)]:
             found += [f"{name}:{line}: {word!r}" for word in avoided(text)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("name", files("notebooks", "*.ipynb"))
+def test_notebooks_avoid_words(name: str) -> None:
+    cells = json.loads((ROOT / name).read_text())["cells"]
+    assert not [word for cell in cells if cell["cell_type"] == "markdown" for word in avoided("".join(cell["source"]))]
 
 
 @pytest.mark.parametrize("name", files("docs", "*.md"))

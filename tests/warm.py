@@ -106,7 +106,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(command, (str, bytes, os.PathLike)) or asked["shell"] or asked["preexec_fn"] is not None:
         return None
     command, flags = [os.fsdecode(part) for part in command], subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    if flags and command[1 : 1 + len(flags)] == flags:  # those of the template, too
+    if flags and command[1 : 1 + len(flags)] == flags:  # the template has the same flags
         del command[1 : 1 + len(flags)]
     plain = asked["executable"] in (None, sys.executable) and asked.get("process_group", -1) in (-1, None)
     plain &= all(asked[name] in (None, -1) for name in ("gid", "gids", "uid", "umask"))

@@ -39,7 +39,7 @@ PARTS = (
 NO_GPU = 2
 """The exit status where there is no GPU."""
 SLOWER = 20
-"""How many times its limit a part may take in a dry run."""
+"""The factor by which a part may exceed its time limit in a dry run."""
 
 
 def run_part(name: str, device: str, path: Path, left: float) -> bool:

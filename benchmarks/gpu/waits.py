@@ -36,7 +36,7 @@ def waits(sparse: bool) -> tuple[int, list[str]]:
         places.append(" < ".join(f"{one.filename.split('/')[-1]}:{one.lineno}" for one in reversed(frames[-6:])))
 
     counts = []
-    for steps in (STEPS, STEPS, 2 * STEPS):  # the difference of the last two is that of the steps alone
+    for steps in (STEPS, STEPS, 2 * STEPS):  # the difference of the last two counts the steps alone
         places.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("always")

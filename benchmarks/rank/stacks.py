@@ -53,7 +53,7 @@ def in_a_collective() -> None:
 
 def read_busy(fn: Callable[[], Any], reads: int) -> tuple[int, int]:
     """Read the stacks of two ranks in `fn`: how often that was, and how many had something to say."""
-    told = 0
+    measured = 0
     with Session(2) as session:
         session.run(int)
         ranks = executor_of(session).group.ranks  # type: ignore[union-attr]
@@ -70,19 +70,19 @@ def read_busy(fn: Callable[[], Any], reads: int) -> tuple[int, int]:
         caller.start()
         try:
             for number in range(reads):
-                told += bool(ranks.stacks([number % 2])[number % 2])
+                measured += bool(ranks.stacks([number % 2])[number % 2])
                 if ends:
                     raise SystemExit(f"{fn.__name__}: after {number + 1} reads: {ends[0]}")
         finally:
             for rank in range(2):
                 ranks.signal(rank, signal.SIGKILL)
             caller.join()
-    return reads, told
+    return reads, measured
 
 
 def read_while_they_come_and_go(reads: int) -> tuple[int, int]:
     """The same of ranks that are being started and ended."""
-    done = told = 0
+    done = measured = 0
     while done < reads:
         ranks = LocalEngine().start(2)
         stop = time.monotonic() + 0.2
@@ -90,7 +90,7 @@ def read_while_they_come_and_go(reads: int) -> tuple[int, int]:
         closing.start()
         while time.monotonic() < stop and done < reads:
             text = ranks.stacks([done % 2])[done % 2]
-            told += bool(text)
+            measured += bool(text)
             done += 1
             if not text and closing.finished.is_set():  # it is gone
                 break
@@ -99,7 +99,7 @@ def read_while_they_come_and_go(reads: int) -> tuple[int, int]:
                 raise SystemExit(f"a rank that came or went died after {done} reads: {bad}")
         closing.join()
         ranks.close(1.0)
-    return done, told
+    return done, measured
 
 
 def main() -> None:
@@ -120,9 +120,9 @@ def main() -> None:
     lines = ["| ranks | reads | with a stack | ranks killed | time of one |", "|---|---|---|---|---|"]
     for name, run in plan:
         begin = time.monotonic()
-        reads, told = run()
+        reads, measured = run()
         each = (time.monotonic() - begin) / reads
-        lines.append(f"| {name} | {reads} | {told} | 0 | {1000 * each:.1f} ms |")
+        lines.append(f"| {name} | {reads} | {measured} | 0 | {1000 * each:.1f} ms |")
         print(lines[-1], flush=True)
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     save(f"stacks_{version}", [*lines, "", *conditions(("torch", "psutil"))], keep=not arguments.print)

@@ -51,7 +51,7 @@ class Published:
     dropout: float
     epochs: int
     choose: bool
-    """Whether the epoch is the best by the rows before the last, which are not trained on then; else it is the last."""
+    """True: the best epoch by the rows before the last one, which are not trained on. False: the last epoch."""
 
 
 def games() -> pl.DataFrame:

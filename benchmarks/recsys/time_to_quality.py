@@ -82,7 +82,7 @@ ALLOWED = {64: 1.15, 512: 0.9, 4096: 0.65}
 
 
 Run = Callable[[Contestant, int], "list[tuple[float, float]]"]
-"""Trains a contestant for so many epochs: seconds and loss after each."""
+"""Trains a contestant for a number of epochs, and returns seconds and loss after each."""
 
 
 def train(contestant: Contestant, data: str, epochs: int) -> list[tuple[float, float]]:

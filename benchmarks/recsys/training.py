@@ -265,7 +265,7 @@ class Contestant:
     function: Callable[..., Turn]
     arguments: tuple[Any, ...] = ()
     part: float = 1.0
-    """Of the steps; slow ones get fewer."""
+    """The share of the steps that a slow contestant makes."""
     tries: int = 1
     """A turn, where ranks die of what is not ours."""
 
@@ -297,7 +297,7 @@ class Ranks:
             return stack.enter_context(Session(ranks, devices="cpu", threads=threads))
 
         self.one, self.two = opened(1, 2), opened(2, 1)
-        self.apart = opened(2, 1)  # what torch did to their memory ends nobody else's turn
+        self.apart = opened(2, 1)  # a crash by torch ends no other contestant's turn
         self.deaths: Counter[str] = Counter()
 
     def turn(self, one: Contestant, width: int, rows: int, steps: int) -> list[Turn]:
@@ -328,7 +328,7 @@ def same_loss(ranks: Ranks, width: int, rows: int) -> float:
     """The mean over two ranks of the last loss after the same steps; ends the program where contestants with as many
     ranks, whose batches are the same, differ."""
     losses: dict[int, dict[str, float]] = {1: {}, 2: {}}
-    for one in CONTESTANTS[:-1]:  # `fit` tells a mean over all steps
+    for one in CONTESTANTS[:-1]:  # `fit` reports a mean over all steps
         losses[one.ranks][one.name] = statistics.mean(turn.loss for turn in ranks.turn(one, width, rows, 10))
     if any(max(some.values()) - min(some.values()) > 1e-4 for some in losses.values()):
         sys.exit(f"not the same training: {losses}")

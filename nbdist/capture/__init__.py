@@ -1,1 +1,1 @@
-"""The capture of a call: what goes to the ranks with it, written as bytes and read again."""
+"""The capture of a call: the objects that are sent to the ranks with it, pickled in the kernel and read in a rank."""

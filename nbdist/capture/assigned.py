@@ -27,7 +27,8 @@ Chain = tuple[str, ...]
 
 
 class Assigned:
-    """Reads each cell once, the script once, and looks at each call what the attributes that they assign are now."""
+    """Reader of assignments: it reads each cell once, a script once, and the current values of the attributes at each
+    call."""
 
     def __init__(self) -> None:
         self._cells = NewCells()
@@ -45,7 +46,7 @@ class Assigned:
 
 
 def assigned_in(cell: str) -> Iterator[Chain]:
-    """The attributes that a cell assigns, changes or fills, but for those inside functions."""
+    """Yield the attributes that a cell assigns, changes or fills outside functions."""
     if "." not in cell and "setattr" not in cell:
         return
     try:
@@ -73,7 +74,8 @@ def assigned_in(cell: str) -> Iterator[Chain]:
 
 
 def _chain(node: ast.AST) -> Chain:
-    """The names of `a.b.c`, or of `a.b[0].c` with "" in the place of the index; none of any other expression."""
+    """Return the names of `a.b.c`, or of `a.b[0].c` with "" in place of the index; an empty tuple for other
+    expressions."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, (ast.Attribute, ast.Subscript)):
@@ -83,7 +85,7 @@ def _chain(node: ast.AST) -> Chain:
 
 
 def _look_up(chain: Chain) -> Patch | None:
-    """The attribute of a module or class that a chain of names leads to, and what it is now."""
+    """Return the attribute of a module or class that a chain of names leads to, with its current value."""
     owner: Any = main_namespace().get(chain[0])
     for place, name in enumerate(chain[1:], 1):
         if not _may_be_patched(owner):
@@ -100,7 +102,7 @@ def _look_up(chain: Chain) -> Patch | None:
 
 
 def _is_at_home(owner: Any, name: str, value: Any) -> bool:
-    """Return whether a function or class is where it was defined, such as one that was put back: ranks have it."""
+    """Return whether a function or class is at the place of its definition, for example because it was put back."""
     value = getattr(value, "__func__", value) if type(value) in (classmethod, staticmethod) else value
     if not isinstance(value, (types.FunctionType, type)):
         return False

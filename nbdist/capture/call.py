@@ -20,7 +20,7 @@ from ..wire.cache import SentCache
 from ..wire.messages import Header
 from ..wire.parcel import Parcel, pack
 from . import reading
-from .depth import deeply
+from .depth import with_large_stack
 from .diagnosis import explain_failure
 from .foreign import contents, is_a, text
 from .imports import modules_named, names_given
@@ -29,9 +29,8 @@ from .names import namespace_key
 from .need import main_namespace
 from .pickler import Pickler
 from .settings import sender
-from .side_effects import imported_beside
-from .steps import Call as CallStep
-from .steps import Named, is_constant
+from .side_effects import imported_alongside
+from .steps import CallStep, Named, is_constant
 
 #: How the files end from which a rank can load a module: sources, and what was compiled for this Python.
 _LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
@@ -39,7 +38,8 @@ _LOADED = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
 @dataclass(frozen=True)
 class Call:
-    """A call, ready to be sent: the parcel, what goes before it, what comes back by number, what ranks will import."""
+    """A call, ready to be sent: its header and parcel, the objects that may come back by number, the modules to
+    import."""
 
     header: Header
     parcel: Parcel
@@ -59,13 +59,13 @@ def capture_call(
     settings: bool = True,
     make_pickler: Callable[..., Pickler] = Pickler,
 ) -> Call:
-    """A call of `fn` with everything it needs, `imports` and `need` as checked by their parsers.
+    """Capture a call of `fn` with everything that it needs; `imports` and `need` are checked already.
 
-    What is in the `cache` is not sent again; `settings` says whether the notebook's settings go along; `make_pickler`
-    makes a pickler of another kind. Raises `CaptureError` for what cannot be pickled.
+    Buffers in `cache` are not sent again; `settings` says whether to send the notebook's settings; `make_pickler` makes
+    another kind of pickler. Raises `CaptureError` for objects that cannot be pickled.
     """
     pickler = pickle_call(fn, args, kwargs, imports, need, make_pickler)
-    beside = imported_beside([*pickler.modules, *modules_named(imports)])
+    alongside = imported_alongside([*pickler.modules, *modules_named(imports)])
     sources = _sources(pickler.originals)
     numbers = cell_numbers()
     header = Header(
@@ -74,13 +74,13 @@ def capture_call(
         cells={name: numbers[name] for name in sources if name in numbers},
         need=frozenset(need),
         settings=sender.take() if settings else {},
-        imported_beside=tuple(beside),
-        places=_places([*pickler.modules, *beside]),
+        imported_alongside=tuple(alongside),
+        places=_places([*pickler.modules, *alongside]),
         own_sources=own_sources(),
         gone=_gone(pickler),
     )
     parcel = pack(pickler.file.getbuffer(), pickler.buffers, cache, "the data that the call takes along")
-    modules = pickler.modules | set(beside) | (sender.modules() if settings else set())
+    modules = pickler.modules | set(alongside) | (sender.modules() if settings else set())
     return Call(header, parcel, pickler.originals, modules, pickler.used)
 
 
@@ -92,7 +92,7 @@ def pickle_call(
     need: Mapping[str, Any],
     make_pickler: Callable[..., Pickler] = Pickler,
 ) -> Pickler:
-    """Pickle a call; the pickler holds the result, and knows what became of what. Raises `CaptureError`."""
+    """Pickle a call. The pickler keeps the result and the objects by number. Raises `CaptureError`."""
     given = names_given(imports) - set(need)
 
     def skip(key: str, name: str) -> bool:
@@ -114,7 +114,7 @@ def pickle_call(
         return pickler
 
     try:
-        return deeply(write)
+        return with_large_stack(write)
     except Exception as exc:
         parts: dict[str, Any] = {**need, "the function": fn}
         parts.update((f"argument {number}", value) for number, value in enumerate(args, 1))
@@ -123,7 +123,7 @@ def pickle_call(
 
 
 def _named(name: str, value: Any) -> Any:
-    """A value that errors call by a name, where reading it can raise one."""
+    """Give a value the name that errors use for it, if reading it can raise an error."""
     return value if is_constant(value) else Named(name, value)
 
 
@@ -149,7 +149,8 @@ _taken: set[str] = set()
 
 
 def _gone(pickler: Pickler) -> tuple[str, ...]:
-    """Return the names in `_taken` that the notebook has no more, once those that `pickler` has sent are added."""
+    """Return the names in `_taken` that the notebook does not have any more, after adding the names that `pickler` has
+    sent."""
     main = main_namespace()
     defined = (obj.__qualname__.partition(".")[0] for obj in pickler.originals if hasattr(obj, "__qualname__"))
     _taken.update(name for name in (*pickler.captured, *defined) if name in main)
@@ -157,7 +158,8 @@ def _gone(pickler: Pickler) -> tuple[str, ...]:
 
 
 def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | None]]:
-    """Return where `modules` and their parents lie, for those that a fresh interpreter does not find by `sys.path`."""
+    """Return the places of `modules` and their parents, for those that a fresh interpreter does not find by
+    `sys.path`."""
     places: dict[str, tuple[str | None, list[str] | None]] = {}
     for name in {m.split(".")[0] for m in modules}.difference(sys.builtin_module_names):
         top = sys.modules.get(name)
@@ -175,7 +177,7 @@ def _places(modules: Iterable[str]) -> dict[str, tuple[str | None, list[str] | N
 
 @functools.lru_cache(maxsize=4096)
 def _found_by_path(name: str, module_id: int, path: tuple[str, ...]) -> bool:
-    """Return whether the `path` leads to the loaded module."""
+    """Return whether `path` leads to the loaded module."""
     found = importlib.machinery.PathFinder.find_spec(name, path)
     return found is not None and _same_place(sys.modules[name], found)
 

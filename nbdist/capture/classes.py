@@ -1,4 +1,5 @@
-"""Classes, enumerations and typing's variables as they were defined, without running again what defined them."""
+"""Classes, enumerations and typing variables, rebuilt as they were defined, without running the code that defined
+them."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from typing import Any
 import cloudpickle.cloudpickle as cp
 
 from .names import importable
-from .steps import Call, Step
+from .steps import CallStep, UnpickleStep
 
 #: Classes that are in `types` alone, such as the class of functions.
 BUILT_IN = frozenset(cp._BUILTIN_TYPE_NAMES)
 
 #: What makes a class, its arguments, the attributes to set, and what is to be done when all of these are there.
-ClassReduction = tuple[Any, tuple[Any, ...], dict[str, Any], list[Step]]
+ClassReduction = tuple[Any, tuple[Any, ...], dict[str, Any], list[UnpickleStep]]
 
 
 def reduce_class(cls: Any) -> ClassReduction:
-    """Return how a class is made again. `set_attributes` sets its attributes."""
+    """Return the reduction of a class. `set_attributes` sets its attributes when it is rebuilt."""
     if issubclass(cls, enum.Enum):
         return _reduce_enum(cls)
     make, (metaclass, name, bases, namespace, *more), (attributes, _), *_ = cp._dynamic_class_reduce(cls)
@@ -43,7 +44,7 @@ def reduce_class(cls: Any) -> ClassReduction:
 
 
 def set_attributes(cls: type, attributes: dict[str, Any]) -> None:
-    """Set attributes of a class that is being made."""
+    """Set attributes of a class that is being rebuilt."""
     cp._class_setstate(cls, (attributes, {}))
 
 
@@ -52,7 +53,7 @@ _given: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDiction
 
 
 def keep_attributes(cls: type, names: frozenset[str]) -> None:
-    """Take away attributes that the other side has given a class before, and that are not among these `names`."""
+    """Remove the attributes that an earlier call gave a class and that are not among these `names`."""
     for name in _given.get(cls, frozenset()) - names:
         with contextlib.suppress(AttributeError, TypeError):
             type.__delattr__(cls, name)
@@ -60,8 +61,8 @@ def keep_attributes(cls: type, names: frozenset[str]) -> None:
 
 
 def _make_class(metaclass: type, imported: Any, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    """A class without the code that runs in the notebook when a class is defined there (its metaclass's, and
-    `__init_subclass__`): it must not run again, on an empty class."""
+    """Make a class without running its metaclass's code and `__init_subclass__`: they ran when it was defined, and must
+    not run again on an empty class."""
     hooks = [
         (base, vars(base)["__init_subclass__"])
         for base in dict.fromkeys(b for base in bases for b in base.__mro__)
@@ -97,12 +98,12 @@ def _reduce_enum(cls: Any) -> ClassReduction:
         for name, member in cls.__members__.items()
         if hasattr(member, "__dict__")
     }
-    data: list[Step] = [Call(set_members, cls, more)] if any(more.values()) else []
+    data: list[UnpickleStep] = [CallStep(set_members, cls, more)] if any(more.values()) else []
     return make_enum, (*args, cp._get_or_create_tracker_id(cls)), attributes, data
 
 
 def _content(member: Any) -> tuple[Any, ...] | None:
-    """Return what makes the part of a member that is of another type, as in `class Level(int, Enum)`."""
+    """Return the value of the part of a member that belongs to another type, as in `class Level(int, Enum)`."""
     for base in _CONTENT:
         if isinstance(member, base):
             return (frozenset(member),) if base is frozenset else tuple(base.__getnewargs__(member))
@@ -119,7 +120,8 @@ def make_enum(
     boundary: Any,
     tracker: str,
 ) -> Any:
-    """An enumeration with these members, each with its value and its content, made by none of the notebook's code."""
+    """Make an enumeration with these members, each with its value and its content, without running code of the
+    notebook."""
     namespace = metaclass.__prepare__(name, bases)
     made = iter(members.values())
 
@@ -167,7 +169,7 @@ VARIABLES = frozenset(_variables())
 
 
 def reduce_variable(obj: Any) -> tuple[Any, ...]:
-    """A `NewType`, `TypeVar`, `ParamSpec`, `TypeVarTuple` or `type` alias."""
+    """Return the reduction of a `NewType`, `TypeVar`, `ParamSpec`, `TypeVarTuple` or `type` alias."""
     where = cp._lookup_module_and_qualname(obj, name=obj.__name__)
     if where is not None and not cp._is_registered_pickle_by_value(where[0]):
         return getattr, where

@@ -1,4 +1,4 @@
-"""Big data: how arrays, tensors and data frames are pickled so that their memory travels outside the pickle."""
+"""Big data: arrays, tensors and data frames are pickled without their memory, which is sent separately."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Reduction = tuple[Any, ...]
 
 
 def reduce_data(obj: Any, files: MappedFiles | None) -> Reduction | None:
-    """Return the reduction of data whose own would copy them into the pickle, or lose a part of them; None for any
-    other object.
+    """Return the reduction of data whose own reduction copies them into the pickle, or loses a part; None for other
+    objects.
 
-    Those that lie in `files` are not copied at all.
+    Data that are mapped from `files` are not copied at all.
     """
     numpy, polars, arrow = (sys.modules.get(name) for name in ("numpy", "polars", "pyarrow"))
     if numpy is not None and isinstance(obj, numpy.ndarray):
@@ -116,7 +116,8 @@ def _polars_with_objects(arrow: tuple[Any, ...], columns: list[tuple[int, str, l
 
 
 def reduce_tensor(tensor: Any) -> Any:
-    """A tensor of a newer dtype (float8, uint16): torch's own pickle of it can only be read by `torch.load`."""
+    """Return the reduction of a tensor of a newer dtype (float8, uint16), which torch itself can read only by
+    `torch.load`."""
     import torch
 
     if tensor.dtype in torch.storage._dtype_to_storage_type_map():
@@ -129,7 +130,7 @@ def reduce_tensor(tensor: Any) -> Any:
 
 
 class Storage:
-    """A torch storage on its way: its bytes travel once, however many tensors are views of it."""
+    """A torch storage in a pickle: its bytes are sent once, for any number of tensors that are views of it."""
 
     def __init__(self, untyped: Any, to_cpu: bool, files: MappedFiles | None) -> None:
         self.untyped, self.to_cpu, self._files = untyped, to_cpu, files
@@ -165,14 +166,14 @@ def _untyped_storage(data: Any, cuda: bool) -> Any:
 
 
 def own_device() -> Any:
-    """In a rank: what a GPU of the notebook is there, its own. CPU ranks see none."""
+    """Return, in a rank, the device for a GPU of the notebook: the rank's own GPU, or the CPU in a CPU rank."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def own_generator(seed: int, state: Any) -> Any:
-    """Make a rank's generator for one of the notebook's GPU; on a CPU, where states differ, it begins at the seed."""
+    """Make a rank's generator for one of the notebook's GPU; on a CPU, whose state differs, it starts at the seed."""
     import torch
 
     generator = torch.Generator(own_device())

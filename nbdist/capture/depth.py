@@ -1,4 +1,4 @@
-"""Objects that are nested deeper than Python's own limits."""
+"""Objects that are nested deeper than Python's own limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LEVEL = 1 << 11
 _one_at_a_time = threading.Lock()
 
 
-def deeply(action: Callable[[], T]) -> T:
-    """Return what `action` returns; if the stack of this thread is too small for it, run it again on a large stack.
+def with_large_stack(action: Callable[[], T]) -> T:
+    """Call `action`, once more on a large stack if it raises `RecursionError`, and return its value.
 
-    CPython counts levels up to 3.11, and the limit can be set to what the stack bears. From 3.12 on it is fixed for
-    code in C, pickling included: there the second try ends like the first, with `RecursionError`.
+    Up to 3.11, CPython's limit of levels can be set to what the stack allows. From 3.12 on the limit is fixed for C
+    code, pickling included, so `RecursionError` is raised at once.
     """
     try:
         return action()

@@ -1,4 +1,4 @@
-"""Diagnosis of what cannot be pickled: which name it was, where inside it, and why."""
+"""Diagnosis of an object that cannot be pickled: its name, the part of it that fails, and the reason."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .reading import Unreadable
 
 
 def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | MemoryError:
-    """A `CaptureError` for a failure to pickle: which of `parts` it was, where inside it, and why.
+    """Return a `CaptureError` for a failure to pickle: it names one of `parts`, the path inside it, and the reason.
 
-    A lack of memory is no matter of what is pickled: it is the exception itself.
+    A lack of memory does not depend on the object: then the exception itself is returned.
     """
     if isinstance(exc, MemoryError):
         return exc
@@ -45,7 +45,7 @@ def explain_failure(exc: Exception, parts: Mapping[str, Any]) -> CaptureError | 
 
 
 def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
-    """A `CaptureError` for a failure to read `where` what was sent."""
+    """Return a `CaptureError` for a failure to read the pickle; `where` is the reader."""
     (name,), cause = exc.args, exc.__cause__ or exc
     return CaptureError(
         f"{name} cannot be read in {where} ({type(cause).__name__}: {text_of(cause)}): it needs what is only where it "
@@ -54,8 +54,8 @@ def explain_unreadable(exc: Unreadable, where: str) -> CaptureError:
 
 
 def culprit_of(what: str, value: Any, instead: Mapping[int, Any]) -> tuple[str, Any]:
-    """The innermost part of `value`, which is called `what`, that cannot be pickled, and its name; `instead` are
-    replacements for parts, by id."""
+    """Return the innermost part of `value`, which has the name `what`, that cannot be pickled, and its name; `instead`
+    are replacements for parts, by id."""
     return _culprit(what, value, False, instead)
 
 
@@ -71,9 +71,9 @@ def _fails(obj: Any, deep: bool, instead: Mapping[int, Any]) -> bool:
 
 
 def _culprit(path: str, obj: Any, deep: bool, instead: Mapping[int, Any]) -> tuple[str, Any]:
-    """The innermost part of `obj` that cannot be pickled by itself, and the path to it.
+    """Return the innermost part of `obj` that cannot be pickled by itself, and the path to it.
 
-    Of what is too deep, the path is that to a variable: all that is in it is too deep as well.
+    For an object that is nested too deeply, the path leads to a variable: all parts of it are too deep as well.
     """
     instead = {**instead, id(obj): None}  # what leads to a part is not to blame
     for step, child in _parts(obj) if not deep or is_a(obj, _CALLABLES) else ():
@@ -86,7 +86,7 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:
-    """Return what pickling `obj` reaches next, as far as `obj` lets it be seen.
+    """Return the objects that pickling `obj` reaches next, if `obj` allows to read them.
 
     Each part comes with the source text that leads to it, or with a name of its own.
     """

@@ -1,4 +1,4 @@
-"""Lists what goes to the ranks with a call, name by name, without making the call."""
+"""A list of what a call sends to the ranks, name by name, without making the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checks import check_function
 from .call import pickle_call
-from .depth import deeply
+from .depth import with_large_stack
 from .foreign import name_of
 from .imports import names_given, parse_imports
 from .need import Names, resolve_need
@@ -25,7 +25,8 @@ _HEAD = ("name", "how it travels", "size")
 
 @dataclass(frozen=True)
 class Item:
-    """A name: "import" (the ranks import it), "by value" (pickled), or "shared" (its data in shared memory)."""
+    """A name, and how it is sent: "import" (the ranks import it), "by value" (pickled), "shared" (data in shared
+    memory)."""
 
     name: str
     how: str
@@ -70,8 +71,8 @@ def explain(
 ) -> Explanation:
     """Return what `in_ddp(n, fn, *args, imports=imports, need=need, **kwargs)` would send to the ranks.
 
-    Starts no process and copies no big data. Sizes are in bytes, of each name for itself: what two names share is
-    counted twice here, and travels once.
+    Starts no process and copies no big data. Sizes are in bytes, for each name by itself: data that two names share is
+    counted twice here, and sent once.
 
     Raises:
         ValueError, TypeError, NameError, CaptureError: As the call itself would.
@@ -105,7 +106,7 @@ def _measure(name: str, value: Any, read: bool = True) -> Item:
         pickler.dump(value)
         return pickler
 
-    pickler = deeply(write)
+    pickler = with_large_stack(write)
     nbytes = pickler.file.getbuffer().nbytes
     shared = sum(buffer.raw().nbytes for buffer in pickler.buffers)
     by_import = not shared and not pickler.originals and pickler.modules and nbytes < 200
@@ -114,7 +115,7 @@ def _measure(name: str, value: Any, read: bool = True) -> Item:
 
 
 def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of texts as HTML."""
+    """Return a table of texts as HTML."""
 
     def row(tag: str, cells: Iterable[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
@@ -123,7 +124,7 @@ def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes for people."""
+    """Describe a number of bytes, such as "1.5 KB"."""
     for unit in ("B", "KB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""Objects of other people's libraries, looked at without running their code.
+"""Access to objects of other libraries without running their code.
 
-What is only help (patches, settings, hints, the name of what cannot be pickled) looks through objects that may answer
-any attribute, comparison or `__class__` with an exception. It must never make a call fail.
+Optional features (patches, settings, hints, the name of an object that cannot be pickled) inspect objects that may
+raise at any attribute, comparison or `__class__`. They must never make a call fail.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _said: set[str] = set()
 
 
 def is_a(obj: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether the type of `obj` is one of these or derived from one; what `obj` says of its class is not asked.
+    """Return whether the type of `obj` is one of these types or derived from one; `obj.__class__` is not used.
 
-    `isinstance` asks for `obj.__class__`, which may raise.
+    `isinstance` reads `obj.__class__`, which may raise.
     """
     return issubclass(type(obj), kinds)
 
@@ -41,7 +41,7 @@ def contents(obj: Any) -> Mapping[str, Any]:
 
 
 def text(obj: Any, name: str) -> str:
-    """Return an attribute of `obj` that is text, such as `__module__`; empty where it is anything else."""
+    """Return an attribute of `obj` if it is a string, such as `__module__`; otherwise an empty string."""
     try:
         found = type.__getattribute__(obj, name) if is_a(obj, type) else object.__getattribute__(obj, name)
     except Exception:
@@ -50,13 +50,13 @@ def text(obj: Any, name: str) -> str:
 
 
 def name_of(fn: Any) -> str:
-    """Return what a function is called; for a callable without a name, its type's name."""
+    """Return the name of a function; for a callable without a name, the name of its type."""
     found = attribute(fn, "__name__")
     return found if type(found) is str else type(fn).__name__
 
 
 def attribute(obj: Any, name: str) -> Any:
-    """Return `getattr(obj, name)`; None where it raises, whatever it is."""
+    """Return `getattr(obj, name)`, or None if it raises any exception."""
     try:
         return getattr(obj, name)
     except Exception:
@@ -64,7 +64,7 @@ def attribute(obj: Any, name: str) -> Any:
 
 
 def looked(look: Callable[[], T], otherwise: T, what: str) -> T:
-    """Return what `look` returns, and `otherwise` where it raises. A warning says so, once for each `what`."""
+    """Return the value of `look`, or `otherwise` if it raises. Then a warning is given, once for each `what`."""
     try:
         return look()
     except Exception as exc:

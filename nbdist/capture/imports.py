@@ -18,7 +18,7 @@ _IMPORTS = "imports must be import statements, in a string or a list of strings"
 
 
 def parse_imports(imports: str | Iterable[str]) -> str:
-    """The import block as one string. Raises `ValueError`, which shows the line, for anything but imports."""
+    """Return the import block as one string. Raises `ValueError` with the line for any other statement."""
     if not isinstance(imports, str):
         imports = list(imports) if isinstance(imports, Iterable) else [imports]
         if not all(isinstance(line, str) for line in imports):
@@ -29,7 +29,7 @@ def parse_imports(imports: str | Iterable[str]) -> str:
         statements = _statements(block)
     except SyntaxError as exc:
         line = (exc.text or _line(block, exc.lineno or 1)).strip()
-        raise ValueError(f"{_IMPORTS}, and line {exc.lineno} is no Python ({exc.msg}): {line}") from None
+        raise ValueError(f"{_IMPORTS}, and line {exc.lineno} is not Python ({exc.msg}): {line}") from None
     for statement in statements:
         line = _line(block, statement.lineno)
         if not isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -51,9 +51,9 @@ def _line(block: str, lineno: int) -> str:
 
 
 def names_given(block: str) -> set[str]:
-    """The names that the import block binds, as far as that is known here.
+    """Return the names that the import block binds, if they are known here.
 
-    Of `from x import *` they are known where x is loaded in this process; a rank knows them all.
+    The names of `from x import *` are known if x is loaded in this process; a rank knows them all.
     """
     names: set[str] = set()
     for statement in _statements(block):
@@ -70,7 +70,7 @@ def names_given(block: str) -> set[str]:
 
 
 def modules_named(block: str) -> list[str]:
-    """The modules that the import block names, in its order."""
+    """Return the modules that the import block names, in order."""
     modules: dict[str, None] = {}
     for statement in _statements(block):
         if isinstance(statement, ast.Import):
@@ -87,12 +87,12 @@ def _public_names(module: types.ModuleType) -> list[str]:
 
 
 def keep_source(file: str, text: str) -> None:
-    """Make tracebacks show the lines of code that is in no file."""
+    """Make tracebacks show lines of code that is in no file."""
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 def run_imports(block: str, namespace: dict[str, Any]) -> set[str]:
-    """Execute the import block in `namespace`; returns the names it gave."""
+    """Execute the import block in `namespace`, and return the names that it binds."""
     if not block:
         return set()
     keep_source(IMPORTS_FILE, block)

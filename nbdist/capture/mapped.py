@@ -1,4 +1,4 @@
-"""Data that lie in files and are mapped from there: a rank opens the file again, and nothing is copied."""
+"""Data mapped from files: a rank maps the file again, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODES = {READ: "r", WRITE: "r+", COPY: "c"}
 
 
 class FilePart(NamedTuple):
-    """A part of a file: where it begins and how long it is, in bytes, and how it is mapped."""
+    """A part of a file: start and length in bytes, and the mode of the mapping."""
 
     path: str
     start: int
@@ -32,7 +32,8 @@ class FilePart(NamedTuple):
     access: int
 
     def open(self) -> tuple[mmap.mmap, int]:
-        """Map it in this process: the mapping, and where in it the part begins. Raises `NbdistError`."""
+        """Map the part in this process. Returns the mapping, and the position of the part in it. Raises
+        `NbdistError`."""
         before = self.start % mmap.ALLOCATIONGRANULARITY
         try:
             with open(self.path, "r+b" if self.access == WRITE else "rb") as file:
@@ -48,13 +49,14 @@ class FilePart(NamedTuple):
 
 
 class MappedFiles:
-    """Finds data of this process that lie in files. The system is asked at the first question; only Linux answers."""
+    """Finder of data of this process that are mapped from files. It asks the system at its first use; only Linux
+    answers."""
 
     def find(self, address: int, size: int, named: bool = False) -> FilePart | None:
-        """The part of a file that lies there, if it can be opened again and is the same then.
+        """Return the part of a file that is mapped at this address, if the file can be opened again and is unchanged.
 
-        In /dev/shm lie files, and memory that libraries share with processes of theirs: what is written there is meant
-        for all only where the data are `named`, that is mapped by the name of the file.
+        /dev/shm contains files, and memory that libraries share with their own processes. Writes there are meant for
+        everybody only if the data are `named`, that is, mapped by the name of the file.
         """
         index = bisect.bisect(self._maps, (address + 1,)) - 1
         if size <= 0 or index < 0 or address >= self._maps[index][1]:
@@ -90,7 +92,7 @@ class MappedFiles:
 
 
 def _changed(start: int, end: int) -> bool:
-    """Return whether this process has written to the private mappings there: the file does not have what it wrote."""
+    """Return whether this process has written to its private mapping there, so that the file has other data."""
     with open("/proc/self/smaps", **_NAMES) as file:
         inside = False
         for line in file:
@@ -115,7 +117,7 @@ def _warn_of_copy(what: str, nbytes: int) -> None:
 
 
 def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """Return the reduction of an array that is mapped from a file; None for any other."""
+    """Return the reduction of an array that is mapped from a file; None for any other array."""
     import numpy as np
 
     is_memmap = type(array) is np.memmap
@@ -133,7 +135,7 @@ def reduce_array(array: Any, files: MappedFiles) -> tuple[Any, ...] | None:
 
 
 def _borrows(array: Any) -> bool:
-    """Return whether an array's memory belongs to something that is no array."""
+    """Return whether an array's memory belongs to an object that is not an array."""
     import numpy as np
 
     while isinstance(array, np.ndarray):
@@ -161,7 +163,7 @@ def _mapped_array(
 
 
 def reduce_buffer(buffer: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """Return the reduction of a buffer of Arrow that is mapped from a file; None for any other."""
+    """Return the reduction of a buffer of Arrow that is mapped from a file; None for any other buffer."""
     part = files.find(buffer.address, buffer.size) if buffer.is_cpu and buffer.size >= LEAST else None
     return None if part is None else (_mapped_buffer, (part,))
 
@@ -174,7 +176,7 @@ def _mapped_buffer(part: FilePart) -> Any:
 
 
 def reduce_storage(untyped: Any, files: MappedFiles) -> tuple[Any, ...] | None:
-    """Return the reduction of a storage of torch that is mapped from a file; None for any other."""
+    """Return the reduction of a storage of torch that is mapped from a file; None for any other storage."""
     if untyped.device.type != "cpu":
         return None
     named = getattr(untyped, "filename", None) is not None

@@ -1,7 +1,7 @@
-"""Messages of `multiprocessing` and `multiprocess`, pickled as a call is: by value what cells define.
+"""Messages of `multiprocessing` and `multiprocess`, pickled like a call: definitions of cells by value.
 
-Both libraries pickle the messages of their queues and pipes by `ForkingPickler.dumps`, and by nothing that could be
-exchanged for one context alone: `concurrent.futures` makes its queue itself.
+Both libraries pickle the messages of their queues and pipes with `ForkingPickler.dumps`. No other place could be
+replaced for one context only: `concurrent.futures` makes its queue itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .depth import deeply
+from .depth import with_large_stack
 from .diagnosis import explain_failure, explain_unreadable
 from .pickler import Pickler
 from .reading import Keep, Unreadable, read
@@ -31,22 +31,22 @@ where = "the notebook"
 
 
 class Inherited:
-    """A descriptor on its way to a process that is being started."""
+    """A descriptor that is sent to a process at its start."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def detach(self) -> int:
-        """In that process: the descriptor."""
+        """Return, in the started process, the descriptor."""
         return inherited[self._number]
 
 
 class MessagePickler(Pickler):
-    """Pickles for the processes of a library's context, with what is registered there.
+    """Pickler for the processes of a library's context, with the reductions that are registered there.
 
     Args:
         library: "multiprocessing" or "multiprocess".
-        reducers: How further types are pickled.
+        reducers: The functions that pickle further types.
         file, options: As for `Pickler`.
     """
 
@@ -70,7 +70,7 @@ class MessagePickler(Pickler):
 
 
 class _Reduction:
-    """The pickler that a function registered with dill is given: it keeps the reduction."""
+    """The pickler that a function registered with dill receives: it keeps the reduction."""
 
     def save_reduce(self, *reduction: Any, obj: Any = None) -> None:
         self.reduction = reduction
@@ -94,13 +94,13 @@ def registered(library: str) -> dict[type, Any]:
 
 
 def register(library: str, types: dict[type, Any]) -> None:
-    """In a process: what `registered` gave in the notebook."""
+    """Set, in a process, the registered reductions of the notebook, given by `registered`."""
     if types:
         importlib.import_module("dill").Pickler.dispatch.update(types)
 
 
 class _Packed:
-    """Is pickled as what reads the pickle that it holds."""
+    """An object that is pickled as the code that reads the pickle that it contains."""
 
     def __init__(self, pickled: bytes) -> None:
         self._pickled = pickled
@@ -117,7 +117,8 @@ def _read(pickled: bytes) -> Any:
 
 
 def dumps(library: str, obj: Any, reducers: Mapping[type, Any] = _NONE) -> bytes:
-    """A message, for plain `pickle.loads`; `reducers` pickle further types. Raises `CaptureError`."""
+    """Return the pickle of a message for plain `pickle.loads`; `reducers` pickle further types. Raises
+    `CaptureError`."""
 
     def write() -> Pickler:
         pickler = MessagePickler(library, io.BytesIO(), reducers, in_band=True, skip=lambda key, name: skip(key, name))
@@ -125,7 +126,7 @@ def dumps(library: str, obj: Any, reducers: Mapping[type, Any] = _NONE) -> bytes
         return pickler
 
     try:
-        pickler = deeply(write)
+        pickler = with_large_stack(write)
     except RuntimeError as exc:
         if isinstance(exc, RecursionError):
             raise explain_failure(exc, {"the message": obj}) from None
@@ -137,7 +138,7 @@ def dumps(library: str, obj: Any, reducers: Mapping[type, Any] = _NONE) -> bytes
 
 
 def install(library: str) -> None:
-    """From now on, what this process sends by a library's queues and pipes is pickled here."""
+    """Pickle here, from now on, what this process sends through a library's queues and pipes."""
 
     def dump_message(cls: type, obj: Any, protocol: int | None = None, *args: Any, **options: Any) -> bytes:
         return dumps(library, obj)
@@ -146,7 +147,7 @@ def install(library: str) -> None:
 
 
 def install_for_joblib() -> None:
-    """From now on, what joblib's pools send to processes is pickled here, too: they have a pickler of their own."""
+    """Pickle here, from now on, what joblib's pools send to processes, too: they have a pickler of their own."""
     pools: Any = sys.modules.get("joblib.pool")
     if pools is not None:
         pools.CustomizablePickler = _JoblibPickler
@@ -159,7 +160,7 @@ class _JoblibPickler:
         self._file, self._reducers = file, dict(reducers or {})
 
     def register(self, kind: type, reduce: Callable[[Any], Any]) -> None:
-        """Pickle objects of this type by this function."""
+        """Register a function that pickles objects of a type."""
         self._reducers[kind] = reduce
 
     def dump(self, obj: Any) -> None:
@@ -168,12 +169,12 @@ class _JoblibPickler:
 
 
 def use_in_process(library: str, received: Keep, where_: str, has: Callable[[str, str], bool]) -> None:
-    """In a process: pickle messages here, and let what comes with them enter where `received` allows it."""
+    """Pickle messages here, in a process. Names that arrive with a message are set if `received` allows it."""
     global keep, skip, where
     keep, skip, where = received, has, where_
     install(library)
 
 
 def fits(descriptors: Sequence[int], most: int = 32) -> list[Sequence[int]]:
-    """The descriptors in as many parts as messages can carry."""
+    """Split descriptors into as many parts as messages can carry."""
     return [descriptors[start : start + most] for start in range(0, len(descriptors), most)]

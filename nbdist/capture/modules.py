@@ -1,4 +1,4 @@
-"""The user's own modules: those that are not installed, and may be edited and reloaded while the notebook runs."""
+"""The user's own modules: modules that are not installed, and may be edited and reloaded while the notebook runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PACKAGE = __name__.partition(".")[0]
 _lock = threading.Lock()
 _seen: set[str] = set()
 _state: tuple[int, str] = 0, ""
-_hears_cells = False
+_follows_cells = False
 
 
 class _Executed(NamedTuple):
-    """The source of a module when this process has executed it."""
+    """The source of a module at the time when this process executed it."""
 
     spec: Any
     """The module's spec then: `reload` gives it another one."""
@@ -35,14 +35,14 @@ _executed: dict[str, _Executed | None] = {}
 
 
 def own_sources() -> dict[str, tuple[str, int]]:
-    """The source that this process has executed, for each of the user's own modules that it has: file and checksum.
+    """Return, for each of the user's own modules in this process, the source that was executed: file and checksum.
 
     A notebook's sources are read at the end of each cell, too: they may be edited before the next call.
     """
-    global _state, _hears_cells
+    global _state, _follows_cells
     with _lock:
-        if not _hears_cells:
-            _hears_cells = after_each_cell(own_sources)
+        if not _follows_cells:
+            _follows_cells = after_each_cell(own_sources)
         state = len(sys.modules), next(reversed(sys.modules))  # what is new, or was executed again, comes last
         for name in sys.modules.keys() - _seen if state != _state else ():
             _seen.add(name)
@@ -69,7 +69,7 @@ def own_sources() -> dict[str, tuple[str, int]]:
 
 
 def own_file(module: types.ModuleType | None, name: str) -> str | None:
-    """The source file of one of the user's own modules; None for any other."""
+    """Return the source file of one of the user's own modules; None for any other module."""
     file = contents(module).get("__file__")
     if not isinstance(file, str) or not file.endswith(".py") or file.startswith(INSTALLED) or not os.path.isabs(file):
         return None
@@ -77,7 +77,7 @@ def own_file(module: types.ModuleType | None, name: str) -> str | None:
 
 
 def checksum(file: str) -> int:
-    """Return the checksum of a source file; 0 where there is none."""
+    """Return the checksum of a source file; 0 if there is no file."""
     try:
         with open(file, "rb") as source:
             return zlib.crc32(source.read())
@@ -86,7 +86,7 @@ def checksum(file: str) -> int:
 
 
 def modified(file: str) -> float | None:
-    """Return when a file was modified, as %autoreload has it; None where there is no file."""
+    """Return the modification time of a file, as %autoreload computes it; None if there is no file."""
     try:
         return os.stat(file).st_mtime
     except OSError:
@@ -94,9 +94,9 @@ def modified(file: str) -> float | None:
 
 
 def version(file: str) -> tuple[int, ...]:
-    """Return device, inode, size in bytes and time of modification (ns) of a file; an empty tuple where there is none.
+    """Return device, inode, size in bytes and modification time (ns) of a file; an empty tuple if there is no file.
 
-    An older file that is put in the place of another has another version, too.
+    If an older file replaces another file, the version changes, too.
     """
     try:
         found = os.stat(file)

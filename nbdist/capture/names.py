@@ -1,4 +1,4 @@
-"""Finds the names that functions and classes use, and the namespaces that they find them in."""
+"""The names that functions and classes use, and the namespaces of these names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BY_NAME = frozenset(
 
 
 def importable(obj: Any) -> bool:
-    """Return whether a reader finds this very function or class by importing its module."""
+    """Return whether importing its module gives a reader the same function or class."""
     name = text(obj, "__module__")
     module = sys.modules.get(name) if name != "__main__" else None
     if module is None or travels_by_value(module):
@@ -60,7 +60,8 @@ def _is_made_by_code(module: Any) -> bool:
 
 
 def namespace_of(namespace: Namespace) -> tuple[str, bool]:
-    """A key for a function's globals, and whether they have to travel (they do unless a module import gives them)."""
+    """Return a key for a function's globals, and whether they must be sent; they need not if an import gives the
+    module."""
     name = namespace.get("__name__", "__main__")
     module = sys.modules.get(name)
     if module is not None and contents(module) is namespace and not travels_by_value(module):
@@ -69,7 +70,7 @@ def namespace_of(namespace: Namespace) -> tuple[str, bool]:
 
 
 def namespace_key(fn: Callable[..., Any]) -> str:
-    """The namespace in which `fn`, whatever it is wrapped in, finds its globals."""
+    """Return the key of the namespace in which `fn`, behind any wrappers, finds its globals."""
     inner: Any = fn
     with contextlib.suppress(Exception):  # `__wrapped__` of an object that answers any attribute, or raises
         inner = inspect.unwrap(fn)
@@ -80,7 +81,7 @@ def namespace_key(fn: Callable[..., Any]) -> str:
 
 
 def globals_of(fn: types.FunctionType) -> Namespace:
-    """The globals that `fn` uses, by name. Of what the notebook has shown (`Out`), only what `fn` names by number."""
+    """Return the globals that `fn` uses, by name. Of the shown values (`Out`) only those that `fn` names by number."""
     namespace = fn.__globals__
     names = dict.fromkeys(globals_used(fn.__code__))
     names.update(dict.fromkeys(names_in_hints(fn.__annotations__)))
@@ -92,7 +93,7 @@ def globals_of(fn: types.FunctionType) -> Namespace:
 
 
 def globals_of_class(cls: type) -> Namespace:
-    """Variables of the notebook that only the text of a class's hints names."""
+    """Return the variables of the notebook that occur only in the text of a class's type hints."""
     hints = vars(cls).get("__annotations__")
     if cls.__module__ != "__main__" or not hints:
         return {}
@@ -102,7 +103,7 @@ def globals_of_class(cls: type) -> Namespace:
 
 @functools.lru_cache(maxsize=4096)
 def globals_used(code: types.CodeType) -> tuple[str, ...]:
-    """The global names that `code`, or a function or class inside it, reads or writes."""
+    """Return the global names that `code`, or a function or class inside it, reads or writes."""
     names = {i.argval: None for i in dis.get_instructions(code) if i.opname in _BY_NAME}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -111,7 +112,7 @@ def globals_used(code: types.CodeType) -> tuple[str, ...]:
 
 
 def names_in_hints(hints: Mapping[str, Any]) -> Iterator[str]:
-    """The names in those hints that are text, wholly (`from __future__ import annotations`) or in part."""
+    """Return the names in type hints that are strings, wholly (`from __future__ import annotations`) or in part."""
     for hint in hints.values() if isinstance(hints, Mapping) else ():
         try:
             found = [name for inner in _texts(hint) for name in _names_in(inner)]
@@ -138,7 +139,7 @@ def _texts(hint: Any) -> Iterable[str]:
 
 
 def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.ModuleType]:
-    """The loaded sub-modules of a package that `code` may reach through it, as in `xml.etree.ElementTree`."""
+    """Return the loaded submodules of a package that `code` may use through it, as in `xml.etree.ElementTree`."""
     if "__path__" not in contents(module):
         return []
     found = []
@@ -151,7 +152,7 @@ def submodules(module: types.ModuleType, code: types.CodeType) -> list[types.Mod
 
 @functools.lru_cache(maxsize=4096)
 def attributes_of(code: types.CodeType) -> frozenset[str]:
-    """The names that `code`, or a function or class inside it, reads as attributes or globals."""
+    """Return the names that `code`, or a function or class inside it, reads as attributes or globals."""
     return frozenset(name for inner in _codes(code) for name in inner.co_names)
 
 
@@ -163,7 +164,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 class Outputs(dict[int, Any]):
-    """Values that cells have shown, in a rank: those that functions name."""
+    """The values that cells have shown, in a rank: only those that functions name."""
 
     def __missing__(self, number: Any) -> Any:
         raise KeyError(

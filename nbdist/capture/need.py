@@ -1,4 +1,4 @@
-"""`need=`: names of the notebook that a call takes along though its function is not seen to use them."""
+"""`need=`: names of the notebook to send, although the function is not seen to use them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAMES = "need must be names of variables (a string or a list), or a mapping nam
 
 
 def main_namespace() -> dict[str, Any]:
-    """The notebook's (or script's) own variables."""
+    """Return the variables of the notebook, or of the script."""
     return sys.modules["__main__"].__dict__
 
 
 def script() -> str:
-    """The text of the script that this process runs; empty where it runs none."""
+    """Return the text of the script that this process runs; empty if it runs none."""
     file = main_namespace().get("__file__")
     try:
         with open(file or "", encoding="utf-8") as source:
@@ -35,7 +35,7 @@ def script() -> str:
 
 
 class NewCells:
-    """The texts of the notebook's cells that were run since the last look; the text of a script, at the first look."""
+    """Reader of new code: the cells that were run since its last use, or at the first use the text of a script."""
 
     def __init__(self) -> None:
         self._read = 0  # how many cells
@@ -50,7 +50,7 @@ class NewCells:
 
 
 def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
-    """The names in `need` with their values. Raises `NameError`, naming the nearest existing names."""
+    """Return the names in `need` with their values. Raises `NameError` with the most similar existing names."""
     if isinstance(need, Mapping):
         for name in need:
             _check_name(name)
@@ -75,9 +75,10 @@ def resolve_need(need: Any, fn: Callable[..., Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_names(block: str, names: Mapping[str, Any]) -> Iterator[None]:
-    """In the notebook itself: let `__main__` have what the import block gives, and these names; then its own again.
+    """Give `__main__`, in the notebook itself, the names of the import block and these names; restore its own
+    afterwards.
 
-    What is assigned to one of them meanwhile stays.
+    A value that is assigned to one of them in the block stays.
     """
     main = main_namespace()
     given: dict[str, Any] = {}

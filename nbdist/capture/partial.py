@@ -1,4 +1,4 @@
-"""A value without the parts that cannot be sent or rebuilt: `Absent` is in the place of each such part."""
+"""A value without the parts that cannot be sent or rebuilt: `Absent` replaces each such part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST = 20
 
 
 class Absent:
-    """In the place of a part of a value that could not be sent or rebuilt.
+    """The replacement of a part of a value that could not be sent or rebuilt.
 
     Attributes: `name`, which part it was; `why`; `state`, what the part consisted of, where that arrived.
     """
@@ -30,10 +30,10 @@ class Absent:
 
 
 def absent_parts(value: Any, what: str, instead: Mapping[int, Any], **options: Any) -> dict[int, Any]:
-    """Return what replaces the parts of `value` that cannot be pickled, by their ids.
+    """Return replacements for the parts of `value` that cannot be pickled, by their ids.
 
-    Empty if nothing of it is left without them. `what` is the value's name, `instead` are other replacements, and
-    they are returned too; the options go to the `Pickler`.
+    Empty if nothing of the value is left without them. `what` is the name of the value; `instead` are other
+    replacements, which are included in the result; the options go to the `Pickler`.
     """
     absent = dict(instead)
     for _ in range(_MOST):
@@ -51,9 +51,10 @@ def absent_parts(value: Any, what: str, instead: Mapping[int, Any], **options: A
 
 
 def loads(pickled: memoryview, *, buffers: Iterable[memoryview], name: Callable[[], str]) -> Any:
-    """Read a pickle as `pickle.loads` does, with `Absent` for each part that raises; `name` gives what is being read.
+    """Read a pickle like `pickle.loads`, with `Absent` for each part that raises; `name` returns the name of the part
+    that is being read.
 
-    Some fifty times slower than `pickle.loads`.
+    This takes some fifty times as long as `pickle.loads`.
     """
     return _Unpickler(io.BytesIO(pickled), name, buffers).load()
 
@@ -78,7 +79,7 @@ class _Unpickler(pickle._Unpickler):
         return Absent(self._name(), f"{type(exc).__name__}: {text_of(exc)}", state)
 
     def _made(self, action: Callable[[Any], None], depth: int) -> None:
-        """Do what takes the last `depth` objects of the stack and leaves one."""
+        """Run an operation that replaces the last `depth` objects of the stack by one."""
         below, used = self.stack[:-depth], self.stack[-depth:]
         try:
             action(self)
@@ -92,7 +93,7 @@ class _Unpickler(pickle._Unpickler):
                     self.memo[number] = made
 
     def _filled(self, action: Callable[[Any], None]) -> None:
-        """Do what puts objects of the stack into another, which may be absent."""
+        """Run an operation that puts objects of the stack into another object, which may be absent."""
         try:
             action(self)
         except Exception:

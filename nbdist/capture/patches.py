@@ -1,4 +1,4 @@
-"""Patches: functions and values that the notebook has put into modules, and into classes (fastcore's `@patch`)."""
+"""Patches: functions and values that the notebook has put into modules and classes (fastcore's `@patch`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MAY_PATCH = re.compile(r"@patch|patch_to|setattr\(|_accessor\(|^\s*(?!self\.)\w
 
 
 class Patches:
-    """Finds patches. It looks through all classes and modules only when code has been run that may patch; what cells
-    assign by name it looks at in each call."""
+    """Finder of patches. It searches all classes and modules only after code has run that may patch; attributes that
+    cells assign by name are read in each call."""
 
     def __init__(self) -> None:
         self._looked: Any = None
@@ -35,7 +35,8 @@ class Patches:
         self._assigned = Assigned()
 
     def find(self, refused: Callable[[Any], str]) -> list[Patch]:
-        """The patches that can be sent; a warning says, once of each, which cannot. `refused` says why not."""
+        """Yield the patches that can be sent; a warning names, once, each one that cannot. `refused` returns the
+        reason."""
         now = getattr(shell(), "execution_count", 0), main_namespace().get("__file__")
         if now != self._looked:
             self._looked = now
@@ -86,7 +87,7 @@ def _search() -> Iterator[Patch]:
 
 
 def classes() -> Iterator[type]:
-    """All classes of this process, but for `object`."""
+    """Yield all classes of this process except `object`."""
     seen, found = {id(object)}, [object]  # by id: a metaclass has its own idea of hashes
     while found:
         for cls in type.__subclasses__(found.pop()):

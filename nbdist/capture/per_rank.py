@@ -1,4 +1,4 @@
-"""Arguments: one for each rank (`per_rank`), and several of one call (`Spread`)."""
+"""Arguments with one value for each rank (`per_rank`), and arguments of several calls in one (`Spread`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .foreign import is_a, name_of
 
 
 class OnePerRank:
-    """A list whose items go to one rank each: see `per_rank`."""
+    """A list with one item for each rank: see `per_rank`."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         if not isinstance(values, Iterable):
@@ -26,7 +26,7 @@ class OnePerRank:
 
 
 class Spread:
-    """Calls a function with the items of a tuple.
+    """A function that calls another one with the items of a tuple.
 
     Args:
         fn: The function.
@@ -37,7 +37,7 @@ class Spread:
         self.__name__ = name_of(fn)
 
     def __call__(self, items: tuple[Any, ...]) -> Any:
-        """Return what the function returns for these arguments."""
+        """Return the value of the function for these arguments."""
         return self.__wrapped__(*items)
 
 
@@ -65,9 +65,9 @@ def per_rank(values: Iterable[Any]) -> Any:
 def for_each_rank(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int, fixed: bool = True
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for `count` ranks, what `per_rank` marks as `PerRank`.
+    """Return the arguments for `count` ranks, with `PerRank` in place of each argument that `per_rank` marks.
 
-    Raises `ValueError` for more or fewer items, and for any where the number of ranks is not `fixed`.
+    Raises `ValueError` for more or fewer items, and for any marked argument if the number of ranks is not `fixed`.
     """
 
     def given(name: str, value: Any) -> Any:
@@ -87,7 +87,7 @@ def for_each_rank(
 
 
 def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the whole lists in the place of what `per_rank` marks."""
+    """Return the arguments with the whole lists in place of the arguments that `per_rank` marks."""
 
     def whole(value: Any) -> Any:
         return value.values if is_a(value, OnePerRank) else value
@@ -96,5 +96,5 @@ def all_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
 
 
 def own(value: Any, place: int) -> Any:
-    """Return an argument's value for the rank at this place among those that run the function."""
+    """Return an argument's value for the rank at this place among the ranks of the call."""
     return value.values[place] if is_a(value, PerRank) else value

@@ -1,8 +1,8 @@
-"""Notebook objects as bytes: functions and classes by value, big buffers outside the pickle. `reading` reads them.
+"""Pickles of notebook objects: functions and classes by value, big buffers outside the pickle. `reading` reads them.
 
-A function keeps the namespace it lives in: notebook functions find their globals in the rank's `__main__`, all of
-them in the same one. The globals that they use travel too, once each, and end up in that namespace; and so do the
-functions and classes that the notebook knows by their own names, for what pickles by name in a rank.
+A function keeps its namespace: all functions of the notebook find their globals in the rank's `__main__`. The globals
+that they use are sent, too, once each, and are set in this namespace. So are the functions and classes that the
+notebook knows by their own names, for code that pickles by name in a rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .names import (
 from .need import main_namespace
 from .ray_references import reduce_of_ray
 from .steps import (
-    Call,
+    CallStep,
     Close,
     Enter,
     EnterConstants,
@@ -43,7 +43,7 @@ from .steps import (
     Named,
     Open,
     Progress,
-    Step,
+    UnpickleStep,
     is_constant,
     is_definition,
 )
@@ -57,15 +57,15 @@ Steps = tuple[list[Any], list[Any]]
 
 
 class Pickler(cloudpickle.Pickler):
-    """A C-speed pickler that sends notebook functions by value, with the globals that they use.
+    """A pickler in C that sends notebook functions by value, with the globals that they use.
 
     Args:
-        file: Where the pickle goes.
+        file: The file for the pickle.
         skip: Says of a global, by the key of its namespace and its name, that the reader has it already.
         need: Values that go in the place of the globals of these names, in the namespaces `need_in` (their keys).
         known: The number, by id, of each object that came from the other side. It goes back as that number, so that
             the notebook gets its own class again and not a copy.
-        instead: What goes in the place of objects, by their ids.
+        instead: Replacements of objects, by their ids.
         says_copies: Warn of what the notebook shares with other processes, and the reader gets as a copy.
         to_cpu: Move CUDA tensors to the CPU. Otherwise they arrive on the reader's current CUDA device.
         in_band: Put big buffers into the pickle too.
@@ -106,19 +106,20 @@ class Pickler(cloudpickle.Pickler):
         self._array = getattr(sys.modules.get("numpy"), "ndarray", None)
         self._cells: set[int] = set()  # those whose content some function's steps write
         # Not a method: with a reference to itself, a pickler and its data would wait for the garbage collector.
-        beside = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
-        super().__init__(file, protocol=5, buffer_callback=beside)
+        out_of_band = None if in_band else functools.partial(_keep_buffer, self.buffers, least)
+        super().__init__(file, protocol=5, buffer_callback=out_of_band)
 
     def dump(self, obj: Any) -> None:
-        """Write the pickle of `obj`. Raises what its objects raise, `RecursionError` for one that is too deep."""
+        """Write the pickle of `obj`. Raises the exceptions of its objects, and `RecursionError` for one that is too
+        deep."""
         pickle.Pickler.dump(self, obj)
 
-    def needed(self) -> tuple[Step, ...]:
-        """Return the steps that bring what is named in `need`, whether or not its use is seen."""
+    def needed(self) -> tuple[UnpickleStep, ...]:
+        """Return the steps that send the names in `need`, whether or not the function is seen to use them."""
         return self._definition([], [], *(self._variables(key, self._need) for key in self._need_in))
 
     def reducer_override(self, obj: Any) -> Any:  # called for everything but the plain built-in types
-        if isinstance(obj, Step):
+        if isinstance(obj, UnpickleStep):
             return obj.reduce(self._progress)
         if type(obj) is types.FunctionType and obj in _READERS:
             return NotImplemented
@@ -229,7 +230,7 @@ class Pickler(cloudpickle.Pickler):
             return reducers.array_of_c_types, (cls._type_, cls._length_)  # type: ignore[attr-defined]
         make, args, attributes, data = classes.reduce_class(cls)
         steps = self._definition(
-            [*self._own_name(cls), Call(classes.keep_attributes, cls, frozenset(attributes))],
+            [*self._own_name(cls), CallStep(classes.keep_attributes, cls, frozenset(attributes))],
             data,
             _attributes(classes.set_attributes, cls, attributes),
             self._variables("__main__", globals_of_class(cls)),
@@ -255,7 +256,7 @@ class Pickler(cloudpickle.Pickler):
             return types.CellType, ()
         return types.CellType, (), (content,), None, None, reading.set_cell_state
 
-    def _definition(self, code: list[Any], data: list[Step], *more: Steps) -> tuple[Any, ...]:
+    def _definition(self, code: list[Any], data: list[UnpickleStep], *more: Steps) -> tuple[Any, ...]:
         self.defines = True
         for some_code, some_data in more:
             code += some_code
@@ -263,7 +264,7 @@ class Pickler(cloudpickle.Pickler):
         return (Open(), *code, Close(data)) if code or data else ()
 
     def _own_name(self, obj: Any) -> list[Any]:
-        """Return the steps by which the reader finds `obj` by its name, if the notebook does."""
+        """Return the steps that set `obj` under its own name in the reader, if the notebook knows it by this name."""
         name, *inner = obj.__qualname__.split(".")
         outermost = main_namespace().get(name) if obj.__module__ == "__main__" else None
         found = outermost
@@ -283,9 +284,9 @@ class Pickler(cloudpickle.Pickler):
                 continue
             self._cells.add(id(cell))
             if is_constant(content) or is_definition(content):
-                code.append(Call(reading.set_cell, cell, content))
+                code.append(CallStep(reading.set_cell, cell, content))
             else:
-                data.append(Call(reading.set_cell, cell, Named(name, content)))
+                data.append(CallStep(reading.set_cell, cell, Named(name, content)))
         return code, data
 
     def _reached_modules(self, fn: types.FunctionType, values: Iterable[Any]) -> Steps:
@@ -308,7 +309,7 @@ class Pickler(cloudpickle.Pickler):
             self.captured[name] = value
             if isinstance(value, Outputs):
                 shown = {number: Named(f"Out[{number}]", output) for number, output in value.items()}
-                data.append(Call(reading.enter_outputs, key, shown))
+                data.append(CallStep(reading.enter_outputs, key, shown))
             elif is_constant(value):
                 constants[name] = value
             else:
@@ -330,7 +331,7 @@ class Pickler(cloudpickle.Pickler):
 
 
 def dumps_plain(value: Any) -> memoryview | None:
-    """The pickle of a number, a text, or a list of these, which needs no `Pickler`; None for other values."""
+    """Return the pickle of a number, a text, or a list of these, which needs no `Pickler`; None for other values."""
     plain = _PLAIN.issuperset(map(type, value)) if type(value) is list else type(value) in _PLAIN
     return memoryview(pickle.dumps(value, protocol=5)) if plain else None
 
@@ -353,7 +354,7 @@ def _attributes(setter: Callable[..., None], obj: Any, attributes: Mapping[str, 
     data: dict[str, Any] = {}
     for name, value in attributes.items():
         (code if is_constant(value) or is_definition(value) else data)[name] = value
-    return [Call(setter, obj, code)] if code else [], [Call(setter, obj, data)] if data else []
+    return [CallStep(setter, obj, code)] if code else [], [CallStep(setter, obj, data)] if data else []
 
 
 def _content(cell: types.CellType) -> Any:

@@ -1,4 +1,4 @@
-"""References to objects and actors of a Ray cluster: what reads them is connected to that cluster first."""
+"""References to objects and actors of a Ray cluster: the reader first connects to the same cluster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def reduce_of_ray(obj: Any) -> tuple[Any, ...] | None:
-    """Return the reduction of a reference to an object or an actor; None for anything else.
+    """Return the reduction of a reference to an object or an actor; None for other objects.
 
-    Ray's own pickle of them says who owns what they refer to, and can be read in another process of the cluster only.
+    Ray's own pickle of a reference contains its owner, and can be read only in another process of the cluster.
     """
     ray = sys.modules.get("ray")
     if ray is None or type(obj).__module__.partition(".")[0] != "ray":

@@ -1,4 +1,4 @@
-"""Functions that pickles of the notebook's objects call while they are read."""
+"""Functions that pickles of the notebook's objects call when they are read."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ Keep = Callable[[str, Namespace, str], bool]
 
 
 class Unreadable(Exception):
-    """Reading has raised: the name of what was read is the argument, the exception the cause."""
+    """Reading a pickle has failed. The argument is the name of the object that was being read, the cause is the
+    exception."""
 
 
 class _Reading(threading.local):
-    """State of the load in this thread, for the functions that its pickle calls."""
+    """State of reading in this thread, for the functions that the pickle calls."""
 
     originals: Sequence[Any] = ()
     keep: Keep
@@ -42,10 +43,10 @@ def read(
     keep: Keep,
     loads: Callable[..., Any] = pickle.loads,
 ) -> Any:
-    """Read what a `Pickler` wrote.
+    """Read the pickle of a `Pickler`.
 
-    A global that travelled is put into its namespace where `keep(key, namespace, name)` allows it. `originals` is
-    what this side once sent by value, in the order of the numbers; `loads` takes what `pickle.loads` takes.
+    A global that was sent is set in its namespace if `keep(key, namespace, name)` allows it. `originals` are the
+    objects that this side once sent by value, by number; `loads` takes the arguments of `pickle.loads`.
 
     Raises:
         Unreadable: When something that has a name could not be read.
@@ -69,49 +70,49 @@ def being_read() -> str:
 
 
 def original(number: int) -> Any:
-    """An object that this side has sent by value."""
+    """Return an object that this side has sent by value."""
     return _reading.originals[number]
 
 
 def itself(value: Any) -> Any:
-    """Something goes in the place of an object."""
+    """Return the argument: the pickle needs an object in place of another."""
     return value
 
 
 def nothing(*args: Any) -> None:
-    """The pickle needs no more than that these are read in their order."""
+    """Return None: the pickle only needs its arguments to be read in order."""
 
 
 # -------------------------------------------------------------------------------------------------------- names
 
 
 def begin(name: str) -> bool:
-    """Note that the object which is read now has this name."""
+    """Note the name of the object that is read now."""
     _reading.names.append(name)
     return True
 
 
 def named(begun: bool, value: Any, done: None = None) -> Any:
-    """Note that the object with the latest name is read."""
+    """Note that the object with the latest name has been read."""
     _reading.names.pop()
     return value
 
 
 def enter(begun: bool | None, key: str, name: str, value: Any, done: None = None) -> None:
-    """A variable enters the namespace `key`."""
+    """Set a variable in the namespace `key`."""
     if begun:
         _reading.names.pop()
     enter_all(key, {name: value})
 
 
 def enter_all(key: str, names: Mapping[str, Any]) -> None:
-    """Variables enter the namespace `key`."""
+    """Set variables in the namespace `key`."""
     namespace = namespace_for(key)
     namespace.update((name, value) for name, value in names.items() if _reading.keep(key, namespace, name))
 
 
 def enter_outputs(key: str, outputs: Mapping[int, Any]) -> None:
-    """Values that the notebook has shown."""
+    """Set values that the notebook has shown."""
     namespace = namespace_for(key)
     if not isinstance(namespace.get("Out"), Outputs):
         namespace["Out"] = Outputs()
@@ -119,12 +120,12 @@ def enter_outputs(key: str, outputs: Mapping[int, Any]) -> None:
 
 
 def namespace_for(key: str) -> Namespace:
-    """The namespace that `names.namespace_of` gave this key."""
+    """Return the namespace for a key of `names.namespace_of`."""
     return module_for(key).__dict__ if "#" in key else importlib.import_module(key).__dict__
 
 
 def module_for(key: str, doc: str | None = None) -> types.ModuleType:
-    """A module that no import gives."""
+    """Return a module that no import gives."""
     if key not in _reading.modules:
         module = _reading.modules[key] = types.ModuleType(key.rpartition("#")[0], doc)
         vars(module)["__builtins__"] = builtins

@@ -1,4 +1,4 @@
-"""Values that need their own way to be pickled: exceptions, streams, locks, widgets, some of fastai's objects."""
+"""Reductions of further values: exceptions, streams, locks, widgets, some objects of fastai."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Reduction = tuple[Any, ...]
 
 
 def has_own_init(cls: type[BaseException]) -> bool:
-    """Return whether Python would rebuild such an exception by `__init__(*args)`, though `__init__` may want others."""
+    """Return whether Python would rebuild such an exception by `__init__(*args)`, although `__init__` may need other
+    arguments."""
     return isinstance(cls.__init__, types.FunctionType) and cls.__reduce__ is BaseException.__reduce__
 
 
@@ -35,7 +36,7 @@ def make_exception(cls: type[BaseException], args: tuple[Any, ...]) -> BaseExcep
 
 
 def reduce_own(obj: Any) -> Reduction | None:
-    """Return the reduction of an object that each process has of its own; None for any other object.
+    """Return the reduction of an object that each process has for itself; None for any other object.
 
     A standard stream, `input`, `getpass` and a notebook's shell become the reader's.
 
@@ -95,7 +96,7 @@ def _make_view(data: Any, kind: str, shape: tuple[int, ...]) -> memoryview:
 
 
 def array_of_c_types(kind: type, length: int) -> Any:
-    """The class of an array of ctypes."""
+    """Return the class of an array of ctypes."""
     return kind * length  # type: ignore[operator]
 
 
@@ -118,7 +119,7 @@ BY_TYPE: dict[type, Callable[[Any], Reduction]] = {
 
 
 def reduce_wrapt(obj: Any) -> Reduction | None:
-    """Return how a function that a decorator of wrapt has wrapped is pickled; None for any other object."""
+    """Return the reduction of a function that a decorator of wrapt has wrapped; None for any other object."""
     wrapt: Any = sys.modules.get("wrapt")
     if wrapt is None or type(obj) is not wrapt.FunctionWrapper:
         return None
@@ -130,10 +131,10 @@ def _wrap(wrapped: Any, wrapper: Any, enabled: Any) -> Any:
 
 
 def reduce_delegating(obj: Any) -> Reduction | None:
-    """Return how an object is pickled that passes on to another what it does not have; None for any other.
+    """Return the reduction of an object that passes attributes on to another object; None for any other object.
 
-    While one is rebuilt it has no attributes yet, and pickle asks it for `__setstate__`: its `__getattr__` would ask
-    for the other object without end.
+    While such an object is rebuilt it has no attributes yet, and pickle reads its `__setstate__`: its `__getattr__`
+    would look for the other object without end.
     """
     cls: Any = type(obj)
     if (
@@ -152,7 +153,7 @@ def reduce_delegating(obj: Any) -> Reduction | None:
 
 
 def set_state(obj: Any, state: Any) -> None:
-    """Set what `object.__reduce_ex__` has given: the attributes, and those in slots."""
+    """Set the state from `object.__reduce_ex__`: the attributes, and those in slots."""
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     if attributes:
         object.__getattribute__(obj, "__dict__").update(attributes)
@@ -164,10 +165,11 @@ def set_state(obj: Any, state: Any) -> None:
 
 
 def reduce_fastai(obj: Any) -> tuple[Any, ...] | None:
-    """Return the reduction of fastai's objects that do not give or keep all of themselves; None for any other.
+    """Return the reduction of objects of fastai that do not pickle or keep all of their state; None for any other
+    object.
 
-    A `DataLoader` keeps the generator of its last epoch, which cannot be pickled and is of no more use. A `Recorder`
-    gives everything but what it has recorded.
+    A `DataLoader` keeps the generator of its last epoch, which cannot be pickled and is not needed any more. A
+    `Recorder` passes on everything except its records.
     """
     data, learner = sys.modules.get("fastai.data.load"), sys.modules.get("fastai.learner")
     if data is not None and isinstance(obj, data.DataLoader):
@@ -186,11 +188,11 @@ def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
 
 
 def reduce_widget(obj: Any) -> Reduction | None:
-    """Return the reduction of a widget: by what it shows. None for other objects, and for widgets that define their
-    own reduction.
+    """Return the reduction of a widget, by its displayed state. None for other objects, and for widgets with a
+    reduction of their own.
 
-    A widget of the notebook is the same widget in a rank: its changes are seen in its views. A rank's widget is a new
-    one of the notebook's, which receives the rank's changes there.
+    A widget of the notebook is the same widget in a rank: its views show its changes. A rank's widget becomes a new
+    widget of the notebook, which receives the rank's changes.
     """
     module = sys.modules.get("ipywidgets.widgets.widget")
     if module is None or not isinstance(obj, module.Widget):

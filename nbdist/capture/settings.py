@@ -1,6 +1,6 @@
-"""The state of libraries that people set in cells: logging, warnings, options. Ranks take it over with each call.
+"""Settings of libraries that people change in cells: logging, warnings, options. Each call sends them to the ranks.
 
-What is gathered, and where it comes from:
+The settings and their sources:
 
 | setting | source |
 |---|---|
@@ -48,7 +48,7 @@ LARGEST = 1 << 20
 
 
 class SettingsSender:
-    """The settings of this process that go with a call: pickles by name, written again when the settings have
+    """The settings of this process that are sent with a call: pickles by name, written again when the settings have
     changed."""
 
     def __init__(self) -> None:
@@ -59,13 +59,14 @@ class SettingsSender:
         self._lock = threading.RLock()  # several threads may call; what is pickled may call, too
 
     def modules(self) -> set[str]:
-        """Return the modules that reading the latest settings imports: the libraries that they belong to, and modules
-        of what they name, such as categories of warnings."""
+        """Return the modules that reading the latest settings imports: their libraries, and modules of named objects,
+        such as categories of warnings."""
         with self._lock:
             return set().union(*self._modules.values())
 
     def take(self) -> dict[str, bytes]:
-        """The pickles of all settings. A warning says which cannot be pickled, and so do not hold in ranks."""
+        """Return the pickles of all settings. A warning names the settings that cannot be pickled and are not set in
+        ranks."""
         with self._lock:
             return self._take_all()
 
@@ -103,7 +104,7 @@ sender = SettingsSender()
 
 
 def _refused(value: Any) -> str:
-    """Why a value cannot be set in ranks; empty where it can."""
+    """Return the reason why a value cannot be set in ranks; empty if it can."""
     pickled, _ = pickle_setting(value)
     if pickled is None:
         return "it cannot be sent"
@@ -111,7 +112,7 @@ def _refused(value: Any) -> str:
 
 
 def same(old: Any, new: Any) -> bool:
-    """Return whether two readings of a setting are equal; False where they cannot be compared."""
+    """Return whether two readings of a setting are equal; False if they cannot be compared."""
     try:
         return bool(old == new)
     except Exception:  # it holds what does not compare, such as arrays
@@ -119,7 +120,7 @@ def same(old: Any, new: Any) -> bool:
 
 
 def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:
-    """The pickle, None of what has none, and the modules that its reader imports."""
+    """Return the pickle of a setting, None if it cannot be pickled, and the modules that its reader imports."""
     pickler = Pickler(io.BytesIO(), in_band=True)
     try:
         pickler.dump(value)
@@ -129,7 +130,8 @@ def pickle_setting(value: Any) -> tuple[bytes | None, set[str]]:
 
 
 class _Loggers:
-    """Reads the settings of loggers: there are about a hundred, and nearly all are as libraries leave them."""
+    """Reader of the settings of loggers: of about a hundred loggers, nearly all have the settings of their
+    libraries."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Any, ...]] = []
@@ -169,7 +171,8 @@ class _Loggers:
 
 
 def describe_handler(handler: Any) -> tuple[Any, ...] | None:
-    """Return what makes a handler again; None for one of torch's, and for one without a stream or file."""
+    """Return the arguments that rebuild a handler; None for a handler of torch, and for one without a stream or
+    file."""
     formatter = handler.formatter
     if text(type(formatter), "__module__") == "torch._logging._internal":  # there are dozens of these
         return None
@@ -187,9 +190,9 @@ def describe_handler(handler: Any) -> tuple[Any, ...] | None:
 
 
 def _stream(stream: Any) -> str | tuple[str, str] | None:
-    """Find a handler's stream in a rank: the name of a standard one, or a file's path and encoding.
+    """Describe a handler's stream for a rank: the name of a standard stream, or a file's path and encoding.
 
-    None where a rank has none: the stream is a text in the notebook's memory, an archive, or a file without a name.
+    None if a rank cannot have the stream: a text in the notebook's memory, an archive, or a file without a name.
     """
     names = {id(sys.stdout): "stdout", id(sys.__stdout__): "stdout", id(sys.stderr): "stderr"}
     if id(stream) in names:
@@ -208,7 +211,7 @@ def _stream(stream: Any) -> str | tuple[str, str] | None:
 
 
 class _Environ:
-    """Reads the environment: a hundred variables there are, and hardly ever is one new."""
+    """Reader of the environment: it has about a hundred variables, and they rarely change."""
 
     def __init__(self) -> None:
         self._raw: Any = None
@@ -296,7 +299,7 @@ def _what(name: str) -> str:
 
 
 def current() -> dict[str, Any]:
-    """The settings that hold in this process, by name, of the libraries that are loaded; patches are not among them."""
+    """Return the current settings of the loaded libraries, by name, without patches."""
     found = {}
     for name, (module, read) in _SOURCES.items():
         loaded = sys.modules.get(module)

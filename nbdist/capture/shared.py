@@ -1,6 +1,6 @@
-"""Things that the notebook shares with other processes: managers of `multiprocessing`, memory, Optuna's trials.
+"""Objects that the notebook shares with other processes: managers of `multiprocessing`, memory, Optuna's trials.
 
-A manager is shared with readers, too. The others travel as copies, and a warning says so.
+A manager is shared with the ranks, too. The others are copied, and a warning says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MANAGERS = {"multiprocessing": "multiprocessing.managers", "multiprocess": "mul
 
 
 def reduce_managed(obj: Any) -> Reduction | None:
-    """Return how managers of `multiprocessing` and their proxies are pickled; None for any other object.
+    """Return the reduction of managers of `multiprocessing` and their proxies; None for any other object.
 
-    The reader has another authentication key than this process, so the manager's goes along. Where that is the key of
-    this process, as by default, the reader takes it over, as a child of `multiprocessing` has it: what a manager
-    answers may be another proxy.
+    The reader has another authentication key than this process, so the manager's key is sent. If it is the key of this
+    process, as by default, the reader adopts it, as a child of `multiprocessing` does: the manager may return another
+    proxy.
     """
     for library, managers in _MANAGERS.items():
         module: Any = sys.modules.get(managers)
@@ -62,7 +62,7 @@ def _take(key: _Key) -> Any:
 
 
 def warn_of_shared_tensor(untyped: Any) -> None:
-    """Warn where a storage of torch is in memory that this process shares with others, as after `share_memory_()`."""
+    """Warn of a torch storage in memory that this process shares with others, as after `share_memory_()`."""
     if untyped.device.type != "cpu" or not untyped.nbytes() or not untyped.is_shared():
         return
     if getattr(untyped, "filename", None) is None and _made_here(untyped):
@@ -70,7 +70,7 @@ def warn_of_shared_tensor(untyped: Any) -> None:
 
 
 def _made_here(untyped: Any) -> bool:
-    """Return whether this process has put the storage into shared memory, and no worker that has sent it a batch."""
+    """Return whether this process has put the storage into shared memory, and not a worker that sent a batch."""
     try:
         descriptor, _ = untyped._share_fd_cpu_()
         name = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -80,7 +80,7 @@ def _made_here(untyped: Any) -> bool:
 
 
 def warn_of_shared_array(array: Any) -> None:
-    """Warn where a NumPy array lies in an `mmap` or in a `SharedMemory` block of `multiprocessing`."""
+    """Warn of a NumPy array in an `mmap` or in a `SharedMemory` block of `multiprocessing`."""
     base = array.base
     while type(base) is type(array):
         base = base.base
@@ -97,7 +97,7 @@ def _warn_of_copy(what: str, maker: str) -> None:
 
 
 def warn_of_trial(obj: Any) -> None:
-    """Warn where `obj` is a trial of an Optuna study that is in this process's memory."""
+    """Warn if `obj` is a trial of an Optuna study in this process's memory."""
     trials: Any = sys.modules.get("optuna.trial")
     storages: Any = sys.modules.get("optuna.storages")
     if trials is None or storages is None or type(obj) is not trials.Trial:

@@ -1,8 +1,8 @@
-"""Modules that are imported for what they do to others: `fastai.distributed` gives fastai's learners a `distrib_ctx`.
+"""Modules that are imported for their effect on others: `fastai.distributed` gives fastai's learners a `distrib_ctx`.
 
-No name that a call uses leads to them, so the notebook's own import statements are gone through: of each package that a
-call uses, ranks import all that the notebook does. torch is left out: it is there as a whole, and its further modules,
-such as `torch.utils.tensorboard`, take long to import.
+No name in a call leads to them, so the notebook's import statements are read: ranks import the notebook's modules of
+each package that a call uses. torch is left out: it is imported as a whole, and further modules, such as
+`torch.utils.tensorboard`, take long to import.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _UNKNOWN = re.compile(r"Can't get attribute '(\w+)' on <module '__main__'")
 
 
 class ImportStatements:
-    """The modules that the cells that were run, or the script, name in import statements."""
+    """The modules in import statements of the cells that were run, or of the script."""
 
     def __init__(self) -> None:
         self._cells = NewCells()
         self._named: dict[str, None] = {}
 
     def named(self) -> list[str]:
-        """In the order in which they were imported first; those that are there."""
+        """Return the modules that are loaded, in the order of their first import."""
         for cell in self._cells.take():
             self._named.update(dict.fromkeys(modules_in(cell)))
         return [name for name in self._named if name in sys.modules]
@@ -45,8 +45,9 @@ class ImportStatements:
 statements = ImportStatements()
 
 
-def imported_beside(modules: Iterable[str]) -> list[str]:
-    """Return what the notebook has imported of the packages that a call uses, without the `modules` that it uses."""
+def imported_alongside(modules: Iterable[str]) -> list[str]:
+    """Return the modules that the notebook has imported of the packages that a call uses, without the `modules` that it
+    uses."""
     used = set(modules)
     packages = {name.partition(".")[0] for name in used} - _NEVER
     if not packages:
@@ -55,7 +56,8 @@ def imported_beside(modules: Iterable[str]) -> list[str]:
 
 
 def missing_import(error: AttributeError) -> str:
-    """Return which import is missing for an attribute that a module adds to a class of another; empty if none is."""
+    """Return the missing import for an attribute that a module adds to a class of another module; empty if none is
+    missing."""
     unknown = _UNKNOWN.search(text_of(error))
     if unknown is not None and unknown[1] in main_namespace():
         return f"The notebook has {unknown[1]}, and the rank had not been given it: need={unknown[1]!r}"
@@ -76,7 +78,7 @@ def missing_import(error: AttributeError) -> str:
 
 
 def _missing_of_fastai(name: str) -> str:
-    """The same, where fastai says in its index that one of its modules gives learners this attribute."""
+    """Do the same for fastai, whose index lists the modules that give learners this attribute."""
     if "fastai.learner" not in sys.modules:
         return ""
     with contextlib.suppress(ImportError, AttributeError, KeyError):
@@ -90,7 +92,7 @@ def _missing_of_fastai(name: str) -> str:
 
 
 def modules_in(cell: str) -> Iterator[str]:
-    """The modules that a cell's import statements name, but for those inside functions."""
+    """Return the modules in a cell's import statements outside functions."""
     if "import" not in cell:
         return
     try:

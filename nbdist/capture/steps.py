@@ -1,8 +1,8 @@
-"""In which order definitions and data are written, so that what a value needs to be rebuilt is there before it.
+"""The order in which definitions and data are pickled, so that everything that a value needs is rebuilt before it.
 
-A function or class is written with its code first: other definitions that it names, constants, modules. What else it
-refers to (global data, closures, defaults, class attributes) may hold instances of the very classes that are being
-defined, and may run their methods when it is read: it is written when the outermost definition is complete.
+The code of a function or class is written first, with other definitions that it names, constants and modules. Its other
+references (global data, closures, defaults, class attributes) may contain instances of the classes that are being
+defined, and may run their methods when they are read. They are written when the outermost definition is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFINITIONS = (
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether reading `value` runs nothing and needs nothing that is not imported."""
+    """Return whether reading `value` runs no code and needs only importable objects."""
     return type(value) in _CONSTANTS or isinstance(value, types.ModuleType)
 
 
@@ -33,32 +33,32 @@ def is_definition(value: Any) -> bool:
 
 
 class Progress:
-    """Progress of the writing of a pickle."""
+    """The progress of writing a pickle."""
 
     def __init__(self) -> None:
         self.entered: dict[tuple[str, str], bool] = {}
         """The variables that are written, by the key of their namespace and their name: whether to the end."""
         self.depth = 0
         """The number of nested definitions that are being written."""
-        self.waiting: list[Step] = []
+        self.waiting: list[UnpickleStep] = []
         """Steps that these refer to, and that are written after them."""
 
 
-class Step:
-    """Something to be done while a pickle is read, settled when the pickler comes to it."""
+class UnpickleStep:
+    """An operation to run when the pickle is read; it is determined when the pickler reaches it."""
 
     __slots__ = ()
 
     def reduce(self, progress: Progress) -> Reduction:
-        """Return the reduction that is pickled for it."""
+        """Return the reduction to pickle for this step."""
         raise NotImplementedError
 
 
 _NOTHING: Reduction = (reading.nothing, ())
 
 
-class Call(Step):
-    """A function of this package is called."""
+class CallStep(UnpickleStep):
+    """A call of a function of this package."""
 
     __slots__ = ("args", "function")
 
@@ -69,8 +69,8 @@ class Call(Step):
         return self.function, self.args
 
 
-class Named(Step):
-    """A value that errors call by a name."""
+class Named(UnpickleStep):
+    """A value with a name for errors."""
 
     __slots__ = ("name", "value")
 
@@ -78,11 +78,11 @@ class Named(Step):
         self.name, self.value = name, value
 
     def reduce(self, progress: Progress) -> Reduction:
-        return reading.named, (Call(reading.begin, self.name), self.value)
+        return reading.named, (CallStep(reading.begin, self.name), self.value)
 
 
-class Enter(Step):
-    """A variable enters a namespace, once."""
+class Enter(UnpickleStep):
+    """A variable that is set in a namespace, once."""
 
     __slots__ = ("key", "name", "value")
 
@@ -96,12 +96,12 @@ class Enter(Step):
         if done is False:  # It is on its way, and leads here: as much of it as there is, is better than no such name.
             return reading.enter, (None, self.key, self.name, self.value)
         progress.entered[self.key, self.name] = False
-        begun, end = Call(reading.begin, self.name), _Entered(self.key, self.name)
+        begun, end = CallStep(reading.begin, self.name), _Entered(self.key, self.name)
         return reading.enter, (begun, self.key, self.name, self.value, end)
 
 
 class EnterOwn(Enter):
-    """A function or class that has just been made enters a namespace."""
+    """A new function or class that is set in a namespace."""
 
     __slots__ = ()
 
@@ -112,8 +112,8 @@ class EnterOwn(Enter):
         return reading.enter, (None, self.key, self.name, self.value)
 
 
-class EnterConstants(Step):
-    """Variables that need nothing enter a namespace."""
+class EnterConstants(UnpickleStep):
+    """Variables without dependencies that are set in a namespace."""
 
     __slots__ = ("key", "names")
 
@@ -125,7 +125,7 @@ class EnterConstants(Step):
         return reading.enter_all, (self.key, dict(self.names))
 
 
-class _Entered(Step):
+class _Entered(UnpickleStep):
     __slots__ = ("key", "name")
 
     def __init__(self, key: str, name: str) -> None:
@@ -136,8 +136,8 @@ class _Entered(Step):
         return _NOTHING
 
 
-class Open(Step):
-    """A definition begins."""
+class Open(UnpickleStep):
+    """The begin of a definition."""
 
     __slots__ = ()
 
@@ -146,12 +146,12 @@ class Open(Step):
         return _NOTHING
 
 
-class Close(Step):
-    """A definition is complete but for the data that it refers to: they follow when the outermost one is."""
+class Close(UnpickleStep):
+    """The end of a definition without the data that it refers to: they follow when the outermost definition ends."""
 
     __slots__ = ("data",)
 
-    def __init__(self, data: Sequence[Step]) -> None:
+    def __init__(self, data: Sequence[UnpickleStep]) -> None:
         self.data = data
 
     def reduce(self, progress: Progress) -> Reduction:

@@ -1,4 +1,4 @@
-"""The modes of torch that hold in a process: read in the notebook, set in its ranks."""
+"""The modes of torch in a process: read in the notebook, set in its ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Mode(NamedTuple):
 
 
 def read(torch: Any) -> dict[str, Any]:
-    """The modes of torch that hold now, by name."""
+    """Return the current modes of torch, by name."""
     return {name: mode.read(torch) for name, mode in _MODES.items()}
 
 
 def write(torch: Any, value: Mapping[str, Any], last: Mapping[str, Any]) -> None:
-    """Set those modes of `value` that differ from the `last` ones.
+    """Set the modes in `value` that differ from the `last` ones.
 
-    What holds anyway is not set: `use_deterministic_algorithms(False)` would import a second's worth of modules.
+    Unchanged modes are not set: `use_deterministic_algorithms(False)` would import modules for a second.
     """
     for name, new in value.items():
         if last[name] != new:

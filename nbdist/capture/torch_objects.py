@@ -1,4 +1,4 @@
-"""Objects of torch that need their own way: TorchScript, operators of cells, wrapped models, loaders in use."""
+"""Objects of torch with special reductions: TorchScript, operators of cells, wrapped models, loaders in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HOOKS = {
 
 
 def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
-    """Return how these are pickled; None for any other object. `to_cpu` says that the reader is the notebook.
+    """Return the reduction of such an object; None for any other object. `to_cpu`: the reader is the notebook.
 
     Raises `TypeError` for an operator that cannot be registered again.
     """
@@ -70,7 +70,8 @@ def _unwrapped(module: Any, wrapper: str) -> Any:
 
 
 def _reduce_sharded(module: Any, own: type) -> Reduction:
-    """Return how a module after `fully_shard` is pickled: as one of its own class, without the hooks that gather."""
+    """Return the reduction of a module after `fully_shard`: as its original class, without the hooks that gather
+    parameters."""
     state = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
     for name in _HOOKS & state.keys():
         hooks = state[name]
@@ -90,7 +91,8 @@ def _is_of_fsdp(hook: Any) -> bool:
 
 
 def _reduce_script(torch: Any, obj: Any, to_cpu: bool) -> Reduction:
-    """By `torch.jit.save`. The parameters and buffers travel as tensors, too: an optimizer may have them."""
+    """Return the reduction by `torch.jit.save`. Parameters and buffers are also sent as tensors: an optimizer may share
+    them."""
     file = io.BytesIO()
     torch.jit.save(obj, file)
     tensors = {}
@@ -116,7 +118,7 @@ def _set_tensors(module: Any, tensors: Mapping[str, Any]) -> None:
 
 
 def operators_named(names: Iterable[str]) -> list[Any]:
-    """The operators of cells (`torch.library.custom_op`) whose namespace and name are among these attributes."""
+    """Return the operators of cells (`torch.library.custom_op`) whose namespace and name are among these attributes."""
     named = frozenset(names)
     if len(named) < 2:  # a namespace and a name: most functions have none, and there are about a hundred operators
         return []
@@ -135,7 +137,7 @@ def is_operator(obj: Any) -> bool:
 
 
 def reduce_operator(operator: Any) -> Reduction:
-    """Return how an operator is made again, with its kernels, gradients and transforms."""
+    """Return the reduction of an operator, with its kernels, gradients and transforms."""
     kernels = {device: _kernel(operator, fn) for device, fn in operator._backend_fns.items()}
     gradient = operator._backward_fn, operator._setup_context_fn
     state = kernels, operator._abstract_fn, gradient, operator._torch_dispatch_fns, operator._vmap_fn
@@ -145,7 +147,7 @@ def reduce_operator(operator: Any) -> Reduction:
 
 
 def _kernel(operator: Any, wrapped: Any) -> Callable[..., Any]:
-    """The function that was given, out of what torch has wrapped it in."""
+    """Return the user's function inside torch's wrapper."""
     fn = inspect.unwrap(wrapped)
     inner = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)).get("fn")
     if inner is None:

@@ -1,7 +1,7 @@
-"""Accelerate's and transformers' knowledge of the processes that train together: each process finds it out again.
+"""Accelerate's and transformers' knowledge of the processes that train together: each rank determines it again.
 
-An `Accelerator` or `TrainingArguments` of an earlier cell knows of one process, the notebook's. As it is, each rank
-would train by itself with it.
+An `Accelerator` or `TrainingArguments` of an earlier cell knows one process, the notebook's. Unchanged, it would make
+each rank train by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PREPARED = ("AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard", 
 
 
 def reduce_training_state(obj: Any) -> Reduction | None:
-    """Return the reduction of an object of these libraries that holds such knowledge; None for any other object."""
+    """Return the reduction of an object of these libraries with such knowledge; None for any other object."""
     state = sys.modules.get("accelerate.state")
     if state is None:
         return None
@@ -55,7 +55,7 @@ def reduce_training_state(obj: Any) -> Reduction | None:
 
 
 def _prepared(obj: Any) -> str:
-    """Say what `obj` is, if accelerate has prepared it, or something with it; "" otherwise."""
+    """Describe `obj` if accelerate has prepared it, or an object with it; otherwise return an empty string."""
     kind = type(obj)
     if not kind.__module__.startswith("accelerate."):
         return ""
@@ -102,7 +102,7 @@ def _training_arguments(cls: Any, own: dict[str, Any]) -> Any:
 
 
 def _after_check(prepared: str, processes: int, make: Any, *args: Any) -> Any:
-    """Make an object; raise `TypeError` if it was prepared for `processes` and there is another number of ranks."""
+    """Make an object; raise `TypeError` if it was prepared for `processes` and the number of ranks differs."""
     if _world_size() not in (1, processes):
         raise TypeError(
             f"{prepared} where there was one process, and each rank would train by itself: call `prepare` inside "

@@ -45,7 +45,7 @@ def use(engine: str | EngineOptions) -> None:
 
 
 def in_use() -> str | EngineOptions:
-    """Return what `use` was last called with."""
+    """Return the argument of the last `use`."""
     return _default
 
 
@@ -62,7 +62,7 @@ def resolve(
     Args:
         engine: As for `use`.
         env: Environment variables for its ranks.
-        start: How its ranks start: "forkserver" or "spawn".
+        start: The way to start its ranks: "forkserver" or "spawn".
 
     Raises:
         ValueError: No engine has this name, or the engine cannot start ranks like this.

@@ -17,11 +17,11 @@ OnOutput = Callable[[int, int, bytes], None]
 
 
 def drop(rank: int, which: int, data: bytes) -> None:
-    """Ignore what a rank has written."""
+    """Ignore output of a rank."""
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process: its status is an exit code, minus a signal, or None where it is unknown."""
+    """The end of a rank's process: its status is an exit code, minus a signal, or None if it is unknown."""
 
     rank: int
     status: int | None
@@ -30,21 +30,21 @@ class Exit(NamedTuple):
 
 
 class OpenRendezvous(Protocol):
-    """A store that is open for one process group."""
+    """An open store for one process group."""
 
     @property
     def address(self) -> RendezvousAddress:
         """The address of the store, for the ranks."""
 
     def fds(self, rank: int) -> list[int]:
-        """The descriptors that a rank has to be given from here."""
+        """The descriptors of this process that must be sent to a rank."""
 
     def close(self) -> None:
-        """Give up this process's part. The ranks keep theirs."""
+        """Close the descriptors of this process. The descriptors of the ranks stay open."""
 
 
-class Hearer(Protocol):
-    """Takes what ranks do."""
+class ListenerFactory(Protocol):
+    """A function that returns a listener for the events of ranks."""
 
     def __call__(
         self,
@@ -57,85 +57,87 @@ class Hearer(Protocol):
 
 
 class Listening(Protocol):
-    """Waits for all that comes from ranks, and passes it on: see `listening.Listener`."""
+    """A listener that waits for events of ranks and passes them on: see `listening.Listener`."""
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Do something whenever there is something to read at a descriptor."""
+        """Call `action` whenever a descriptor is readable."""
 
     def select(self, seconds: float) -> None:
-        """Pass on what there is, or the first event that comes within a number of seconds."""
+        """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
 
     def close(self) -> None:
-        """Pass on no more."""
+        """Stop passing on events."""
 
 
 class Ranks(Protocol):
-    """The ranks of one session, as the kernel holds them."""
+    """The ranks of one session, from the view of the kernel."""
 
     takes_descriptors: bool
     """True if `send` can give a rank descriptors of this process, such as descriptors of shared memory."""
     patience: float
-    """Seconds that it may take until the loss of a rank is noticed."""
+    """The longest time until the loss of a rank is noticed, in seconds."""
 
     @property
     def pids(self) -> Sequence[int | None]:
-        """Process numbers by rank; None until the process has been reported."""
+        """Return process numbers by rank; None until the process has been reported."""
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """By rank."""
+        """Return the slot of each rank."""
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
-        """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
+        """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Messages and signals within go on their way at its end, as few of them as can be."""
+        """Collect messages and signals in a `with` block, and send them in few messages at its end."""
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        """Pass on all that a rank has written so far. No listener is needed."""
+        """Pass on all output of a rank so far. Works without a listener."""
 
     @property
-    def listen(self) -> Hearer:
-        """Gives what waits for all that ranks say and write, and for their ends."""
+    def listen(self) -> ListenerFactory:
+        """The function that makes a listener for messages, output and exits of the ranks."""
 
     def inherited(self) -> Mapping[str, str]:
         """Return the environment variables of the notebook that hold in the ranks, too."""
 
     def setting(self, rank: int, environ: Mapping[str, str]) -> Setting:
-        """Return the surroundings of a rank, `environ` above all."""
+        """Return the environment, working folder and search path for a rank, with the variables of `environ`."""
 
     def rendezvous(self) -> OpenRendezvous:
-        """Open a store for a new process group. Raises `NbdistError` where that cannot be; then `exits` may say why."""
+        """Open a store for a new process group. Raises `NbdistError` if that fails; `exits` may show the cause."""
 
     def exits(self) -> list[Exit]:
-        """The ranks that ended since the last call. Waits a moment at most, for how they have."""
+        """Return the ranks that have ended since the last call. Waits at most a moment for their exit statuses."""
 
     def signal(self, rank: int, signum: int) -> None:
-        """Send a signal to a rank's process, if it still lives."""
+        """Send a signal to the process of a rank, if it still lives."""
 
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
-        """Abort what a rank waits for in its process groups, if it is still in the group with the number `group` (see
+        """Abort the collectives in which a rank waits, if the rank is still in the group with the number `group` (see
         `World`). `peers` are the other ranks' ends of its connections."""
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-        """Pass a change of a widget in the page to the rank at once, whatever the rank does; return whether the rank
-        has it, as far as is known. From any thread."""
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        """Pass a change of a widget in the page to the rank at once, even while the rank is busy. Works in any thread.
+
+        Returns False if the rank is known not to have received it.
+        """
 
     def connections(self) -> list[list[Connection]]:
         """Return the TCP connections of each rank, so that a rank which leaves the others can close them."""
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The Python stack of each rank's main thread, as `faulthandler` writes it; empty where it does not answer."""
+        """Return the stack of each rank's main thread as `faulthandler` prints it; empty without an answer."""
 
     def starting(self) -> str:
         """Return why ranks have not started yet, in words; empty if all have, or if the reason is not known."""
 
     def memory(self, ranks: Sequence[int]) -> dict[int, int | None]:
-        """Bytes of memory that each of these ranks has for itself; None where that is not known."""
+        """Return the bytes of private memory of the given ranks; None for a rank whose memory is not known."""
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
-        """Ask the ranks to leave, kill after `grace` seconds those that have not, with everything that they started,
-        and give up all descriptors. What ranks write meanwhile goes to `on_output`, as far as the engine can."""
+        """Ask the ranks to exit, kill those that run after `grace` seconds, with all their processes, and close all
+        descriptors. Output in this time goes to `on_output`, if the engine can read it."""
 
 
 class Engine(Protocol):
@@ -145,26 +147,27 @@ class Engine(Protocol):
     """True if the ranks are processes of this machine, which share its cores with the notebook."""
 
     def devices(self, nranks: int, devices: str | Sequence[str] | None) -> list[str]:
-        """A device for each rank, as `wire.messages.World` has it. Raises `ValueError` for what there is not."""
+        """Return a device for each rank, as in `wire.messages.World`. Raises `ValueError` for devices that do not
+        exist."""
 
     def start(self, world_size: int, notice: Callable[[str], None], least: int | None = None) -> Ranks:
-        """Start `world_size` ranks that wait for their first message. Calls `notice` with what it has to wait for.
+        """Start `world_size` ranks that wait for their first message. Calls `notice` with the reason for a long wait.
 
-        With `least`, there may be fewer: as many as there is room for, but not less than that.
+        With `least`, fewer ranks may start: as many as fit, but at least `least`.
         """
 
     def start_workers(self, count: int, modules: Iterable[str], notice: Callable[[str], None]) -> Ranks:
         """Start processes that will be in no process group, and import `modules`: the workers of `parallel_map`."""
 
     def warm(self, modules: Iterable[str]) -> None:
-        """Get ready to start ranks that will import `modules` and torch. Returns at once."""
+        """Prepare to start ranks that will import `modules` and torch. Returns at once."""
 
     def idle(self, seconds: float) -> None:
-        """Keep what `warm` has started on this machine for so long while nothing uses it."""
+        """Keep the processes of `warm` on this machine for this number of seconds while they are not used."""
 
 
 class EngineOptions(Protocol):
-    """Options of an engine, such as `RayOptions`: they can be given wherever the name of an engine can."""
+    """Options of an engine, such as `RayOptions`: they can be given instead of the name of an engine."""
 
     @property
     def engine(self) -> str:
@@ -172,7 +175,7 @@ class EngineOptions(Protocol):
 
 
 class MakeEngine(Protocol):
-    """A function that makes an engine: what an entry point in the group `nbdist.engines` names."""
+    """A function that makes an engine; an entry point in the group `nbdist.engines` names it."""
 
     def __call__(self, options: Any, env: Mapping[str, str] | None, start: str) -> Engine:
         """Make an engine.
@@ -180,7 +183,7 @@ class MakeEngine(Protocol):
         Args:
             options: What the user has given in place of the name; None: the name alone.
             env: Environment variables for the ranks.
-            start: How ranks start: "forkserver" or "spawn".
+            start: The way to start ranks: "forkserver" or "spawn".
 
         Raises:
             ValueError: The engine cannot start ranks like this.

@@ -1,4 +1,4 @@
-"""The connection of the kernel with a rank: a channel, and pipes for what the rank writes."""
+"""The connection of the kernel with a rank: a channel, and pipes for the rank's output."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from .contract import Exit
 
 
 class Described(Protocol):
-    """Ranks of this machine: all of their descriptors can be selected on."""
+    """Ranks of this machine, whose descriptors can all be used in `select`."""
 
     @property
     def pids(self) -> Sequence[int | None]:
-        """By rank."""
+        """Return process numbers by rank."""
 
     @property
     def exits_fd(self) -> int:
-        """Readable when `exits()` has something to say."""
+        """Return a descriptor that is readable when `exits()` has a result."""
 
     def exits(self) -> list[Exit]:
-        """The ranks that ended since the last call."""
+        """Return the ranks that have ended since the last call."""
 
     @property
     def channels(self) -> Sequence[Channel]:
-        """By rank: messages to and from `rank.loop.Rank`."""
+        """Return, by rank, the channel for messages to and from `rank.loop.Rank`."""
 
     @property
     def outputs(self) -> Sequence[tuple[int, int]]:
-        """By rank: descriptors to read what the rank writes to its standard output and standard error."""
+        """Return, by rank, the descriptors of its standard output and standard error, for reading."""
 
 
 def make_room(ranks: int, each: int) -> None:
     """Raise this process's limit of open files to `each` for each rank.
 
-    Raises `NbdistError`, which says how many ranks fit, where the system does not allow it.
+    Raises `NbdistError` with the number of ranks that fit, if the system does not allow more.
     """
     passing = 16  # what is open for a moment only: the ends that one rank is given, a store, a selector
     room = allow_open_files(ranks * each + passing)
@@ -55,7 +55,8 @@ def make_room(ranks: int, each: int) -> None:
 
 @contextlib.contextmanager
 def open_descriptors(pipes: int) -> Iterator[tuple[Channel, list[int], list[int]]]:
-    """The kernel's ends (a channel, and `pipes` descriptors to read) and the rank's (its socket, and those to write).
+    """Return the kernel's ends (a channel, and `pipes` descriptors to read) and the rank's (its socket, and those to
+    write).
 
     The rank's are closed at the end of the block, when they are handed over; the kernel's, too, if that fails.
     """
@@ -75,7 +76,7 @@ def open_descriptors(pipes: int) -> Iterator[tuple[Channel, list[int], list[int]
 
 
 def _output_pipe() -> tuple[int, int]:
-    """A pipe for what a rank writes: its ends for reading, without waiting, and for writing."""
+    """Make a pipe for a rank's output: its ends for reading, without blocking, and for writing."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     with contextlib.suppress(AttributeError, OSError):  # Linux, and only as far as the user's limit goes

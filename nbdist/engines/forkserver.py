@@ -1,4 +1,4 @@
-"""The fork server as the process that uses it sees it: started at first use, and again whenever it is gone."""
+"""The fork server from the view of the process that uses it: started at first use, and again after its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ..notebook.shell import kernel_shell
 from ..server.cuda_driver import WITHOUT_DRIVER
 from ..system import ending, interpreter
-from ..system.processes import blind, forget_in_children, own_pidfd
+from ..system.processes import own_pidfd, redirect_to_devnull, register_after_fork
 from ..system.search_path import search_path
 from ..wire.channel import Channel
 from ..wire.forking import BREAK_OFF
@@ -60,7 +60,7 @@ def read_at_import(environ: Mapping[str, str]) -> Variables:
 
 
 class ForkServer:
-    """The fork server's process, and the connection to it. `variables` are set for what it imports.
+    """The fork server's process, and the connection to it. `variables` are set for its imports.
 
     Attributes: `process`; `control`, the connection by which it is asked.
     """
@@ -97,11 +97,11 @@ class ForkServer:
         except BaseException:
             self.hang_up()
             raise
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: the server is not its own."""
-        blind(self.control.fileno())
+        """Forget the server in a child of this process: it belongs to the parent."""
+        redirect_to_devnull(self.control.fileno())
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -110,7 +110,7 @@ class ForkServer:
         self.control.send(request, fds=fds)
 
     def launch(self, size: int, report: int) -> int:
-        """Announce the ranks of a launch, and where to report on them; returns its number."""
+        """Announce the ranks of a launch with the pipe to report on; return the number of the launch."""
         self._last_launch = number = next(self._launches)
         self.ask("launch", number, size, fds=[report])
         return number
@@ -130,7 +130,7 @@ class ForkServer:
             self._importing_after = self._last_launch
 
     def break_off(self) -> None:
-        """Have it leave the modules to ranks that it has imported for long, if ranks wait for that; or end it."""
+        """Make the server leave modules that take long to import to the ranks, if ranks wait for it; or end it."""
         if self.importing and time.monotonic() > self._importing_since + _LONG_IMPORT and self.alive():
             self.process.send_signal(signal.SIGKILL if self._broken_off else BREAK_OFF)
             self._broken_off = True
@@ -142,7 +142,7 @@ class ForkServer:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def stop(self) -> None:
-        """Hang up, and wait for the server's end."""
+        """Close the connection, and wait for the server's end."""
         with contextlib.suppress(OSError):
             self.ask("folder", None)  # this process removes its own at its end
         self.hang_up()
@@ -151,7 +151,8 @@ class ForkServer:
 
 
 def _name_scratch() -> str:
-    """A name for the folder in which ranks keep their sockets, short enough for those; "": there is no such place."""
+    """Return a name for the folder in which ranks keep their sockets, short enough for socket paths; "" if there is
+    none."""
     name = f"nbdist-{secrets.token_hex(8)}"
     for folder in (tempfile.gettempdir(), "/tmp"):
         path = os.path.join(folder, name)
@@ -164,9 +165,9 @@ _works_for_notebook = False
 
 
 def remove_if_killed(folder: str) -> None:
-    """See to it that a folder goes even if this process is killed. In its own end, the process removes it itself.
+    """Make the servers remove a folder if this process is killed. At its own end, this process removes it itself.
 
-    The servers do that: those that there are, and those that are started later.
+    This holds for running servers and for those that start later.
     """
     with _lock:
         _folders.append((os.getpid(), folder))
@@ -177,7 +178,7 @@ def remove_if_killed(folder: str) -> None:
 
 
 def for_notebook(is_one: bool) -> None:
-    """Set which notebook later ranks work for, in a process that is no notebook itself."""
+    """Set the notebook for which later ranks work, in a process that is not a notebook itself."""
     global _works_for_notebook
     _works_for_notebook = is_one
 
@@ -189,7 +190,8 @@ _folders: list[tuple[int, str]] = []  # by pid of the process whose they are
 
 
 def server(variables: Variables | None = None) -> ForkServer:
-    """Return this process's server of ranks with these variables (default: the current ones). Start one if need be."""
+    """Return this process's server of ranks with these variables (default: the current ones). Start one if
+    necessary."""
     key = os.getpid(), read_at_import(os.environ) if variables is None else variables
     with _lock:
         found = _servers.get(key)
@@ -207,9 +209,9 @@ def server(variables: Variables | None = None) -> ForkServer:
 
 
 def with_server(action: Callable[[ForkServer], T], variables: Variables | None = None) -> T:
-    """Do something with the server, all of it with the same; with a new one if it has just retired, or is lost.
+    """Run an action with the server. If the server has just retired or is lost, run it once more with a new one.
 
-    `variables` are what it was started with; None: the notebook's as they are now.
+    `variables` are those that the server was started with; None: the notebook's current ones.
     """
     used = server(variables)
     try:
@@ -237,7 +239,7 @@ def stop() -> None:
 
 
 def installed(module: str) -> bool:
-    """Return whether `module` is installed, and so does not change while the notebook runs.
+    """Return whether `module` is installed, so that it does not change while the notebook runs.
 
     The user's own modules (in the working directory, or installed in editable mode) are for the ranks to import.
     """

@@ -1,4 +1,4 @@
-"""Output, messages and ends of ranks, taken in by one thread: for each rank in the order in which they happened."""
+"""Output, messages and ends of ranks, read by one thread, for each rank in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..deaths import NEVER_STARTED, SILENT
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from ..wire.channel import readable
 from ..wire.parcel import Parcel
 from ..wire.protocol import FromRank
@@ -26,9 +26,9 @@ _AT_ONCE = 32 << 10
 
 
 def pass_on(ranks: Described, rank: int, which: int, on_output: OnOutput) -> bool | None:
-    """Pass on what a rank has written, but not so much that other ranks wait.
+    """Pass on output of a rank, but only so much that other ranks need not wait.
 
-    Returns whether there may be more; None where there is nothing more for now, False where that was the end.
+    Returns True if more may follow, None if there is nothing more for now, False at the end.
     """
     for _ in range(16):
         try:
@@ -42,7 +42,7 @@ def pass_on(ranks: Described, rank: int, which: int, on_output: OnOutput) -> boo
 
 
 def drain(ranks: Described, rank: int, which: int, on_output: OnOutput) -> None:
-    """Pass on all that a rank has written so far."""
+    """Pass on all output of a rank so far."""
     while pass_on(ranks, rank, which, on_output):
         pass
 
@@ -92,25 +92,25 @@ class Listener:
         self.resume()
 
     def watch(self, fd: Any, action: Callable[[], None]) -> None:
-        """Do something whenever there is something to read at a descriptor."""
+        """Call `action` whenever a descriptor is readable."""
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def fileno(self) -> int:
-        """Readable when `select` has something to pass on."""
+        """Return a descriptor that is readable when `select` has something to pass on."""
         return int(self._selector.fileno())
 
     def due(self) -> float | None:
-        """Seconds after which `select` has something to do even if nothing comes; None: never."""
+        """Return the seconds after which `select` has work even without an event; None: never."""
         moments = [*self._explained_by.values()]
         if self._paused and self._pause < math.inf:
             moments.append(self._resume_at)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def select(self, seconds: float) -> None:
-        """Pass on what there is, or the first event that comes within a number of seconds."""
+        """Pass on all events that have arrived; without any, wait at most `seconds` for the first one."""
         due = self.due()
         for key, _ in self._selector.select(seconds if due is None else min(seconds, due)):
-            with postponed_interrupts():  # what was read of a message would be lost
+            with deferred_interrupts():  # what was read of a message would be lost
                 key.data()
         for rank in [rank for rank, until in self._explained_by.items() if time.monotonic() >= until]:
             self._on_end(Exit(rank, None, SILENT if self._ranks.pids[rank] is not None else NEVER_STARTED))
@@ -118,7 +118,7 @@ class Listener:
             self.resume()
 
     def resume(self) -> None:
-        """Wait for all outputs again."""
+        """Listen to all outputs again."""
         share = _AT_ONCE / self._read if self._read else math.inf
         self._next_pause, self._read = min(self._pause, self._next_pause * share), 0
         for rank, which in self._paused:
@@ -128,7 +128,7 @@ class Listener:
         self._paused.clear()
 
     def drain(self, rank: int) -> None:
-        """Pass on all that a rank has written so far."""
+        """Pass on all output of a rank so far."""
         for fd, _ in self._written[rank].poll(0):
             drain(self._ranks, rank, self._ranks.outputs[rank].index(fd), self._on_output)
 

@@ -1,4 +1,4 @@
-"""Ranks on this machine, forked from a warm server; the kernel itself is never forked."""
+"""Ranks on this machine, forked from the fork server; the kernel itself is never forked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..devices import choose_devices
 from ..system import interpreter
 from ..system.connections import Address, Connection, connections
 from ..system.cores import numa_nodes, shares, usable_cores
-from ..system.processes import blind, forget_in_children
+from ..system.processes import redirect_to_devnull, register_after_fork
 from ..system.search_path import search_path, shadowed, working_folder
 from ..wire import rank_memory, stacks
 from ..wire.channel import Channel, readable
@@ -37,15 +37,16 @@ from .forkserver import ForkServer, Variables, read_at_import, with_server
 from .listening import Listener, drain
 from .watching import Watch
 
-_told: set[tuple[str, str]] = set()
+_shown: set[tuple[str, str]] = set()
 
 
 class LocalEngine:
-    """Starts ranks through this process's fork server, which it starts at first use and again whenever it died.
+    """The engine for this machine. It starts ranks through this process's fork server, which it starts at first use and
+    again after its death.
 
-    `env` is what the ranks will find in addition to the environment of this process: a server of its own imports what
-    they need where that depends on it. `start` is how ranks start: "forkserver", or "spawn", each in an interpreter of
-    its own, where nothing is imported yet.
+    `env` are variables for the ranks, in addition to the environment of this process. If imports depend on them, a
+    server of its own does the imports. `start`: "forkserver", or "spawn", which starts each rank in a fresh interpreter
+    without imported libraries.
     """
 
     local = True
@@ -60,8 +61,8 @@ class LocalEngine:
     def start(
         self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None
     ) -> LocalRanks:
-        """`least` is for others: what this machine had room for, it has again."""
-        self._tell_interfaces(notice)
+        """Start ranks. `least` has no effect: the resources of this machine do not change between starts."""
+        self._warn_of_interfaces(notice)
 
         def start(server: ForkServer) -> LocalRanks:
             if self._fresh:
@@ -82,14 +83,15 @@ class LocalEngine:
         if len(self._modules) != before and not self._fresh:
             self._load()
 
-    def _tell_interfaces(self, notice: Callable[[str], None] | None) -> None:
-        """Say once which variables of the notebook would let ranks listen to the network, and are not used."""
+    def _warn_of_interfaces(self, notice: Callable[[str], None] | None) -> None:
+        """Show, once, which variables of the notebook are not used because ranks would listen to the network with
+        them."""
         for name in INTERFACE_VARIABLES:
             value = os.environ.get(name, LOOPBACK_INTERFACE)
             if name in self._env or value == LOOPBACK_INTERFACE:
                 continue
-            if notice is not None and (name, value) not in _told:
-                _told.add((name, value))
+            if notice is not None and (name, value) not in _shown:
+                _shown.add((name, value))
                 notice(
                     f"{name}={value} is not used: ranks of one machine speak to each other over {LOOPBACK_INTERFACE} "
                     f"alone, where nobody else can reach them. Session(env={{{name!r}: {value!r}}}) lets them use it"
@@ -112,7 +114,7 @@ def make(options: None, env: Mapping[str, str] | None, start: str) -> LocalEngin
 
 
 def start_workers(count: int, modules: Iterable[str]) -> LocalRanks:
-    """Processes that will be in no process group, where these modules are imported."""
+    """Start processes without a process group, with these modules imported."""
     names = list(modules)
 
     def start(server: ForkServer) -> LocalRanks:
@@ -129,8 +131,7 @@ class LocalRanks:
     patience = 0.0  # they are this machine's children: it knows at once
 
     def __init__(self, world_size: int, server: ForkServer, environ: Mapping[str, str] | None = None) -> None:
-        """Start all ranks from one server, which alone is informed of their ends. Raises `ConnectionError` if it is
-        lost.
+        """Start all ranks from one server, which alone learns of their ends. Raises `ConnectionError` if it is lost.
 
         With an `environ` they are fresh interpreters that start with it.
         """
@@ -156,7 +157,7 @@ class LocalRanks:
                 raise
             finally:
                 self._watch.handed_over()
-            forget_in_children(self)
+            register_after_fork(self)
         except BaseException:
             self.close()
             raise
@@ -176,10 +177,10 @@ class LocalRanks:
         self._stacks.append(asks)
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
+        """Forget the ranks in a child of this process: they belong to the parent."""
         self._asking, self._ordering = [threading.RLock() for _ in self._asking], threading.RLock()
         ends = [*map(Channel.fileno, self.channels), *map(socket.socket.fileno, self._stacks)]
-        blind(*ends, *itertools.chain.from_iterable(self.outputs))
+        redirect_to_devnull(*ends, *itertools.chain.from_iterable(self.outputs))
 
     @property
     def pids(self) -> list[int | None]:
@@ -241,14 +242,14 @@ class LocalRanks:
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         self._order(rank, "abort", group, peers)
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
         return self._order(rank, "widget", content, buffers)
 
     def _order(self, rank: int, *order: Any) -> bool:
         with self._ordering:
             return rank in self._watch.alive and bool(self._stacks) and stacks.order(self._stacks[rank], *order)
 
-    def tell_preemption(self) -> None:
+    def notify_of_preemption(self) -> None:
         """Notify all ranks that one of their machines will be taken away."""
         for rank in list(self._watch.alive):
             self._order(rank, "preemption")
@@ -268,7 +269,7 @@ class LocalRanks:
             for channel in self.channels:
                 with contextlib.suppress(OSError):
                     channel.send(Close())
-            self._hear_last_words(grace, on_output)
+            self._read_last_output(grace, on_output)
         finally:  # also where an interrupt says that this takes too long
             for rank in list(self._watch.alive):
                 self.signal(rank, signal.SIGKILL)
@@ -288,8 +289,8 @@ class LocalRanks:
                 self._watch.close()
                 self.channels, self.outputs, self._stacks = [], [], []
 
-    def _hear_last_words(self, grace: float, on_output: OnOutput) -> None:
-        """Wait for the ranks' ends, and pass on what they write meanwhile: a full pipe would keep them."""
+    def _read_last_output(self, grace: float, on_output: OnOutput) -> None:
+        """Wait for the ranks' ends, and pass on their output meanwhile: a full pipe would block them."""
         if not grace or not self._watch.alive:
             return
         deadline = time.monotonic() + grace

@@ -1,4 +1,4 @@
-"""Watching the ranks of this machine: what the fork server says of them, and each process itself."""
+"""Watching the ranks of this machine: reports of the fork server, and the processes themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ..deaths import NEVER_STARTED, NOT_OURS, not_started
-from ..system.processes import blind, exit_status, forget_in_children, open_pidfd
+from ..system.processes import exit_status, open_pidfd, redirect_to_devnull, register_after_fork
 from ..wire.channel import readable
 from ..wire.forking import REPORT, STARTED
 from .contract import Exit
@@ -22,8 +22,8 @@ _DELAY = 0.3
 class Watch:
     """The starts and ends of the ranks of one launch.
 
-    The fork server reports them at `report`. It may hang, or be killed, so each process is watched, too, where the
-    system can (Linux 5.3). In a process that is forked from this one there are no ranks any more.
+    The fork server reports them at `report`. It may hang or be killed, so each process is also watched directly, if the
+    system allows it (Linux 5.3). A process that is forked from this one has no ranks.
 
     Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known;
     `fd`, readable when there is something to report.
@@ -43,21 +43,21 @@ class Watch:
         if self._poll is not None:
             self.fd = self._poll.fileno()
             self._poll.register(self._reports, select.EPOLLIN)
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
         self._not_ours = [Exit(rank, None, NOT_OURS) for rank in sorted(self.alive)]
         self.alive.clear()
-        blind(self._reports, self.fd, *self._processes.values())
+        redirect_to_devnull(self._reports, self.fd, *self._processes.values())
 
     def handed_over(self) -> None:
-        """The fork server has the other end of the reports."""
+        """Note that the fork server has the other end of the pipe for reports."""
         report, self.report = self.report, -1
         if report >= 0:
             os.close(report)
 
     def exits(self) -> list[Exit]:
-        """The ranks that have ended since the last call."""
+        """Return the ranks that have ended since the last call."""
         exits, self._not_ours = self._not_ours, []
         if self.alive:
             exits += self._reported()
@@ -148,7 +148,8 @@ class Watch:
 
 
 def _signal_by_pidfd(fd: int, signum: int) -> bool:
-    """Send a signal to the process of a descriptor; False where a sandbox refuses that, or this Python cannot."""
+    """Send a signal to the process of a descriptor; return False if a sandbox or this version of Python does not allow
+    that."""
     try:
         signal.pidfd_send_signal(fd, signum)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""fastai's learners on ranks: `fast`, and the switch for what ranks change in fastai by themselves."""
+"""fastai's learners on ranks: `fast`, and a switch for the changes that ranks make in fastai."""
 
 import typing as _typing
 
@@ -21,5 +21,5 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    """Return what is public: for completion."""
+    """Return the public names, for completion."""
     return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__"]

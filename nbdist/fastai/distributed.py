@@ -1,4 +1,4 @@
-"""fastai's `distrib_ctx` on gloo as well as on NCCL."""
+"""fastai's `distrib_ctx` on gloo and on NCCL."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ _order = operator.attrgetter("order")
 
 
 class _Through:
-    """The user's options of accelerate for `DistributedDataParallel`, if any, and its process group."""
+    """The user's options of accelerate for `DistributedDataParallel`, if any, with the process group."""
 
     def __init__(self, group: Any, given: Any) -> None:
         self._group, self._given = group, given

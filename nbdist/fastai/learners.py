@@ -1,4 +1,4 @@
-"""fastai's tabular and collaborative learners, with less around each step of a training."""
+"""fastai's tabular and collaborative learners, with less overhead in each training step."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ _ADAM = [weight_decay, average_grad, average_sqr_grad, step_stat, adam_step]
 def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
     """Make a tabular or collaborative learner train in a fraction of the time, and return it.
 
-    It stays a fastai learner: model, metrics, callbacks, schedules, recorder, `get_preds`, `show_results`. Instead of
-    selecting rows of a data frame for each batch, its loaders gather them from tensors, which are a copy in
-    memory; and a step of Adam is one operation, not six for each parameter. The losses are the same within noise: in
-    training each row comes once an epoch, where fastai 2.8 draws rows with replacement.
+    The result is still a fastai learner, with its model, metrics, callbacks, schedules, recorder, `get_preds` and
+    `show_results`. Its loaders do not select rows of a data frame for each batch, but gather them from tensors, which
+    are a copy in memory. A step of Adam is one operation instead of six for each parameter. The losses are the same
+    within noise: in training each row comes once an epoch, while fastai 2.8 draws rows with replacement.
 
-    Under `distrib_ctx` the rows are divided among the ranks, as fastai does it. A learner that is returned to the
+    Under `distrib_ctx` the rows are divided among the ranks, as fastai divides them. A learner that is returned to the
     notebook has its own loaders again.
 
-    A small model's step takes as long for half the rows, so ranks that wait for each other in each step gain nothing.
-    With `local_sgd_steps` each rank takes that many by itself before the ranks average their weights (local SGD), and
-    again at the end of an epoch; 64 is a good beginning for steps of 256 rows, 4 for 4,096. The losses that are
-    recorded and shown in training are then rank 0's own, and what an optimizer keeps is of its rank.
+    A step of a small model takes as long for half the rows, so ranks that wait for each other in each step gain
+    nothing. With `local_sgd_steps` each rank makes this number of steps by itself before the ranks average their
+    weights (local SGD), and once more at the end of an epoch. Start with 64 for steps of 256 rows, and with 4 for
+    4,096. Losses that are recorded and shown in training are then rank 0's own, and each rank keeps its own state of
+    the optimizer.
 
     Args:
-        learn: What `collab_learner` or `tabular_learner` gave, or a `Learner` whose data are `TabularPandas`.
+        learn: The learner of `collab_learner` or `tabular_learner`, or a `Learner` whose data are `TabularPandas`.
         local_sgd_steps: Under `distrib_ctx`, steps of each rank by itself before weights are averaged. None: gradients
             are averaged in each step.
 
@@ -76,10 +77,10 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
 
 
 class TabularLoader(MemoryLoader):
-    """The batches of a fastai loader, from tensors; whatever else it is asked for, that loader answers.
+    """The batches of a fastai loader, made from tensors; all other attributes come from that loader.
 
     Args:
-        original: That loader.
+        original: The fastai loader.
         data: Its rows, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
         group: Through which ranks agree on the order then. None: the default process group.
@@ -109,15 +110,15 @@ class TabularLoader(MemoryLoader):
 
     @property
     def dataset(self) -> Any:
-        """fastai's rows."""
+        """Return fastai's data set."""
         return self.original.dataset
 
     def divide(self, group: Any = None) -> TabularLoader:
-        """A loader of this rank's share; `group` has all ranks."""
+        """Return a loader with this rank's share; `group` has all ranks."""
         return TabularLoader(self.original, self._data, divided=True, group=group)
 
     def new(self, dataset: Any = None, **options: Any) -> Any:
-        """A loader of the same rows, or fastai's of another `dataset`."""
+        """Return a loader of the same rows, or fastai's loader of another `dataset`."""
         if dataset is None or dataset is self.dataset:
             return super().new(**options)
         return self.original.new(dataset, **options)
@@ -148,10 +149,10 @@ def _loader(original: Any) -> TabularLoader:
 
 
 class FusedAdam(Optimizer):
-    """fastai's Adam with decoupled weight decay, a step of it in one operation; its state is the same."""
+    """fastai's Adam with decoupled weight decay, with a step in one operation and the same state."""
 
     def step(self, closure: Any = None) -> None:
-        """Take a step."""
+        """Make a step."""
         trained = self.all_params(with_grad=True)
         if closure is not None or any(p.grad.is_sparse for p, *_ in trained):
             super().step(closure)
@@ -191,14 +192,14 @@ def _fused(function: Any, *args: Any, **options: Any) -> Any:
 
 
 def _fuse(optimizer: Any) -> Any:
-    """Make fastai's Adam take fused steps; any other optimizer stays as it is."""
+    """Make fastai's Adam take fused steps; other optimizers do not change."""
     if type(optimizer) is Optimizer and [getattr(cb, "func", cb) for cb in optimizer.cbs] == _ADAM:
         optimizer.__class__ = FusedAdam
     return optimizer
 
 
 class LocalSGD(Callback):
-    """Under `distrib_ctx`: ranks train by themselves, and average their weights every `steps` steps."""
+    """A callback under `distrib_ctx`: ranks train by themselves, and average their weights every `steps` steps."""
 
     order = 10  # before `DistributedTrainer`, which is to find after a training what it has made before it
 
@@ -207,7 +208,7 @@ class LocalSGD(Callback):
         self._parallel: DistributedDataParallel | None = None
 
     def before_train(self) -> None:
-        """Take the model out of what averages gradients."""
+        """Remove the wrapper that averages gradients from the model."""
         model = self.learn.model
         if isinstance(model, DistributedDataParallel):
             self._parallel, self.learn.model = model, model.module
@@ -219,11 +220,11 @@ class LocalSGD(Callback):
             self._average()
 
     def after_train(self) -> None:
-        """All ranks validate, and return, the same model."""
+        """Average the weights, so that all ranks validate and return the same model."""
         self._average()
 
     def after_fit(self) -> None:
-        """Give the model back."""
+        """Put the wrapper back."""
         if self._parallel is not None:
             self.learn.model, self._parallel = self._parallel, None
             self.recorder.smooth_loss.__class__ = AvgSmoothLoss

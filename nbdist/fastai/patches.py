@@ -1,4 +1,4 @@
-"""The changes that ranks make in fastai so that it trains on gloo as well as on NCCL, and without needless waiting."""
+"""The changes that ranks make in fastai so that it trains on gloo as on NCCL, and waits less."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ VARIABLE = "NBDIST_FASTAI_PATCHES"
 
 
 def patch_ranks(on: bool) -> None:
-    """Switch on or off what ranks change in fastai by themselves, for all ranks that start from now on.
+    """Switch the changes that ranks make in fastai on or off, for all ranks that start from now on.
 
-    It is on unless this is called with False, which sets the environment variable NBDIST_FASTAI_PATCHES to "0";
+    They are on by default. False sets the environment variable NBDIST_FASTAI_PATCHES to "0";
     `Session(env={"NBDIST_FASTAI_PATCHES": "0"})` does the same for one session. Without these patches fastai 2.8 cannot
     train under `distrib_ctx` on CPU ranks. The page "fastai" of the documentation lists them all.
 
@@ -47,10 +47,10 @@ def patch_ranks(on: bool) -> None:
 
 @contextmanager
 def patched() -> Iterator[Originals]:
-    """Patch fastai's modules while the context is open, also those that are imported meanwhile.
+    """Patch fastai's modules while the context is open, including modules that are imported meanwhile.
 
-    Gives what was replaced: class or module, attribute, the value that it had; nothing where the patches are switched
-    off. The page "fastai" of the documentation says what each is for.
+    Yields the replaced attributes: class or module, name, earlier value; an empty list if the patches are switched off.
+    The page "fastai" of the documentation gives the reason for each.
     """
     originals: Originals = []
     if os.environ.get(VARIABLE) == "0":
@@ -94,7 +94,7 @@ def _patch_tensors(module: types.ModuleType) -> Originals:
 
 
 def _patch_schedule(module: types.ModuleType) -> Originals:
-    """Make each rank write and read the weights of `lr_find` itself: each has a folder of its own for them."""
+    """Make each rank write and read the weights of `lr_find` in a folder of its own."""
     learner, finder = sys.modules["fastai.learner"], module.LRFinder
 
     def by_itself(method: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -1,4 +1,4 @@
-"""Attributes of others' modules that are replaced for a while."""
+"""Temporary replacement of attributes in other libraries' modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Originals = list[tuple[Any, str, Any]]
 
 
 def replace(patched: Originals) -> Originals:
-    """Set these attributes; returns what was there before."""
+    """Set these attributes, and return their earlier values."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, value in patched:
         setattr(owner, name, value)

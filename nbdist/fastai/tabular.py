@@ -1,4 +1,4 @@
-"""Batches of fastai's tabular and collaborative loaders: the same ones, without a data frame for each."""
+"""Batches of fastai's tabular and collaborative loaders, without a data frame for each batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _METHODS = ("chunkify", "do_item", "create_item", "create_batch", "do_batch", "r
 
 @dataclass
 class _Batch:
-    """Rows that `ReadTabBatch` is to read: of categories, of continuous values if there may be any, of targets."""
+    """The rows of a batch for `ReadTabBatch`: categories, continuous values if there are any, targets."""
 
     tables: list[list[Any]]  # columns, as arrays
     with_cont: bool
@@ -27,12 +27,12 @@ class _Batch:
 
     @property
     def shape(self) -> tuple[int]:
-        """For fastai, which asks for a batch's size."""
+        """Return the shape, because fastai asks for the size of a batch."""
         return (len(self.rows),)
 
 
 def patch_tabular(module: types.ModuleType) -> Originals:
-    """Gather batches from a frame's columns: to select rows of a frame is half of a small model's step."""
+    """Gather batches from a frame's columns: selecting rows of a frame takes half of a small model's step."""
     import numpy as np
 
     loader, reader = module.TabDataLoader, module.ReadTabBatch
@@ -49,7 +49,7 @@ def patch_tabular(module: types.ModuleType) -> Originals:
         return [c.to_numpy() for c in found] if plain else None
 
     def _whole(self: Any) -> _Batch | None:
-        """All rows of a loader, None where fastai has to make its batches."""
+        """Return all rows of a loader, or None if fastai must make its batches."""
         same = all(name not in vars(self) and getattr(type(self), name) is methods[name] for name in _METHODS)
         if not same or self.prebatched or not self.indexed or self.fake_l.num_workers:
             return None
@@ -63,7 +63,7 @@ def patch_tabular(module: types.ModuleType) -> Originals:
         return None if None in tables else _Batch(tables, rows.with_cont, rows.device, ())  # type: ignore[arg-type]
 
     def get_idxs(self: Any) -> Any:
-        """Draw rows as `np.random.choice` does by weights, without its search for each where all weigh the same."""
+        """Draw rows like `np.random.choice` with weights; without its search for each row if all weights are equal."""
         if not (self.n and self.shuffle) or np.ptp(self.wgts):
             return draw(self)
         ends = self.wgts.cumsum()

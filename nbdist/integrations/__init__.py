@@ -1,1 +1,1 @@
-"""Fixtures for pytest: functions of tests that run on ranks."""
+"""pytest fixtures that run functions of tests on ranks."""

@@ -3,7 +3,7 @@
     def test_sum(ddp):
         assert ddp(2, all_reduce_of_ones) == 2.0
 
-pytest loads this file wherever nbdist is installed, so it imports nbdist only where a test asks for it.
+pytest loads this file in every environment with nbdist, so it imports nbdist only when a test uses a fixture.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Launcher:
         self._sessions: dict[int, Session] = {}
 
     def __call__(self, nranks: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """Run `fn(*args, **kwargs)` on `nranks` ranks with gloo; returns rank 0's value, raises what a rank raised."""
+        """Run `fn(*args, **kwargs)` on `nranks` ranks with gloo; return rank 0's value, or raise the exception of a
+        rank."""
         return self._run(nranks, lambda session: session.run(fn, *args, **kwargs))  # type: ignore[no-any-return]
 
     def run_all(self, nranks: int, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """The same, but returns the values of all ranks, in the order of the ranks."""
+        """Do the same, but return the values of all ranks, in order."""
         return self._run(nranks, lambda session: session.run_all(fn, *args, **kwargs))  # type: ignore[no-any-return]
 
     def _run(self, nranks: int, action: Callable[[Session], Any]) -> Any:
@@ -88,7 +89,8 @@ def _ddp_of_module() -> Iterator[Launcher]:
 
 @pytest.fixture
 def ddp_module(request: pytest.FixtureRequest, _ddp_of_module: Launcher) -> Launcher:
-    """Like `ddp`, but the ranks, and what they hold in `__main__`, stay for all tests of a module, until one fails.
+    """Run functions like `ddp`, but keep the ranks and the objects in their `__main__` for all tests of a module, until
+    one fails.
 
     Examples:
         >>> import os

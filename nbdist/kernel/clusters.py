@@ -1,4 +1,4 @@
-"""`cluster`: Ray on machines of one's own or of Slurm's, started from the notebook, used by it, and ended with it."""
+"""`cluster`: Ray on hosts or on Slurm's nodes, started from the notebook, and ended with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .cell.cell import Cell
 
 
 class Cluster:
-    """Ray on machines, until `close` or the end of the notebook: what `nbdist.cluster` gives.
+    """Ray on machines, until `close` or the end of the notebook; the result of `nbdist.cluster`.
 
     Attributes: `options`, with which the engine uses it.
     """
@@ -34,11 +34,11 @@ class Cluster:
         return f"<nbdist.cluster: {self._where}, {state}>"
 
     def running(self) -> bool:
-        """Return whether Ray runs on all machines, as far as is known here."""
+        """Return whether Ray runs on all machines, as far as this process knows."""
         return not self._closed and self._machines.alive()
 
     def close(self) -> None:
-        """End Ray on all machines. Calls run on this machine again."""
+        """End Ray on all machines. Later calls run on this machine again."""
         if self._closed:
             return
         self._closed = True
@@ -69,16 +69,17 @@ def cluster(
     wait: float = 300.0,
     **engine: Any,
 ) -> Cluster:
-    """Start Ray on machines, let all later calls run there (as `nbdist.use` does), and end it with the notebook.
+    """Start Ray on machines, run all later calls there (like `nbdist.use`), and end Ray with the notebook.
 
-    Each machine needs Python, torch, Ray and nbdist in the notebook's versions; where they differ, or a machine cannot
-    be reached, that is said at once. Ray there takes orders only from who has its token, which this notebook has.
-    Called again with the same arguments, it gives the cluster that runs; with others, that one ends first.
+    Each machine needs Python, torch, Ray and nbdist in the notebook's versions. A difference, or a machine that cannot
+    be reached, raises an error at once. Ray on the machines accepts only clients with its token, which this notebook
+    has. A second call with the same arguments returns the running cluster; with other arguments, it ends that one
+    first.
 
     Args:
         where: "slurm": nodes that `srun` gives, in the notebook's allocation or in a new one. A list: hosts that ssh
             reaches without a question; the first host becomes the head; the notebook needs no other way to them.
-        nodes: How many, of Slurm's.
+        nodes: The number of Slurm's nodes.
         gpus: GPUs of each machine. With any, each rank has one of its own.
         options: Further arguments of srun (`["--partition=gpu", "--time=4:00:00"]`), or of ssh (`["-p", "2222"]`).
         python: The interpreter there. None: the path of this one.
@@ -112,7 +113,7 @@ def cluster(
     hosts = _check_where(where, nodes)
     fields = launching.engine_options(gpus, engine)  # refuses before anything starts
     if fields.address is not None:
-        raise TypeError("address= is what cluster() finds out")
+        raise TypeError("cluster() sets address= itself: leave it out")
     if importlib.util.find_spec("ray") is None:
         raise NbdistError('a Ray cluster needs Ray here, too: pip install "nbdist[ray]"')
     asked = repr((where, nodes, gpus, options, python, ray_start, engine))
@@ -139,7 +140,7 @@ def cluster(
 
 
 def _check_where(where: Any, nodes: Any) -> list[str] | None:
-    """The hosts; None for Slurm."""
+    """Return the hosts; None for Slurm."""
     if where == "slurm":
         if nodes is None:
             raise ValueError('nodes must be the number of nodes: cluster("slurm", nodes=2)')

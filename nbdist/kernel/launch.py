@@ -1,4 +1,4 @@
-"""The one line: `in_ddp`; and `warm`, which makes the first one as fast as the next."""
+"""`in_ddp`, which runs a function on ranks, and `warm`, which prepares the first call."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _held_sessions: list[Session] = []  # the session of the last `in_ddp` that rais
 class Launcher(SessionOptions):
     """`in_ddp` for one call with all options of a `Session`: `in_ddp.options(...)(ngpus, fn, ...)`.
 
-    All arguments after `fn` are the function's own then, also those that are called `imports` or `need`. These two
-    options are as for `in_ddp`, the others as for `Session`. With `hold_on_error=True`, the ranks of a call that has
-    raised stay for `post_mortem`, until that or the next call. With no ranks (`ngpus=0`) only `imports` and `need` are
-    used: the function runs in this process as it is.
+    All arguments after `fn` belong to the function, even those with the names `imports` or `need`. These two options
+    are described at `in_ddp`, the others at `Session`. With `hold_on_error=True`, the ranks of a call that has raised
+    stay for `post_mortem`, until that or the next call. With no ranks (`ngpus=0`) the function runs in this process,
+    and only `imports` and `need` are used.
 
     Raises:
         TypeError, ValueError: For options that make no sense.
@@ -60,7 +60,7 @@ class Launcher(SessionOptions):
 
 
 class _InDdp(Protocol):
-    """The type of `in_ddp`: a function that has `options`."""
+    """The type of `in_ddp`: a function with the attribute `options`."""
 
     options: type[Launcher]
 
@@ -94,21 +94,21 @@ def in_ddp(
 ) -> T:
     """Run `fn(*args, **kwargs)` on `ngpus` ranks under `torch.distributed` and return rank 0's value.
 
-    Each rank is a fresh process with its device chosen, its process group up (NCCL on GPUs, gloo on a machine
-    without any), torchrun's environment variables set, and all ranks seeded alike from the notebook's own random
-    state. Functions, classes and variables of the notebook that `fn` uses travel with it.
+    Each rank is a fresh process. Its device is chosen, its process group is initialized (NCCL on GPUs, gloo on a
+    machine without GPUs), torchrun's environment variables are set, and all ranks have the same seed, drawn from the
+    notebook's random state. Functions, classes and variables of the notebook that `fn` uses are sent with it.
 
-    `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for the one call, and leaves all arguments to
-    `fn`, those called `imports` and `need`, too.
+    `in_ddp.options(...)(ngpus, fn, ...)` takes all options of a `Session` for one call, and leaves all arguments to
+    `fn`, `imports` and `need` included.
 
     Args:
-        ngpus: How many ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
+        ngpus: The number of ranks. 0 runs `fn` in this process, in a group of one, for `%debug` and breakpoints.
         fn: The function to run: of the notebook, of a script, or of a package.
-        *args: Its positional arguments. `per_rank([...])` gives each rank its own.
+        *args: The positional arguments of `fn`. `per_rank([...])` gives each rank its own.
         imports: Import statements (one string or a list), executed in each rank's `__main__` before `fn`. Names
             that they give are not captured.
         need: Further names of notebook variables to take along: a string, a list, or a mapping name → value.
-        **kwargs: Its keyword arguments.
+        **kwargs: The keyword arguments of `fn`.
 
     Returns:
         What `fn` returned on rank 0, its CUDA tensors on the CPU.
@@ -117,7 +117,7 @@ def in_ddp(
         TypeError, ValueError, NameError, CaptureError: Before any rank starts, for arguments that make no sense, too
             few GPUs, unknown names, and objects that cannot be pickled.
         RankDied: When a rank's process ends without an answer.
-        BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+        BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
 
     Examples:
         >>> import torch
@@ -160,11 +160,11 @@ def post_mortem(rank: int | None = None, commands: Iterable[str] | None = None) 
     """Open pdb in a rank of the `in_ddp.options(hold_on_error=True)(...)` that has just raised; then end its ranks.
 
     Args:
-        rank: Which one. None: the rank whose exception the call raised.
+        rank: The number of the rank. None: the rank whose exception the call raised.
         commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
     Raises:
-        NbdistError: Where no rank is held.
+        NbdistError: No rank is held.
 
     Examples:
         >>> def divide(x):
@@ -199,8 +199,8 @@ def _close_held() -> None:
 def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 
-    Modules of your own (not installed ones) are left for the ranks to import, so that they see your edits; and so
-    are modules that start threads or CUDA when they are imported.
+    Your own modules (not installed ones) are imported by the ranks, so that they see your edits. The same holds for
+    modules that start threads or CUDA when they are imported.
 
     Args:
         imports: Import statements, as for `in_ddp`.
@@ -230,7 +230,8 @@ def _in_kernel(fn: Callable[..., T], args: Any, kwargs: Any, imports: Any, need:
 
 @contextlib.contextmanager
 def _breakpoints() -> Iterator[None]:
-    """Make `breakpoint()` open pdb. A kernel passes it to the front end's debugger; without one it does nothing."""
+    """Make `breakpoint()` open pdb. In a kernel it opens the front end's debugger by default, and without one it does
+    nothing."""
     hook, debugpy = sys.breakpointhook, sys.modules.get("debugpy")
     if debugpy is not None and not debugpy.is_client_connected():
         sys.breakpointhook = sys.__breakpointhook__
@@ -242,7 +243,7 @@ def _breakpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _group_of_one() -> Iterator[None]:
-    """A process group of this process alone, with the environment of a rank; both as before afterwards."""
+    """Enter a process group of this process alone, with the environment of a rank; restore both afterwards."""
     import torch
     import torch.distributed as dist
 

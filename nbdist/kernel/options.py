@@ -1,4 +1,4 @@
-"""The options of a session, which `Session`, `in_ddp.options` and `%ddp start` share."""
+"""The options of a session, shared by `Session`, `in_ddp.options` and `%ddp start`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cell.excerpt import LINES
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SessionOptions:
-    """The options of a session and their defaults; the docstring of `Session` says what each does.
+    """The options of a session and their defaults; they are described in the docstring of `Session`.
 
     Raises:
         TypeError, ValueError: For values that make no sense.
@@ -57,5 +57,5 @@ class SessionOptions:
             check_backend(self.backend)
 
     def check_for(self, nranks: int) -> None:
-        """Raise `TypeError` or `ValueError` where a session of `nranks` ranks cannot have these options."""
+        """Raise `TypeError` or `ValueError` if a session of `nranks` ranks cannot have these options."""
         check_min_ranks(self.min_ranks, nranks, self.restarts)

@@ -1,4 +1,4 @@
-"""Ranks that stay: a session holds the ranks of one process group and runs functions on them."""
+"""Sessions: the ranks of one process group, which stay and run functions."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ _OPTIONS = [field.name for field in dataclasses.fields(SessionOptions)]
 class Session:
     """`nranks` ranks in one process group, started with the first call and kept until `close`.
 
-    What `fn` leaves in the `__main__` of a rank stays there for later calls. A call that raises leaves the session
-    usable: where ranks waited for one another, a new process group is made of the same processes (whatever holds the
-    old one, such as a `DistributedDataParallel`, has to be made again). Where that cannot be, fresh ranks are started
-    with the next call, which says so. After a rank has died, `restart` starts fresh ranks.
+    Objects that `fn` stores in the `__main__` of a rank stay there for later calls. A call that raises leaves the
+    session usable: ranks that waited for one another get a new process group, in the same processes. (An object that
+    uses the old group, such as a `DistributedDataParallel`, must be made again.) If that is impossible, the next call
+    starts fresh ranks and says so. After the death of a rank, `restart` starts fresh ranks.
 
-    Calls take turns, in the order in which they were made. A session that is no longer referred to closes itself.
+    Calls take turns, in the order in which they were made. A session without references closes itself.
 
     Args:
-        nranks: How many ranks, at least one.
+        nranks: The number of ranks, at least one.
         backend: Of the process group, such as "gloo". None: NCCL where ranks have a GPU each (for CPU tensors and
             objects also gloo: "cpu:gloo,cuda:nccl"), gloo where they share one or have none. A mapping gives
             further arguments of `init_process_group`: `{"backend": "nccl", "timeout": 60}` ends a
@@ -82,7 +82,7 @@ class Session:
         settings: Whether each call brings what is set in the notebook: logging, warning filters, options of torch,
             NumPy, pandas and matplotlib, and the notebook's functions put into classes of libraries. What a call
             changes of it in a rank stays until the notebook changes it.
-        engine: Where the ranks run: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
+        engine: The place of the ranks: "local" is this machine, "ray" the cluster that runs on it, `RayOptions` any
             other cluster, a further name an engine of another package. None: what `nbdist.use` was called with, or
             else this machine.
         start: How ranks start on this machine. "forkserver": forked from a process that has imported what they need.
@@ -148,7 +148,7 @@ class Session:
             min_ranks=min_ranks,
         )
         self._raised: RemoteTraceback | None = None  # of the last call that has raised
-        self._executor.between = weakref.WeakMethod(self._hear_widget)  # the page must not keep it alive
+        self._executor.between = weakref.WeakMethod(self._deliver_widget_event)  # the page must not keep it alive
         self._lock = futures.FairLock()
         self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
         self._cache = SentCache()
@@ -167,7 +167,8 @@ class Session:
 
     @property
     def nranks(self) -> int:
-        """The number of ranks: after a restart with `min_ranks=`, perhaps fewer than were asked for."""
+        """The number of ranks; after a restart with `min_ranks=` it may be smaller than the number that was asked
+        for."""
         return len(self._executor.layout.devices)
 
     @entry
@@ -185,7 +186,7 @@ class Session:
 
         Args:
             fn: A function of the notebook, of a script, or of an installed package.
-            *args, **kwargs: Its arguments. `per_rank([...])` gives each rank its own.
+            *args, **kwargs: The arguments of `fn`. `per_rank([...])` gives each rank its own.
             imports: Import statements, executed in each rank's `__main__` before `fn`.
             need: Further names of notebook variables to take along, which `fn` is not seen to use; or a mapping
                 from names to values.
@@ -198,7 +199,7 @@ class Session:
             RankTimeout: When the session's timeout is over.
             RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
-            BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
+            BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
         """
         return self.call(fn, args, kwargs, imports, need, ranks=ranks)[0]  # type: ignore[no-any-return]
 
@@ -229,11 +230,11 @@ class Session:
         steps: int = 10,
         **kwargs: Any,
     ) -> Profile:
-        """Like `run`, with torch's profiler around some of the function's optimizer steps on every rank.
+        """Run a function like `run`, with torch's profiler around some of its optimizer steps on every rank.
 
-        A notebook shows the result as a picture of where the time went: to loaders, computing, communication, and
-        waiting for other ranks, for each rank and step. `profile.save("trace.json")` writes all ranks' traces as one
-        for Chrome or Perfetto; `profile.value` is what the function returned.
+        A notebook shows the result as a picture of the time of each rank and step: loaders, computing, communication,
+        and waiting for other ranks. `profile.save("trace.json")` writes the traces of all ranks to one file for Chrome
+        or Perfetto; `profile.value` is the value of the function.
 
         Args:
             skip: How many steps at the beginning are left out: they make what later ones find. 0 begins with the
@@ -278,8 +279,8 @@ class Session:
         """Like `run`, but in the background: returns at once, with a `concurrent.futures.Future` of the value, which
         can also be awaited.
 
-        The function, its arguments and the names it needs are taken as they are now. Output goes to the cell that
-        called this, live, whatever the notebook does meanwhile. `cancel()` stops the call as an interrupt does.
+        The function, its arguments and the names that it needs are captured at once. Output goes to the cell that
+        called this, live, even while other cells run. `cancel()` stops the call as an interrupt does.
 
         Raises:
             ValueError, TypeError, NameError, CaptureError: For what cannot be sent; the rest is in the future.
@@ -305,12 +306,12 @@ class Session:
         everyone: bool = False,
         output: str | None = None,
     ) -> list[Any]:
-        """Do what `run` and `run_all` do, with the function's arguments apart, and more to choose from.
+        """Do the work of `run` and `run_all`, with the function's arguments given separately, and with more options.
 
         Here the function may have parameters called `imports`, `need` or `ranks`.
 
         Args:
-            ranks: Who runs `fn`. None: all ranks.
+            ranks: The ranks that run `fn`. None: all ranks.
             everyone: Whether every rank's value is wanted.
             output: Like the option of the session, for this call.
 
@@ -326,15 +327,15 @@ class Session:
             return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
 
     def logs(self, rank: int) -> str:
-        """Return what a rank has written, shown or not: the last million characters since the ranks started."""
+        """Return the output of a rank, shown or not: the last million characters since the ranks started."""
         self._check_rank(rank)
         return self._executor.logs[rank].text() if self._executor.logs else ""
 
     def status(self) -> Status:
-        """A table of the ranks: process, device, state, what each runs, memory, and its last line of output. Where
-        nvidia-ml-py is installed, the devices have their memory and load.
+        """Return a table of the ranks: process, device, state, function, memory, and last line of output. With
+        nvidia-ml-py, memory and load of the devices, too.
 
-        In a notebook the table follows a running call until that is over.
+        In a notebook the table is updated until a running call is over.
         """
         return Status(self._look)
 
@@ -349,14 +350,14 @@ class Session:
         ranks: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> Explanation:
-        """Return what a call of `run` with the same arguments would send, which is the same for all `ranks`: see
-        `nbdist.explain`."""
+        """Return what `nbdist.explain` returns for a call of `run` with the same arguments; it is the same for all
+        `ranks`."""
         for rank in ranks or ():
             self._check_rank(rank)
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
-        """Return where each rank is now: a line for each rank, then their Python stacks. From any thread."""
+        """Return the place of each rank: a line for each rank, then the Python stacks. Works in any thread."""
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
 
@@ -365,11 +366,11 @@ class Session:
         """Open pdb in a rank, on the frames in which its last call raised. `q` ends it.
 
         Args:
-            rank: Which one. None: the rank whose exception the call raised.
+            rank: The number of the rank. None: the rank whose exception the call raised.
             commands: Debugger commands to run instead of asking for them, such as `["where", "p loss"]`.
 
         Raises:
-            NbdistError: Where no rank is held: after a call that did not raise, or without `hold_on_error=True`.
+            NbdistError: No rank is held: after a call that did not raise, or without `hold_on_error=True`.
         """
         self._lock.in_turn(lambda: self._debug(rank, commands))
 
@@ -377,16 +378,16 @@ class Session:
         held = self._executor.raised()
         if not held:
             raise NbdistError(
-                "no rank is held: post_mortem() follows a call that raised in a rank, before any other call, "
-                "where hold_on_error=True was said"
+                "no rank is held: post_mortem() needs a session with hold_on_error=True, and must follow directly "
+                "after a call that raised in a rank"
             )
         rank = held[0] if rank is None else rank
         if rank not in held:
-            raise ValueError(f"rank {rank} has not raised; held: {', '.join(map(str, held))}")
+            raise ValueError(f"rank must be one of the held ranks, {', '.join(map(str, held))}, got {rank}")
         self._executor.debug(rank, commands, Cell())
 
     def _debug_raised(self, remote: RemoteTraceback) -> bool:
-        """Carry out `%debug` after a call has raised; return whether there was anything to look at."""
+        """Open the debugger for `%debug` after a call has raised; return whether a rank had frames to show."""
         if remote is not self._raised or not self._executor.raised():
             return False
         self.post_mortem()
@@ -398,25 +399,26 @@ class Session:
 
     @entry
     def restart(self) -> None:
-        """End the ranks and start fresh ones, also after a rank has died. What calls left in the old ones is lost."""
+        """End the ranks and start fresh ones. Works after the death of a rank, too. Objects in the old ranks are
+        lost."""
         self._executor.check_open()
         self._cancel_background()
         self._lock.in_turn(lambda: self._executor.restart(Cell()))
 
     @entry
     def empty_cache(self) -> None:
-        """Make the ranks give back memory of their GPUs that torch keeps for later calls, once they are idle.
+        """Free the GPU memory that torch caches in the ranks, once they are idle.
 
-        What variables of the ranks refer to stays, and so does a context of some hundred megabytes for each rank, until
+        Memory of the ranks' variables stays, and so does a CUDA context of some hundred megabytes for each rank, until
         `close`.
         """
         self._executor.check_open()
         self._lock.in_turn(lambda: self._executor.empty_cache(Cell()))
 
     def close(self) -> None:
-        """Stop what runs in the background and end the ranks. A closed session takes no more calls.
+        """Stop calls in the background and end the ranks. A closed session takes no more calls.
 
-        The ranks get five seconds for what they have registered with `atexit`, and for their open files.
+        The ranks get five seconds for their `atexit` functions and their open files.
         """
         self._executor.closed = True
         self._cancel_background()
@@ -459,11 +461,11 @@ class Session:
             raise ValueError("ranks must name at least one rank, got none")
         return sorted(set(named))
 
-    def _hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
+    def _deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
         """Pass a change of a widget in the page to its rank; return False while a call runs."""
         if self._lock.busy():
             return False
-        self._lock.in_turn(lambda: self._executor.hear_widget(rank, said, buffers, cell))
+        self._lock.in_turn(lambda: self._executor.deliver_widget_event(rank, event, buffers, cell))
         return True
 
     def _cancel_background(self) -> None:
@@ -532,7 +534,7 @@ def call_once(session: Session, *what: Any) -> Any:
 
 
 def draw_seeds() -> tuple[int, int, int]:
-    """Seeds for `random`, NumPy and torch, each drawn from the notebook's own state of that library."""
+    """Draw seeds for `random`, NumPy and torch from the notebook's random states."""
     for_random = random.getrandbits(63)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     for_numpy = for_random if numpy is None else int(numpy.random.get_bit_generator().random_raw()) & (2**31 - 1)

@@ -32,9 +32,9 @@ class Snapshot:
 
 
 class Status:
-    """A table, as text and as HTML, that is true when it is looked at.
+    """A table, as text and as HTML, with the state at the time of display.
 
-    Displayed in a notebook while a call runs, it is kept up to date until the call is over.
+    Displayed in a notebook during a call, it is updated until the call is over.
     """
 
     def __init__(self, look: Callable[[], Snapshot]) -> None:
@@ -74,7 +74,7 @@ class Status:
 
 
 def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapshot:
-    """The table of a session that has this state, this layout, and this group if it runs."""
+    """Return the table of a session with this state, this layout, and this group if it runs."""
     devices = _with_use(layout)
     title = f"{len(devices)} rank{'s' if len(devices) != 1 else ''}, {state}"
     if group is None:
@@ -101,7 +101,7 @@ def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapsho
 
 
 def _with_use(layout: Layout) -> list[str]:
-    """Return the ranks' devices, with memory and load of GPUs where they are known."""
+    """Return the ranks' devices, with memory and load of GPUs if they are known."""
     gpus = layout.gpus()
     if not gpus:
         return [*layout.devices]
@@ -117,7 +117,7 @@ def _with_use(layout: Layout) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A time span for people."""
+    """Describe a time span, such as "2 min"."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,6 +1,6 @@
-"""The notebook that this process is the kernel of, or looks like (a rank).
+"""The notebook of this process: the kernel runs it, and a rank imitates it.
 
-Differences between generations of IPython (7.34 on), ipykernel (6.17 on), ipywidgets (7.7 on) and `comm` (absent with
-old ones) are known here and nowhere else. Nothing here imports IPython: where IPython is not loaded, there is no
+Differences between versions of IPython (from 7.34), ipykernel (from 6.17), ipywidgets (from 7.7) and `comm` (absent in
+old versions) are handled here and nowhere else. Nothing here imports IPython: if IPython is not loaded, there is no
 notebook.
 """

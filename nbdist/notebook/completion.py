@@ -1,4 +1,4 @@
-"""IPython's completion and help in the kernel, extended by what ranks know."""
+"""IPython's completion and help in the kernel, extended by names of the ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 
 def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[str]]) -> Callable[[], None]:
-    """Complete lines that begin with `word` by `complete` alone, in a kernel. Returns a function that undoes this.
+    """Complete lines that begin with `word` only by `complete`, in a kernel. Returns a function that undoes this.
 
-    IPython before 8.6 adds what it finds itself.
+    IPython before 8.6 adds its own completions.
 
     Args:
         shell: The kernel's.

@@ -1,4 +1,4 @@
-"""ipywidgets in the kernel: the comms of widgets, and what front ends ask of these during a cell."""
+"""ipywidgets in the kernel: the comms of widgets, and requests of front ends about them during a cell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from .shell import kernel_shell
 
 
@@ -69,9 +69,9 @@ def send_state(comm_id: str, state: dict[str, Any], request: Mapping[str, Any]) 
 
 
 class Requests:
-    """Requests of front ends to a kernel whose main thread is in a cell. This thread can read them, and take some.
+    """Reader of front ends' requests while the kernel's main thread runs a cell.
 
-    A page that is loaded again gets the answers that it needs for its widgets. All else is left for after the cell.
+    A page that is reloaded gets the answers for its widgets. All other requests wait for the end of the cell.
 
     Args:
         take: Takes what is said to a comm; False leaves it, too.
@@ -89,18 +89,18 @@ class Requests:
         self._stream = self._kernel.shell_stream if manager is None else manager._shell_channel_to_main.to_stream
         self._answers = self._stream if manager is None else manager.get_subshell_to_shell_channel_socket(None)
         self._leave = self._stream._recv_callback
-        self._stream.on_recv(self._hear, copy=False)
+        self._stream.on_recv(self._receive, copy=False)
 
     def look(self) -> None:
-        """Take what there is."""
-        with postponed_interrupts():  # or one could lose a message
+        """Handle the requests that have arrived."""
+        with deferred_interrupts():  # or one could lose a message
             self._stream.flush()
 
     def close(self) -> None:
-        """Take no more."""
+        """Stop reading."""
         self._stream.on_recv(self._leave, copy=False)
 
-    def _hear(self, frames: list[Any]) -> Any:
+    def _receive(self, frames: list[Any]) -> Any:
         session = self._kernel.session
         try:
             idents, parts = session.feed_identities(frames, copy=False)

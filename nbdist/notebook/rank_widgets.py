@@ -1,4 +1,4 @@
-"""ipywidgets in a rank: widgets of any generation whose comms end in the kernel."""
+"""ipywidgets in a rank: widgets of all versions, with comms that are connected to the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from .shell import shell
 
 
-def hear_comm(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+def handle_comm_message(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
     """Pass a message of the page to a widget of this rank. Returns whether the widget exists."""
     if "comm" not in sys.modules and shell() is None:
         return True  # here will be none
@@ -32,7 +32,7 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
     Args:
         rank_shell: The rank's IPython shell.
         send: Takes the kind of a message and, by name, its content with `metadata` and `buffers` (as hex).
-        parent: What stands for the front end's message that had the cell run.
+        parent: The substitute for the front end's message that started the cell.
     """
     kernel = types.SimpleNamespace(get_parent=lambda channel=None: parent, _parent_header=parent)
     if importlib.util.find_spec("comm") is None:
@@ -48,7 +48,8 @@ def connect_widgets(rank_shell: Any, send: Callable[..., None], parent: Mapping[
 
 
 def _is_old(package: str, least: tuple[int, ...]) -> bool:
-    """Return whether a package is installed in a version below `least`, from its metadata: importing takes longer."""
+    """Return whether a package is installed in a version below `least`, read from its metadata, which is faster than an
+    import."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

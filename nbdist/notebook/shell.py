@@ -29,17 +29,17 @@ def kernel_shell() -> Any:
 
 
 def forget_shown_traceback() -> None:
-    """Make `%debug` open the exception that is being shown, not one that IPython has shown before."""
+    """Make `%debug` open the exception that is being shown, and not an earlier one."""
     shown_by = getattr(shell(), "InteractiveTB", None)
     if shown_by is not None:
         shown_by.tb = None
 
 
 def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool] | None]) -> None:
-    """Replace `%debug` after an exception with this `cause`, where there is IPython.
+    """Replace `%debug` after an exception with this `cause`, if IPython is loaded.
 
-    `%debug` calls the function that `debug` returns, if it returns one, with the cause. Where this function returns
-    False, or there is none, `%debug` does what it does otherwise.
+    `debug` gets the cause and returns a function, which `%debug` calls. If it returns none, or its function returns
+    False, `%debug` works as usual.
     """
     found: Any = shell()
     if found is None:
@@ -55,14 +55,15 @@ def debug_instead(cause: BaseException, debug: Callable[[], Callable[[Any], bool
 
 
 def fails_at_cause_of_exit() -> bool:
-    """Return whether the notebook shows a TypeError for a SystemExit whose cause has no traceback: IPython 7 does."""
+    """Return whether the notebook shows a TypeError for a SystemExit whose cause has no traceback, as IPython 7
+    does."""
     return shell() is not None and sys.modules["IPython"].version_info < (8,)
 
 
 def reloader() -> Callable[[types.ModuleType], Any]:
-    """Return the function that reloads a module: IPython's own where there is IPython.
+    """Return the function that reloads a module: IPython's own if IPython is loaded.
 
-    IPython's gives the new code to functions and objects that exist already, too.
+    IPython's function also updates existing functions and objects.
     """
     if "IPython" not in sys.modules:
         return importlib.reload
@@ -90,7 +91,7 @@ def autoreloaded(name: str) -> float | None:
 
 
 def after_each_cell(action: Callable[[], Any]) -> bool:
-    """Have a notebook call `action` at the end of each cell from now on; False where there is no notebook."""
+    """Make a notebook call `action` at the end of each cell from now on; return False without a notebook."""
 
     def call(*result: Any) -> None:
         with contextlib.suppress(Exception):  # it is only help
@@ -103,15 +104,17 @@ def after_each_cell(action: Callable[[], Any]) -> bool:
 
 
 def is_watched(message: Mapping[str, Any] | None) -> bool:
-    """Return whether a person sees the cell that a front end's message had run, also what comes when it is done.
+    """Return whether a person sees the cell that a front end's message started, including messages after its end.
 
-    Programs that run notebooks, such as nbclient for nbconvert and papermill, can have nothing typed, and say so.
+    Programs that run notebooks, such as nbclient for nbconvert and papermill, say in the message that input is
+    impossible.
     """
     return bool(message) and bool(message.get("content", {}).get("allow_stdin", True))  # type: ignore[union-attr]
 
 
 def is_hidden(name: str, value: Any) -> bool:
-    """Return whether IPython itself has put this variable into the notebook (`get_ipython`, `exit`), or marimo `input`.
+    """Return whether IPython itself (`get_ipython`, `exit`) or marimo (`input`) has put this variable into the
+    notebook.
 
     Variables of IPython's history do not count (`_`, `_3`, `In`, `Out`): they are data.
     """
@@ -123,7 +126,7 @@ def is_hidden(name: str, value: Any) -> bool:
 
 
 def shown() -> Any:
-    """Return the values that cells have shown, by cell number: `Out`; None if there is no notebook."""
+    """Return the values that cells have shown, by cell number (`Out`); None without a notebook."""
     return getattr(shell(), "user_ns", {}).get("_oh")
 
 
@@ -143,14 +146,15 @@ def cell_numbers() -> Mapping[str, int]:
 
 
 def label_cells(numbers: Mapping[str, int]) -> None:
-    """Make tracebacks of this process say `Cell In[3]` instead of a cell's file name, where this IPython does so."""
+    """Make tracebacks of this process say `Cell In[3]` instead of a cell's file name, if this version of IPython does
+    so."""
     compiler: Any = getattr(shell(), "compile", None)
     if hasattr(compiler, "_filename_map"):
         compiler._filename_map.update(numbers)
 
 
 def show_figures() -> None:
-    """Make a kernel that has not plotted yet show figures of ranks as it shows its own."""
+    """Make a kernel without own plots show figures of ranks as it would show its own."""
     backend = "matplotlib_inline.backend_inline"
     if "matplotlib.figure" in sys.modules and backend not in sys.modules and kernel_shell() is not None:
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""A call in a rank: the notebook's names and objects are put in place, and the function is run."""
+"""A call in a rank: it sets the notebook's names and objects, and runs the function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .world import seed_everything
 
 
 class Caller:
-    """Runs calls, and remembers what came with them from the notebook."""
+    """A runner of calls, which also keeps the objects that calls have sent."""
 
     def __init__(self) -> None:
         self.sent: set[tuple[str, str]] = set()
@@ -31,8 +31,8 @@ class Caller:
         self._finder, self._reloader, self._settings = SourceFinder(), Reloader(), Settings()
 
     def install(self) -> None:
-        """Make modules found where the notebook found them, and as new as there; give spawned processes what
-        the notebook defines."""
+        """Install the finder and the reloader for the notebook's modules, and make spawned processes receive the
+        notebook's definitions."""
         sys.meta_path[:0] = [self._reloader, self._finder]
         spawning.install()
 
@@ -52,9 +52,9 @@ class Caller:
             self._reloader.look()
 
     def take(self, header: Header, parcel: Parcel, where: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """Put in place what came with a call: returns the function and its arguments.
+        """Set the names and objects of a call, and return the function and its arguments.
 
-        Raises `CaptureError` for what cannot be read here, which it calls `where`.
+        Raises `CaptureError` for an object that cannot be read here; its text names the reader `where`.
         """
         self._finder.update(header.places, header.own_sources)
         for name, source in header.sources.items():
@@ -73,7 +73,7 @@ class Caller:
             self.sent.add((key, name))
             return not (key == "__main__" and name in given)
 
-        import_beside(header.imported_beside)  # before the settings: modules change some of them
+        import_beside(header.imported_alongside)  # before the settings: modules change some of them
         self._settings.apply(header.settings, keep)
         given |= imports.run_imports(header.imports, vars(shell.main)) - header.need
         pickled, buffers = parcel.open()

@@ -1,4 +1,4 @@
-"""Functions that the magics run in a rank: run a cell, hand over variables."""
+"""Functions that the magics run in a rank: run a cell, return variables."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 def file_of(number: int) -> str:
-    """The name that tracebacks know a cell by."""
+    """Return the file name by which tracebacks know a cell."""
     return f"<ddp cell {number}>"
 
 
 def as_counted(text: str, whole: bool) -> str:
-    """The text of a cell with its lines where the notebook counts them.
+    """Return the text of a cell with the line numbers of the notebook.
 
-    The first one is `%%ddp`, but for a `whole` cell that was sent to the ranks without that.
+    Its first line is `%%ddp`, except in a `whole` cell, which has no such line.
     """
     return text if whole else "\n" + text
 
 
 def nothing() -> None:
-    """A call that does nothing: the ranks are there afterwards, with what came along."""
+    """Do nothing. A call of this starts the ranks and sends the captured names."""
 
 
 def variables(names: Sequence[str]) -> dict[str, Any]:
-    """Variables of the rank's `__main__`. Raises `NameError` for one that is not there."""
+    """Return variables of the rank's `__main__`. Raises `NameError` for a missing one."""
     for name in names:
         if name not in vars(shell.main):
             raise NameError(f"the rank has no variable {name!r}", name=name)
@@ -48,7 +48,7 @@ def variables(names: Sequence[str]) -> dict[str, Any]:
 
 
 def who() -> dict[str, str]:
-    """The variables that cells and calls have left in the rank, with their types."""
+    """Return the variables that cells and calls have left in the rank, with their types."""
     found = {name: value for name, value in vars(shell.main).items() if not name.startswith("_")}
     return {name: type(value).__name__ for name, value in found.items() if not is_hidden(name, value)}
 
@@ -64,7 +64,8 @@ def describe(name: str, detail: int) -> dict[str, Any]:
 
 
 def run(cell: str, number: int, whole: bool, pdb: bool) -> None:
-    """Run the text below `%%ddp` as a notebook runs a cell: magics, top-level await, the last expression shown.
+    """Run the text below `%%ddp` as a notebook runs a cell: with magics, top-level await, and display of the last
+    expression.
 
     Args:
         cell, number: The text, and the cell's number, for tracebacks.

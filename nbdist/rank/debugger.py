@@ -1,4 +1,4 @@
-"""pdb in a rank, its commands asked of the kernel: at a breakpoint, and after an exception."""
+"""pdb in a rank, with commands from the kernel: at a breakpoint, and after an exception."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _OWN = os.path.dirname(__file__) + os.sep
 
 
 class Debugger:
-    """The debugger that `breakpoint()` opens in a rank, and `post_mortem` in the kernel."""
+    """The debugger that `breakpoint()` opens in a rank, and that `post_mortem` opens from the kernel."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
 
     def install(self) -> None:
-        """Be what `breakpoint()` opens. It costs nothing before."""
+        """Install this debugger for `breakpoint()`. It costs nothing before its first use."""
         sys.breakpointhook = self._breakpoint
 
     def _breakpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ class Debugger:
 
 
 class _RankPdb(pdb.Pdb):
-    """pdb that shows what it has to say with its next prompt, whether the rank's output is shown or not."""
+    """pdb that shows its output with its next prompt, even if the rank's output is not shown."""
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard, self._shown = keyboard, io.StringIO()
@@ -66,7 +66,7 @@ class _RankPdb(pdb.Pdb):
         return trace
 
     def get_stack(self, f: Any, t: Any) -> tuple[list[tuple[types.FrameType, int]], int]:
-        """Without the frames below the function, which are nbdist's."""
+        """Return the stack without the frames below the function, which are nbdist's."""
         stack, index = super().get_stack(f, t)
         own = [i for i, (frame, _) in enumerate(stack) if frame.f_code.co_filename.startswith(_OWN)]
         first = own[-1] + 1 if own and own[-1] < index else 0

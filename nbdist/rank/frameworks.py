@@ -13,7 +13,7 @@ from ..system.after_import import AfterImport
 
 
 def install() -> None:
-    """Change what is imported already, and the rest as soon as it is imported."""
+    """Change modules that are imported already, and other modules as soon as they are imported."""
     accelerators = [
         f"{package}.accelerators.{kind}"
         for package in ("lightning_fabric", "pytorch_lightning", "lightning.fabric", "lightning.pytorch")
@@ -31,21 +31,21 @@ def _count_ranks(module: types.ModuleType) -> None:
 
 
 class DefaultGroup:
-    """The process group that is up before the function runs, and that the function may start and end all the same.
+    """The process group that exists before the function runs; the function may start and end it as if it did not.
 
-    `init_process_group` does nothing where it asks for the group that is up. The `destroy_process_group` that belongs
-    to it ends other groups only, so that the next call of a session finds this one.
+    `init_process_group` does nothing if it asks for this group. A later `destroy_process_group` ends only other groups,
+    so that the next call of a session finds this one.
     """
 
     def __init__(self) -> None:
         self.started = False
         """True if the function has started the group that was up."""
         self._ended = False
-        self._told = False
+        self._warned = False
         self._module: Any = None
 
     def begin_call(self) -> None:
-        """Forget what the function of the last call has started and ended."""
+        """Forget the groups that the function of the last call has started and ended."""
         self.started = self._ended = False
 
     def patch(self, module: types.ModuleType) -> None:
@@ -77,8 +77,8 @@ class DefaultGroup:
             start(*args, **kwargs)
             return
         self.started, self._ended = True, False
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             print("nbdist: the process group is up already, so init_process_group does nothing", file=sys.stderr)
 
     def _end(self, end: Any, group: Any = None) -> None:
@@ -91,7 +91,7 @@ class DefaultGroup:
             end(one)
 
     def _difference(self, asked: dict[str, Any]) -> str:
-        """Say how the group that is asked for differs from the one that is up; "" where it is the same."""
+        """Describe how the requested group differs from the existing one; "" if it does not."""
         module = self._module
         has = {"world_size": module.get_world_size(), "rank": module.get_rank()}
         wrong = {name: value for name, value in has.items() if asked.get(name, -1) not in (-1, value)}
@@ -109,5 +109,5 @@ default_group = DefaultGroup()
 
 
 def _backends(config: str) -> set[str]:
-    """Names in "gloo" or "cpu:gloo,cuda:nccl"."""
+    """Return the names in "gloo" or "cpu:gloo,cuda:nccl"."""
     return {part.rpartition(":")[2] for part in config.split(",")} - {"undefined"}

@@ -1,4 +1,4 @@
-"""A rank in an interpreter of its own, for what cannot be imported before a fork: `Session(start="spawn")`."""
+"""A rank in a fresh interpreter, for modules that cannot be imported before a fork: `Session(start="spawn")`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import shell
 
 
 def execute(server: int, kind: str, fds: RankDescriptors, scratch: str, environ: Mapping[str, str]) -> NoReturn:
-    """In the fork: go on as `main` in a fresh interpreter, with this environment. The server's descriptors close."""
+    """Continue, in the fork, as `main` in a fresh interpreter with this environment. The server's descriptors close."""
     for fd in fds:
         os.set_inheritable(fd, True)
     arguments = command("nbdist.rank.fresh", str(server), kind, scratch, *map(str, fds))
@@ -22,7 +22,7 @@ def execute(server: int, kind: str, fds: RankDescriptors, scratch: str, environ:
 
 
 def main(server: str, kind: str, scratch: str, *fds: str) -> None:
-    """Be a rank, from here to the end: a child of the `server`, that works for a "notebook" or a "script"."""
+    """Run a rank until its end, as a child of the `server`, for a "notebook" or a "script"."""
     descriptors = RankDescriptors(*map(int, fds))
     for fd in descriptors:
         os.set_inheritable(fd, False)

@@ -18,10 +18,10 @@ _allocated = 0  # bytes after the last collection
 
 
 def finish(groups: Iterable[Any]) -> None:
-    """Wait until the GPU has done what the call has asked of it, where torch uses one.
+    """Wait until the GPU has finished the work of the call, if torch uses a GPU.
 
-    Raises what its last kernels raise, and `DistBackendError` if a collective in one of the process `groups` was
-    aborted: otherwise the next call would raise the first, and nothing the second.
+    Raises the exceptions of its last kernels, and `DistBackendError` if a collective in one of the process `groups` was
+    aborted. Otherwise the next call would raise the first, and no call the second.
     """
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
@@ -32,8 +32,8 @@ def finish(groups: Iterable[Any]) -> None:
 def lost() -> bool:
     """Return whether this process can no longer use its GPU, whatever exception was raised.
 
-    CUDA repeats such an error in every later call: an assertion, an illegal access, and whatever else requires that
-    the process is restarted.
+    CUDA repeats such an error in every later call: a failed assertion, an illegal access, and other errors after which
+    the process must be restarted.
     """
     torch = sys.modules["torch"]
     if not torch.cuda.is_initialized():
@@ -57,9 +57,9 @@ def lost() -> bool:
 
 
 def collect_garbage() -> None:
-    """Free what the call has left in reference cycles, as every learner of fastai is, if that may be on the GPU.
+    """Free reference cycles of the call, such as every learner of fastai, if they may use GPU memory.
 
-    The collector runs by the number of Python objects, and one of them may hold a gigabyte there.
+    The collector runs by the number of Python objects, and one of them may hold a gigabyte of GPU memory.
     """
     global _allocated
     torch = sys.modules["torch"]
@@ -72,7 +72,7 @@ def collect_garbage() -> None:
 
 
 def empty_cache() -> None:
-    """Give back what torch keeps of the GPU's memory for later, where nothing refers to it any more."""
+    """Free the GPU memory that torch keeps for later and that no tensor uses."""
     gc.collect()
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():

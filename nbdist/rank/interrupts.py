@@ -1,4 +1,4 @@
-"""When a rank may be interrupted: while it works for the kernel, and once."""
+"""Control of interrupts in a rank: one interrupt is allowed while the rank works for the kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..system.interrupts import postpone
+from ..system.interrupts import defer
 
 #: Seconds from one interrupt to the next, until one is noticed.
 _PAUSE = 0.05
@@ -26,7 +26,7 @@ _BEGIN_AND_END = {"_open_zipfile_writer", "__init__", "__enter__", "__exit__"}
 
 
 class Interrupts:
-    """SIGINT as `KeyboardInterrupt`, where that is `allowed`.
+    """Handler that raises `KeyboardInterrupt` for SIGINT in blocks that are `allowed`.
 
     Args:
         notify: Called, in the main thread, now and then while an interrupt waits for the end of what it would leave by
@@ -42,27 +42,27 @@ class Interrupts:
         """The number of that in which an interrupt may come."""
         self._turning = threading.Lock()  # from one block to the next
         self._waits: float | None = None  # since when one does
-        self._told = 0.0
+        self._notified = 0.0
         self._unraisable = sys.unraisablehook
 
     def install(self) -> None:
-        """Answer SIGINT from now on."""
+        """Install the handler of SIGINT."""
         signal.signal(signal.SIGINT, self._on_interrupt)
         sys.unraisablehook = self._on_unraisable
 
     def _on_unraisable(self, unraisable: Any) -> None:
-        """Python drops what a finalizer or a callback raises: an interrupt that came there comes again."""
+        """Send an interrupt again that was raised in a finalizer or a callback, where Python drops exceptions."""
         if unraisable.exc_type is KeyboardInterrupt and self._interrupted:
             self.possible = True
-            self.insist(self.block)
+            self.resend(self.block)
         else:
             self._unraisable(unraisable)
 
-    def insist(self, block: int) -> None:
-        """In any thread: see to it that an interrupt which was sent does come, as long as it is this block's turn.
+    def resend(self, block: int) -> None:
+        """Repeat SIGINT until the block with the number `block` has handled it, or has ended. Works in any thread.
 
-        Python handles a signal between two steps of its own: where one comes right before a system call that waits,
-        such as the one of `time.sleep`, it is not handled before the end of the call.
+        CPython runs signal handlers between bytecodes only: a signal just before a system call that waits, such as that
+        in `time.sleep`, is not handled before the end of the system call.
         """
         _thread.start_new_thread(self._repeat, (block,))
 
@@ -72,7 +72,7 @@ class Interrupts:
             time.sleep(_PAUSE)
             with self._turning:
                 answered = not self.possible or self.block != block
-                if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, postpone):  # fn's own
+                if answered or signal.getsignal(signal.SIGINT) not in (self._on_interrupt, defer):  # fn's own
                     return
                 signal.pthread_kill(main, signal.SIGINT)
 
@@ -83,20 +83,20 @@ class Interrupts:
             now = time.monotonic()
             if self._waits is None:
                 self._waits = now
-                self.insist(self.block)
+                self.resend(self.block)
             if now < self._waits + _MOST:
-                if now > self._told + _WORD:
-                    self._told = now
+                if now > self._notified + _WORD:
+                    self._notified = now
                     self._notify(what, now - self._waits)
                 return
-        # Once: what cleans up after it must not be torn away from its work.
+        # Only once: `finally` blocks must not be interrupted.
         self.possible, self._interrupted = False, True
         raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
-        """An interrupt may come in this block."""
-        with self._turning:  # an interrupt that was insisted on is handled, and is none, before the next block
+        """Allow an interrupt in this block."""
+        with self._turning:  # an interrupt that is sent again is handled, without effect, before the next block begins
             self.block += 1
         self._waits = None
         self.possible, self._interrupted = True, False
@@ -106,12 +106,12 @@ class Interrupts:
             self.possible = self._interrupted = False
 
     def refuse(self) -> None:
-        """No interrupt any more, for the rest of the block."""
+        """Allow no interrupt any more, for the rest of the block."""
         self.possible = self._interrupted = False
 
 
 def _left_by_half(frame: types.FrameType | None) -> str:
-    """Return in words what an interrupt in this frame would leave by half; an empty string if nothing."""
+    """Describe the step in this frame that an interrupt must not break; an empty string if there is none."""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == "<frozen importlib._bootstrap>":

@@ -18,7 +18,7 @@ from .world import enter_setting, seed_everything, take_share
 
 
 class Mapper:
-    """The function, and what becomes of the items."""
+    """The function of a worker, and the results of its items."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -29,7 +29,7 @@ class Mapper:
         self._failed = False
 
     def begin(self, begin: Begin, parcel: Parcel, fds: list[int]) -> None:
-        """Take the function, and the descriptor of the board; on another machine there is no board."""
+        """Receive the function, and the descriptor of the board; on another machine there is no board."""
         self._worker, self._board = (begin.worker, Board.of(fds[0], begin.workers)) if fds else (0, Board.create(1))
         enter_setting(begin.setting)
         take_share(begin.threads)
@@ -37,8 +37,8 @@ class Mapper:
         seed_everything(begin.seeds)
 
     def run(self, first: int, parcel: Parcel) -> tuple[float, list[Any]]:
-        """Return the seconds that the items in the parcel take (`first` is the number of the first), and the function's
-        values for them. Fewer if the call is over meanwhile."""
+        """Return the seconds for the items in the parcel (`first` is the number of the first), and the function's
+        values; fewer values if the call ends meanwhile."""
         if self._failed:  # what the board says is to stay
             return 0.0, []
         try:

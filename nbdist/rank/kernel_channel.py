@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from ..wire import protocol
 from ..wire.channel import Channel, readable
 from ..wire.parcel import Parcel
@@ -12,19 +12,19 @@ from .world import Membership
 
 
 class KernelChannel(Channel):
-    """A channel whose reader leaves the process group when the kernel says so, whatever else it waits for."""
+    """A channel that leaves the process group when the kernel sends `Leave`, whatever message the rank waits for."""
 
     def __init__(self, sock: socket.socket, membership: Membership) -> None:
         super().__init__(sock)
         self._membership = membership
 
     def receive(self, interruptible: bool = False) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
-        """Receive the kernel's next message but for `Leave`.
+        """Receive the kernel's next message other than `Leave`.
 
         Args:
             interruptible: Whether an interrupt raises here: then it does so before a message, and not in the middle.
 
-        Raises `EOFError` when the kernel is gone.
+        Raises `EOFError` when the kernel has ended.
         """
         while True:
             message, parcel, fds = self._receive_between_interrupts() if interruptible else super().receive()
@@ -35,5 +35,5 @@ class KernelChannel(Channel):
     def _receive_between_interrupts(self) -> tuple[protocol.ToRank, Parcel | None, list[int]]:
         while not readable(self, 3600.0):
             pass
-        with postponed_interrupts():
+        with deferred_interrupts():
             return super().receive()

@@ -1,4 +1,4 @@
-"""The notebook's keyboard in a rank: `input()`, `getpass()` and standard input are lines that the kernel asks for."""
+"""The notebook's keyboard in a rank: `input()`, `getpass()` and standard input request lines from the kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _builtin_input = builtins.input
 
 
 class Keyboard:
-    """Asks the kernel for lines, from the rank's main thread."""
+    """A reader of lines from the kernel, for the rank's main thread."""
 
     def __init__(self, channel: KernelChannel) -> None:
         self._channel, self._pid = channel, os.getpid()
@@ -27,15 +27,15 @@ class Keyboard:
         """Why the kernel would not answer; empty where it does."""
 
     def install(self) -> None:
-        """Be what `input()`, `getpass()` and `sys.stdin` read from."""
+        """Install this object for `input()`, `getpass()` and `sys.stdin`."""
         sys.stdin = sys.__stdin__ = self.stdin  # type: ignore[misc,assignment]
         builtins.input = self._input
         getpass.getpass = self._getpass
 
     def ask(self, prompt: str, shown: str = "", debugger: bool = False, hidden: bool = False) -> str:
-        """The line that the user types, maybe hidden, at a prompt, after he was shown a text.
+        """Return the line that the user types at a prompt, after a text was shown; `hidden` lines are not displayed.
 
-        Raises `EOFError` at the end of the input, and `NbdistError` where no input is possible.
+        Raises `EOFError` at the end of the input, and `NbdistError` if input is not possible.
         """
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             raise NbdistError("only the main thread of a rank can ask for input, no other thread or process of it")

@@ -1,7 +1,7 @@
-"""A rank's end in good order: what Python does at the end of a program, so that loggers and writers lose nothing.
+"""The regular end of a rank: the steps of Python at the end of a program, so that loggers and writers lose nothing.
 
-A rank cannot end as a program does: below its frames are the server's, and torch's threads crash where a fork
-takes the interpreter down. So it does the steps itself, and leaves by `os._exit`. Their bound is the kernel's patience.
+A rank cannot end like a program: the server's frames are below its own, and torch's threads crash when a fork finalizes
+the interpreter. So it makes the steps itself, and ends by `os._exit`. The kernel's patience limits their time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def disarm() -> None:
-    """In the fork: forget what the server would do at its own end, such as to delete its temporary files."""
+    """Forget, in the fork, the steps of the server's own end, such as deleting its temporary files."""
     atexit._clear()
     finalizers: Any = weakref.finalize
     # The server's has been registered already, which is done once.
@@ -34,7 +34,7 @@ def disarm() -> None:
 
 
 def _finalize(first: int) -> None:
-    """Do what was registered with `weakref.finalize`, from this number on. What is older is not even looked at."""
+    """Call functions that were registered with `weakref.finalize`, from this number on. Older ones are skipped."""
     finalizers: Any = weakref.finalize
     registry = finalizers._registry
     own = list(itertools.takewhile(lambda finalizer: registry[finalizer].index >= first, reversed(registry)))
@@ -44,7 +44,7 @@ def _finalize(first: int) -> None:
 
 
 def leave() -> None:
-    """Wait for threads, call what was registered with `atexit`, write out open files: in Python's own order."""
+    """Wait for threads, call `atexit` functions, write open files: in Python's own order."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):

@@ -1,4 +1,4 @@
-"""A rank's loop: what the kernel asks for, one request after the other, until it hangs up."""
+"""The loop of a rank: it answers the kernel's requests, one after the other, until the kernel closes the connection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from ..deaths import NO_GPU, NO_GROUP
 from ..fastai.patches import patched
-from ..notebook.rank_widgets import hear_comm
+from ..notebook.rank_widgets import handle_comm_message
 from ..system.connections import Address
-from ..system.processes import blind, forget_in_children
+from ..system.processes import redirect_to_devnull, register_after_fork
 from ..wire import protocol
 from ..wire.channel import Channel
 from ..wire.parcel import Parcel
@@ -28,7 +28,7 @@ from .keyboard import Keyboard
 from .outcome import Answer, Outcomes, own_frames_dropped
 from .recorder import CollectiveRecorder
 from .sharded import whole
-from .world import Membership, abort, enter_setting, let_go, process_groups, seed_everything
+from .world import Membership, abort, destroy_in_background, enter_setting, process_groups, seed_everything
 
 
 class Rank:
@@ -51,23 +51,24 @@ class Rank:
         """Frames of the call that has raised, for the debugger."""
 
     def after_fork(self) -> None:
-        """In a process that the function forks: it must not speak for the rank, nor seem to be one."""
-        blind(self._channel.fileno())
+        """Give up the connections of the rank in a process that the function forks: it must not act for the rank."""
+        redirect_to_devnull(self._channel.fileno())
 
     def abort(self, group: int, peers: Sequence[Address]) -> None:
-        """In another thread, after an interrupt was sent: let the main thread leave what it waits for.
+        """Abort, in another thread and after an interrupt, the collectives in which the main thread waits.
 
-        On a busy machine the interrupt may act late. What is done in the next process group is not broken off.
+        On a busy machine the interrupt may act late. Collectives of the next process group are not aborted.
         """
         block, groups = self._interrupts.block, process_groups()
         if group == self._membership.number:  # so these are of it, too
-            self._interrupts.insist(block)
+            self._interrupts.resend(block)
             _thread.start_new_thread(abort, (groups, peers))  # a communicator may take its time
 
     def serve(self) -> int:
-        """Answer the kernel until it says goodbye or is gone; or be a process of a context. Returns the exit code."""
+        """Answer the kernel until it closes the session or ends, or run a process of a context. Returns the exit
+        code."""
         pid = os.getpid()
-        forget_in_children(self)
+        register_after_fork(self)
         self._interrupts.install()
         shell.enter()
         self._keyboard.install()
@@ -96,7 +97,7 @@ class Rank:
                         return 0
 
     def _serve(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int], pid: int) -> bool:
-        """Do what the kernel asks, and answer; whether the rank goes on. It is the process `pid`."""
+        """Answer one request, and return whether the rank goes on. It is the process `pid`."""
         ends = ""  # why the rank does, after its answer
         # A rank that is interrupted while it joins would be lost. The others may have begun the call by then, and
         # failed: it begins, too, and is interrupted there.
@@ -131,7 +132,7 @@ class Rank:
         return not ends
 
     def _do(self, request: protocol.ToRank, parcel: Parcel | None, fds: list[int]) -> Answer | None:
-        """Do what the kernel asks."""
+        """Carry out a request."""
         match request:
             case protocol.Join():
                 self._join(request, fds)
@@ -145,7 +146,7 @@ class Rank:
             case protocol.EmptyCache():
                 gpu_state.empty_cache()
             case protocol.Widget(content, buffers):  # between calls
-                hear_comm(content, buffers)
+                handle_comm_message(content, buffers)
                 shell.after_call()
             case protocol.Begin():
                 assert parcel is not None
@@ -160,7 +161,7 @@ class Rank:
         return protocol.Done(grouped=True), None
 
     def _join(self, request: protocol.Join, fds: list[int]) -> None:
-        """Enter a process group."""
+        """Join a process group."""
         if request.setting is not None:
             enter_setting(request.setting)
             self._outcomes.reads_memory = request.setting.reads_memory
@@ -179,7 +180,7 @@ class Rank:
         self._keep_frames = request.keep_frames
         if self._frames is not None:
             frames, self._frames = [self._frames], None
-            let_go(frames)
+            destroy_in_background(frames)
         self._membership.restore_environ()
         before = _waited()
         value = self._caller.run(request, parcel)
@@ -197,6 +198,7 @@ class Rank:
 
 
 def _waited() -> float:
-    """Seconds that this process has waited for other ranks, as far as that is counted: in nbdist's own collectives."""
+    """Return the seconds in which this process has waited for other ranks; only nbdist's own collectives are
+    counted."""
     collectives = sys.modules.get("nbdist.shm.collectives")
     return 0.0 if collectives is None else float(collectives.waited)

@@ -1,4 +1,4 @@
-"""A rank's process, from the fork to the end."""
+"""The process of a rank, from the fork to the end."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PDEATHSIG = 1
 
 
 def prctl(option: int, argument: int) -> None:
-    """Linux' call of that name; nothing elsewhere."""
+    """Call Linux' `prctl`; do nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
 def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[int]) -> NoReturn:
-    """In the fork: become a rank, and end as one.
+    """Become a rank, in the fork, and end as one.
 
     Args:
         server: The pid of the fork server.
-        fds: What connects the rank with the kernel.
+        fds: The descriptors that connect the rank with the kernel.
         scratch: A folder in which this rank has one, as long as it lives; "": it has none.
         of_server: Descriptors that are the server's alone.
     """
@@ -63,7 +63,7 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
             _keep_sockets_in(os.path.join(scratch, str(pid)))
         faulthandler.enable(2)  # a crash in compiled code leaves its Python stack among the rank's last words
         rank = Rank(Channel(socket.socket(fileno=fds.channel)))
-        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.hear, "preemption": preemption.tell})
+        stacks.answer(fds.stacks, {"abort": rank.abort, "widget": widgets.receive, "preemption": preemption.announce})
         code = rank.serve()
         if os.getpid() == pid:  # no process that the function has forked
             leaving.leave()
@@ -76,16 +76,17 @@ def main(server: int, fds: RankDescriptors, scratch: str, of_server: Iterable[in
 
 
 def _be_killed_first() -> None:
-    """Make the system kill this process and its children before the notebook, which has the data, when memory ends.
+    """Make the system kill this process and its children before the notebook, which has the data, when memory runs out.
 
-    Of several ranks the system takes the largest.
+    Among several ranks the system kills the largest.
     """
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # Linux alone has it
         file.write("1000")
 
 
 def _keep_sockets_in(folder: str) -> None:
-    """multiprocessing's, such as loader workers have: they would stay in /tmp where its processes are killed."""
+    """Keep the sockets of multiprocessing, for loader workers for example, in this folder: killed processes would leave
+    them in /tmp."""
     with contextlib.suppress(OSError):  # a full disk
         with contextlib.suppress(FileExistsError):
             os.mkdir(os.path.dirname(folder), 0o700)  # a system may empty /tmp now and then

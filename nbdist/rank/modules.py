@@ -1,4 +1,4 @@
-"""The notebook's modules in a rank: found where the notebook found them, and as new as there."""
+"""The notebook's modules in a rank: found at the notebook's places, and in the notebook's version."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Place = tuple[str | None, list[str] | None]
 
 
 class SourceFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules that the kernel has loaded from places to which its `sys.path` does not lead: pytest does so,
-    and a notebook may go to another folder."""
+    """A finder of modules that the kernel has loaded from places outside its `sys.path`: pytest does so, and a notebook
+    may change its folder."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
 
     def update(self, places: Mapping[str, Place], sources: Mapping[str, tuple[str, int]]) -> None:
-        """Take over the `places` of a call. Earlier ones stay, unless the notebook has the module from another place
-        now, as `sources` say."""
+        """Adopt the `places` of a call. Earlier places stay, unless the notebook has the module from another place now,
+        as `sources` show."""
         for name, (file, _) in sources.items():
             if name in self.places and self.places[name][0] != file:
                 del self.places[name]
@@ -54,7 +54,7 @@ class SourceFinder(importlib.abc.MetaPathFinder):
 
 
 class _Imported(NamedTuple):
-    """A module that this rank has executed: when, as `_now` has it, and from which source."""
+    """A module that this rank has executed: the time by `_now`, and the source."""
 
     moment: int
     version: tuple[int, ...] = ()
@@ -63,10 +63,10 @@ class _Imported(NamedTuple):
 
 
 class Reloader(importlib.abc.MetaPathFinder):
-    """Executes the user's own modules again when the source differs from the one that this rank has executed.
+    """A reloader of the user's own modules, which executes a module again when its source has changed since.
 
-    A module that the notebook has, too, is taken as the notebook has it: edited and not reloaded there, it stays as it
-    is here. As a finder it finds nothing, but knows when each module was imported.
+    If the notebook has the module, too, the notebook's version counts: a module that was edited and not reloaded there
+    stays as it is here. As a finder it finds nothing, but records when each module was imported.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Reloader(importlib.abc.MetaPathFinder):
         self._new.append(name)
 
     def look(self) -> None:
-        """Look at the sources of modules that were imported lately; say which differ from the notebook's."""
+        """Check the sources of recently imported modules, and show which differ from the notebook's."""
         new, self._new = self._new, []
         for name in new:
             file = own_file(sys.modules.get(name), name)
@@ -92,16 +92,16 @@ class Reloader(importlib.abc.MetaPathFinder):
             its, wanted = self._sources.get(name, (file, executed))
             if unchanged and wanted != executed:
                 what = "was edited after the notebook had imported it" if _same_file(its, file) else f"is not {its}"
-                _tell(
+                _notify(
                     f"nbdist: the module {name!r} is another one here than in the notebook: {file} {what}. "
                     f"importlib.reload({name}) in the notebook makes them one\n"
                 )
 
     def refresh(self, sources: Mapping[str, tuple[str, int]]) -> bool:
-        """Bring modules up to date before a call, `sources` as `own_sources` has them in the notebook; whether any was
-        executed again.
+        """Update modules before a call, and return whether any was executed again; `sources` is the notebook's
+        `own_sources`.
 
-        Raises `NbdistError` where the file that is here is not what the notebook has loaded.
+        Raises `NbdistError` if the file here differs from the one that the notebook has loaded.
         """
         self.look()
         reloaded = False
@@ -149,14 +149,14 @@ class Reloader(importlib.abc.MetaPathFinder):
         self._imported[name] = _Imported(moment, now, executed)
 
     def _forget(self, name: str) -> None:
-        """Take a module, with those that are in it, out of those that are imported."""
+        """Remove a module and its submodules from the imported ones."""
         for one in [one for one in sys.modules if one == name or one.startswith(name + ".")]:
             del sys.modules[one]
             self._imported.pop(one, None)
 
 
 def import_beside(names: Sequence[str]) -> None:
-    """Import modules that no code of the call names, such as fastai's patches: a warning says where an import fails."""
+    """Import modules that no code of the call names, such as fastai's patches; a warning names an import that fails."""
     for name in names:
         if name not in sys.modules:
             try:
@@ -169,23 +169,23 @@ def import_beside(names: Sequence[str]) -> None:
                 )
 
 
-def _tell(text: str) -> None:
+def _notify(text: str) -> None:
     """Write to standard error. No warning: the notebook's filters may make that an error, and the call has returned."""
     with contextlib.suppress(Exception):
         sys.stderr.write(text)
 
 
 def _now() -> int:
-    """Nanoseconds since the epoch, by the clock that files are stamped with: on Linux, one that moves in ticks."""
+    """Return nanoseconds since 1970 by the clock of file times, which on Linux advances in ticks."""
     coarse = 5  # CLOCK_REALTIME_COARSE, for which Python has no name
     return time.clock_gettime_ns(coarse) if sys.platform == "linux" else time.time_ns()
 
 
 def _changed_since(file: str, moment: int) -> bool:
-    """Return whether a file was written, or put in its place, since then, as `_now` has it.
+    """Return whether a file was written or replaced since a time of `_now`.
 
-    A time in the future comes from another clock, such as a file server's. Linux since 6.13 stamps files by the finer
-    clock where the time of the file was read before.
+    A time in the future comes from another clock, such as a file server's. Linux from 6.13 on uses the finer clock for
+    a file whose time was read before.
     """
     try:
         found = os.stat(file)
@@ -196,7 +196,7 @@ def _changed_since(file: str, moment: int) -> bool:
 
 
 def _same_file(one: str, other: str) -> bool:
-    """Return whether two names lead to one file; False where that cannot be found out on this machine."""
+    """Return whether two names lead to one file; False if that is unknown."""
     with contextlib.suppress(OSError):
         return one == other or os.path.samefile(one, other)
     return False

@@ -1,4 +1,4 @@
-"""NCCL in a rank: its environment variables, the process groups that use it, and errors that torch does not raise."""
+"""NCCL in a rank: its environment variables, its process groups, and errors that torch does not raise."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHARED_GPU = {
 
 
 def environ(world: World) -> dict[str, str]:
-    """The variables that NCCL and torch read in this rank. A variable of NCCL that the user has set stays."""
+    """Return the variables that NCCL and torch read in this rank. Variables of NCCL that the user has set stay."""
     if "nccl" not in world.backend:
         return {}
     variables = dict(_RAISE) if _can_be_asked() else {}
@@ -54,7 +54,7 @@ def _can_be_asked() -> bool:
 
 
 def backend_of(group: Any) -> Any:
-    """The NCCL backend of a process group; None where it has none."""
+    """Return the NCCL backend of a process group; None without NCCL."""
     torch, dist = sys.modules["torch"], sys.modules["torch.distributed"]
     if not dist.is_nccl_available():
         return None
@@ -66,7 +66,7 @@ def backend_of(group: Any) -> Any:
 
 
 def abort(group: Any) -> None:
-    """End what waits in a process group, whatever its backend."""
+    """Abort the operations of a process group, for any backend."""
     if hasattr(group, "abort"):
         group.abort()
     elif (backend := backend_of(group)) is not None:  # torch before 2.7
@@ -76,7 +76,7 @@ def abort(group: Any) -> None:
 def check(groups: Iterable[Any]) -> None:
     """Raise `DistBackendError` if a collective was aborted in one of these process groups.
 
-    The rank does not notice that otherwise: the GPU goes on with what was in the result's memory before.
+    Otherwise the rank does not notice it: the GPU continues with the earlier content of the result's memory.
     """
     for name in _errors(groups):
         what = {

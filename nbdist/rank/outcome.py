@@ -1,4 +1,4 @@
-"""The outcome of a call: the value or the exception, on its way back to the kernel."""
+"""The outcome of a call, a value or an exception, for the kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..capture import imports
 from ..capture.data import OUT_OF_BAND
-from ..capture.depth import deeply
+from ..capture.depth import with_large_stack
 from ..capture.diagnosis import explain_failure
 from ..capture.partial import absent_parts
 from ..capture.pickler import Pickler, dumps_plain
@@ -45,7 +45,7 @@ _OWN = (os.path.dirname(__file__) + os.sep, imports.__file__, bdb.__file__)
 
 
 class Outcomes:
-    """Makes answers of what calls end with."""
+    """Maker of answers from the results of requests."""
 
     def __init__(self, channel: KernelChannel, caller: Caller, interrupts: Interrupts) -> None:
         self._channel, self._caller, self._interrupts = channel, caller, interrupts
@@ -55,29 +55,29 @@ class Outcomes:
         """Replacements for parts of a value that cannot be sent, by their ids, until the error has gone."""
 
     def value(self, value: Any, grouped: bool, wanted: bool, waited: float, instead: Mapping[int, Any]) -> Answer:
-        """The answer of a call that has returned.
+        """Return the answer of a call that has returned.
 
         Args:
-            value: What it returned.
+            value: The value that the function returned.
             grouped: Whether it left the process group up.
             wanted: Whether the kernel wants the value.
-            instead: What goes in the place of parts of it, by their ids.
+            instead: Replacements of parts of the value, by their ids.
             waited: Seconds that it waited for other ranks; less than one is not reported.
         """
         parcel = self._pack(value, self._caller.originals, offer=True, instead=instead) if wanted else None
         return protocol.Done(grouped, waited if waited > 1.0 else 0.0), parcel
 
     def items(self, seconds: float, values: list[Any]) -> Answer:
-        """The answer of a worker: what its items took, and gave."""
+        """Return the answer of a worker: the time of its items, and their values."""
         return protocol.Values(seconds), self._pack(values, self._caller.originals, least=KEPT, what=_VALUES)
 
     def error(self, exc: BaseException, tb: types.TracebackType | None, ends: str) -> Answer:
-        """The answer of a request that has raised. `exc` loses its traceback.
+        """Return the answer of a request that has raised. `exc` loses its traceback.
 
         Args:
-            exc: What it raised.
-            tb: What to show of the traceback.
-            ends: Why the rank ends after this; empty if it does not.
+            exc: The exception of the function.
+            tb: The part of the traceback to show.
+            ends: The reason why the rank ends after this; empty if it does not.
         """
         spare = []
         for stand_in in stand_ins(exc):
@@ -89,9 +89,9 @@ class Outcomes:
         return protocol.Error(text, rendered, spare, ends), self._pack_error(exc, absent)
 
     def _pack_error(self, exc: BaseException, absent: Mapping[int, Any]) -> Parcel | None:
-        """Return the parcel of an exception. Of a group, members that cannot be pickled are replaced by stand-ins.
+        """Return the parcel of an exception. In a group, substitutes replace members that cannot be pickled.
 
-        None: no parcel can be made.
+        None if no parcel can be made.
         """
         with contextlib.suppress(*_ANY):
             return self._pack(exc, self._caller.originals, instead=absent, rest=False)
@@ -101,7 +101,7 @@ class Outcomes:
         return None
 
     def _with_stand_ins(self, exc: BaseException) -> BaseException:
-        """Return an exception that can be pickled, or a group of such exceptions, in the place of one in a group."""
+        """Return an exception that can be pickled, or a group of such exceptions, in place of one in a group."""
         if isinstance(exc, _Group):
             members: Any = getattr(exc, "exceptions", ())
             derived: BaseException = _Group.derive(exc, [self._with_stand_ins(member) for member in members])
@@ -139,7 +139,7 @@ class Outcomes:
             return pickler
 
         try:
-            pickler = deeply(write)
+            pickler = with_large_stack(write)
         except Exception as exc:
             error = explain_failure(exc, {what: value})
             if isinstance(error, MemoryError):
@@ -156,7 +156,8 @@ class Outcomes:
         return parcel
 
     def _offer(self, views: Sequence[memoryview]) -> bool:
-        """Offer the kernel an answer's buffers to copy from this process's memory; return whether it has."""
+        """Offer an answer's buffers to the kernel, which can copy them from this process's memory; return whether it
+        has."""
         self._interrupts.refuse()  # the call is as good as over, and a reply must not be torn in two
         self._channel.send(protocol.Buffers(rank_memory.locate(views)))
         answer, _, _ = self._channel.receive()
@@ -166,7 +167,7 @@ class Outcomes:
 
 
 def _plain(exc: BaseException, tb: types.TracebackType | None) -> str:
-    """The traceback as Python prints it; without what the exception itself has to say where that raises."""
+    """Return the traceback as Python prints it, without the exception's own text if that raises."""
     try:
         return "".join(traceback.format_exception(type(exc), exc, tb))
     except _ANY:
@@ -174,7 +175,7 @@ def _plain(exc: BaseException, tb: types.TracebackType | None) -> str:
 
 
 def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
-    """The traceback as the notebook shows it, if it can: IPython cannot render everything."""
+    """Return the traceback as the notebook shows it, if possible: IPython cannot render every traceback."""
     try:
         return [str(line) for line in shell.render_traceback(exc, tb)]
     except _ANY:
@@ -182,7 +183,7 @@ def _rendered(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
 
 
 def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
-    """The traceback of `exc` without the rank's own frames: its loop at the beginning, an interrupt at the end."""
+    """Remove the rank's own frames from the traceback of `exc`: its loop at the begin, an interrupt at the end."""
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(_OWN):
         if tb.tb_next is None and not isinstance(exc, NbdistError):  # it may be a defect of ours

@@ -1,9 +1,9 @@
-"""Process groups that the function makes itself, as scripts written for torchrun do.
+"""Process groups that the function makes itself, as scripts for torchrun do.
 
-torch has rank 0 open a store at `MASTER_PORT` for each of them, on all network interfaces, and close it with the group:
-a slower rank is refused there, or finds the keys of the group before. Here these groups meet at the store that the
-session has anyway, each under a prefix of its own; and a group's connections are closed when its successor is made, or
-the call is over, for only then all ranks are through with it.
+For each group torch makes rank 0 open a store at `MASTER_PORT`, on all network interfaces, and close it with the group:
+a slower rank finds the port closed, or the keys of the group before. Here these groups meet at the session's store,
+each under a prefix of its own. The connections of a group are closed when the next group is made, or at the end of the
+call: only then no rank needs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..wire.messages import World
 
 
 class OwnGroups:
-    """Makes torch find the store, in this process."""
+    """Replacement of torch's store for such groups, in this process."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -33,7 +33,7 @@ class OwnGroups:
         self._last: Any = None
 
     def install(self) -> None:
-        """Replace what torch calls to open a store, and to end a group."""
+        """Replace torch's functions that open a store and end a group."""
         if self._replaced is not None:
             return
         self._replaced = create, destroy = _rendezvous()._create_c10d_store, _dist().destroy_process_group
@@ -47,18 +47,18 @@ class OwnGroups:
         _replace(functools.partial(self._open, create), keep_and_destroy)
 
     def uninstall(self) -> None:
-        """Give torch its own back."""
+        """Restore torch's own functions."""
         if self._replaced is not None:
             _replace(*self._replaced)
             self._replaced = None
 
     def enter(self, world: World, store: Any) -> None:
-        """Have groups that are made from now on meet at `store`."""
+        """Make groups meet at `store` from now on."""
         self._world, self._store = world, store
         self._made.clear()
 
     def leave(self) -> list[Any]:
-        """Forget the store, and give what holds a group's connections open."""
+        """Forget the store, and release the objects that keep a group's connections open."""
         held = [self._store, self._last]
         self._world = self._store = self._last = None
         return held
@@ -66,7 +66,7 @@ class OwnGroups:
     def _open(
         self, create: Any, hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """The store of a group of `world_size` that is to meet at a port of a machine."""
+        """Return the store of a group of `world_size` ranks at a port of a host."""
         self._shares = self._is_ours(hostname, rank, world_size)
         if self._shares:
             self._made[port] += 1
@@ -77,7 +77,7 @@ class OwnGroups:
         return create(hostname, port, rank, world_size, *args, **kwargs)
 
     def _is_ours(self, hostname: str, rank: int, world_size: int) -> bool:
-        """Return whether a group is one of all ranks of this session, on their machine or the one of rank 0."""
+        """Return whether a group consists of all ranks of this session, and meets on their host or on rank 0's."""
         world = self._world
         if world is None or (rank, world_size) != (world.rank, world.world_size):
             return False
@@ -85,9 +85,9 @@ class OwnGroups:
 
 
 def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
-    """A store that listens at the address of this name alone: some of the ranks, or other processes, are to meet at it.
+    """Open a store at this address only, where some of the ranks, or other processes, meet.
 
-    Raises `OSError` where the address is taken or not of this machine.
+    Raises `OSError` if the address is taken or does not belong to this machine.
     """
     sock = socket.create_server((hostname, port))
     about: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": True}
@@ -101,7 +101,7 @@ def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libu
 
 
 def _dist() -> Any:
-    """torch.distributed, which is there where ranks are."""
+    """Return torch.distributed, which every rank has imported."""
     return import_module("torch.distributed")
 
 

@@ -1,4 +1,4 @@
-"""Preemption: whether a machine of the ranks is about to be taken away. Any rank may know; all ask together."""
+"""Preemption: the notice that a machine of the ranks is about to be taken away. All ranks ask for it together."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import os
 
 from ..wire.messages import NOTICES
 
-#: Whether this rank got the warning.
-told = False
+#: True once this rank has received the notice.
+announced = False
 
 
-def tell() -> None:
-    """Keep in mind that a machine of the ranks will be taken away."""
-    global told
-    told = True
+def announce() -> None:
+    """Store that a machine of the ranks will be taken away."""
+    global announced
+    announced = True
 
 
 def preempted() -> bool:
-    """Return, in a rank, whether a node of the cluster is about to be taken away. All ranks have to call it.
+    """Return, in a rank, whether a node of the cluster is about to be taken away. All ranks must call it.
 
-    All of them get the same answer, at the same step of a loop: time for a snapshot. Then go on; once the node is gone,
-    `restarts=` starts the function again. `fit(..., snapshots=...)` does so by itself. The notice is that Ray drains a
-    node, as managers of clusters let it before they take a machine, and as `ray start --block` does at a SIGTERM.
+    All ranks get the same answer, at the same step of a loop: save a snapshot then, and continue. When the node has
+    ended, `restarts=` starts the function again. `fit(..., snapshots=...)` does this by itself. The notice comes from
+    Ray when it drains a node: managers of clusters make it do so before they take a machine, and `ray start --block`
+    does so at SIGTERM.
 
-    Costs a collective on a cluster, and nothing on one machine, where it is always False.
+    Takes a collective on a cluster, and no time on one machine, where the answer is always False.
 
     Examples:
         >>> from nbdist import in_ddp, preempted
@@ -44,8 +45,8 @@ def preempted() -> bool:
     from ..devices import collective_device
 
     if not dist.is_initialized():
-        return told
+        return announced
     cpu = "cpu:" in dist.get_backend_config()  # where it can be, no GPU has to wait for this
-    anybody = torch.tensor(int(told), device="cpu" if cpu else collective_device())
+    anybody = torch.tensor(int(announced), device="cpu" if cpu else collective_device())
     dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
     return bool(anybody.item())

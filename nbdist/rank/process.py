@@ -1,4 +1,5 @@
-"""A process of a context (`nbdist.context`): what `multiprocessing` does in a child, in a fork of the server."""
+"""A process of a context (`nbdist.context`): a fork of the server that does the work of a child of
+`multiprocessing`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class _Process:
         self._running = self._stopped = False
 
     def run(self, number: int, task: Callable[[Callable[..., Any]], Any]) -> Any:
-        """Do what there is to be done with a function of the pool that this process works for."""
+        """Handle a function of the pool for which this process works."""
         if number not in self._functions:
             self._fetch(number)
         if self._stopped:
@@ -53,8 +54,8 @@ class _Process:
         fn, _, _ = self._caller.take(answer.header, parcel, self._name)
         self._functions = {number: fn}  # the last one: it may hold much
 
-    def heed_interrupts(self) -> None:
-        """Make an interrupt end the task that runs, and later ones; not what the worker does between them."""
+    def enable_interrupts(self) -> None:
+        """Make an interrupt end the running task, and later tasks, but not the worker's own code between tasks."""
 
         def on_interrupt(signum: int, frame: Any) -> None:
             self._stopped = True
@@ -75,7 +76,7 @@ _this: _Process
 def run(
     channel: KernelChannel, caller: Caller, request: protocol.Process, parcel: Parcel, descriptors: list[int]
 ) -> int:
-    """Be the process that came in the parcel, to its end; returns its exit code."""
+    """Run the process in the parcel to its end, and return its exit code."""
     global _this
     setting, start, header = request
     name = f"{start.preparation['name']} (pid {os.getpid()})"
@@ -114,9 +115,9 @@ def run(
 
 
 def _prepare_for_forks(library: str) -> None:
-    """Make queues and locks that come by pickle work in what this process forks.
+    """Make queues and locks that were received in a pickle work in processes that this process forks.
 
-    The library sees to that when they are made, and takes it that what came by pickle goes on by pickle.
+    The library does so when they are made, and assumes that objects from a pickle are sent by pickle again.
     """
     queues, synchronize, util = (importlib.import_module(f"{library}.{part}") for part in _FORKABLE)
     forked: list[tuple[Any, Callable[[Any], None]]] = [
@@ -134,7 +135,7 @@ def _prepare_for_forks(library: str) -> None:
 
 def work(worker: Callable[..., None], *args: Any) -> None:
     """Run the library's `worker` in a worker of a pool, until a request to end or an interrupt."""
-    _this.heed_interrupts()
+    _this.enable_interrupts()
     try:
         worker(*args)
     except KeyboardInterrupt:
@@ -143,7 +144,7 @@ def work(worker: Callable[..., None], *args: Any) -> None:
 
 
 class PoolFunction:
-    """A function of a pool, in its messages: a number, by which a worker asks the notebook for it, once."""
+    """A function of a pool in messages: a number, with which a worker requests the function from the notebook, once."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -153,7 +154,7 @@ class PoolFunction:
 
 
 class PoolMapper:
-    """The mapper of a chunk of items: as the library's own `mapper`, but with the function itself."""
+    """The mapper of a chunk of items: like the library's own `mapper`, but with the function itself."""
 
     def __init__(self, mapper: Callable[[tuple[Any, Any]], Any]) -> None:
         self._mapper = mapper

@@ -1,4 +1,4 @@
-"""A profiled call in a rank: torch's profiler around some of its optimizer steps, and the trace that it leaves."""
+"""A profiled call in a rank: torch's profiler around some of its optimizer steps, and the resulting trace."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def run(first: int, skip: int, steps: int, fn: Callable[..., Any], /, *args: Any
 
 
 class _Window:
-    """The steps that are profiled.
+    """The steps to profile.
 
     Attributes: `whole`, the number of steps until then that were made to their end.
 
-    By the profiler below `torch.profiler.profile`, which does the same, but imports torch's compiler, for seconds.
+    It uses the profiler below `torch.profiler.profile`, which does the same but imports torch's compiler, for seconds.
     """
 
     def __init__(self, skip: int, steps: int) -> None:
@@ -51,7 +51,7 @@ class _Window:
             self._begin()
 
     def step(self) -> None:
-        """A step is over."""
+        """Record the end of a step."""
         self._count += 1
         if self._open is not None:
             self._open.close()
@@ -63,7 +63,7 @@ class _Window:
             self._mark()
 
     def close(self) -> None:
-        """There are no more steps."""
+        """Record the end of all steps."""
         self.whole = min(self._count, self._last)
         if self._open is not None:
             self._open.close()
@@ -86,14 +86,14 @@ class _Window:
         self._mark()
 
     def _mark(self) -> None:
-        """Give what follows the name that the profiler's users know a step by."""
+        """Name the following work with the name by which users of the profiler know a step."""
         self._open = contextlib.ExitStack()
         self._open.enter_context(torch.profiler.record_function(f"ProfilerStep#{self._count}"))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard what is written to descriptor 2: the profiler reports there, in C++, that it begins and ends."""
+    """Discard output to descriptor 2: the profiler reports its begin and end there, in C++."""
     saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -106,7 +106,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def after_each_step(action: Callable[[], None]) -> Iterator[None]:
-    """Do something after each step of any optimizer: torch's, and fastai's own."""
+    """Call an action after each step of any optimizer of torch or fastai."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     own = getattr(sys.modules.get("fastai.optimizer"), "Optimizer", None)

@@ -1,8 +1,8 @@
-"""Notes of the collectives of a rank as they begin and end, whatever Python code calls them.
+"""Records of the collectives of a rank as they begin and end, whatever Python code calls them.
 
-The methods of torch's `ProcessGroup` are wrapped, and not the functions of `torch.distributed`: other modules hold
-those under names of their own, and `torch.compile` knows them. What is called from C++, such as the `all_reduce` of
-DistributedDataParallel's backward pass, is not noted.
+The methods of torch's `ProcessGroup` are wrapped. The functions of `torch.distributed` are not: other modules import
+them under names of their own, and `torch.compile` knows them. A collective that C++ calls, such as the `all_reduce` of
+DistributedDataParallel's backward pass, is not recorded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..system.processes import forget_in_children
+from ..system.processes import register_after_fork
 from ..wire.recording import OF_TWO, Recorder, group_named
 
-#: The methods, each with its name in `torch.distributed`, and which of its arguments is the tensor that is noted.
+#: The methods, each with its name in `torch.distributed` and the position of the tensor argument that is recorded.
 _METHODS = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce_coalesced", 0),
@@ -49,33 +49,33 @@ _LIBRARIES = (
     "<",
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
-_OF_TORCH = os.path.join("torch", "distributed", "")
-#: Functions of torch that only stand between a collective and its caller.
-_BETWEEN = {"wrapper", "wrapped", "inner", "call", "wait"}
-#: Frames that are looked at for the user's line.
-_MOST_FRAMES = 40
-#: Work objects that are remembered at most: the end of one without a wait is not known.
-_MOST_WORKS = 2000
+_TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
+#: Functions of torch that wrap a collective. They are not the function that the caller has named.
+_WRAPPERS = {"wrapper", "wrapped", "inner", "call", "wait"}
+#: The largest number of frames in which the user's line is searched.
+_MAX_FRAMES = 40
+#: The largest number of work objects that are remembered. The end of a work object without a wait is not known.
+_MAX_WORKS = 2000
 
 
 class CollectiveRecorder:
-    """Notes the collectives of this process, whichever process group they are of."""
+    """Records the collectives of this process, in all process groups."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder: Recorder | None = recorder
         self._main = _thread.get_ident()
-        self._works: dict[int, int] = {}  # by the identity of what a collective has returned: its number
-        self._kinds: dict[str, int] = {}  # of files: 0 the user's, 1 torch.distributed, 2 other libraries
-        self._groups: dict[str, tuple[Sequence[int], str]] = {}  # by name: the ranks, and what is noted of it
+        self._works: dict[int, int] = {}  # `id` of the work object that a collective returned -> its number
+        self._kinds: dict[str, int] = {}  # file -> 0 the user's, 1 torch.distributed, 2 other libraries
+        self._groups: dict[str, tuple[Sequence[int], str]] = {}  # name of a group -> its ranks, its text in the record
         self._dtypes: dict[Any, str] = {}
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a process that the function forks: it is no rank."""
+        """Stop recording in a process that the function forks: that process is not a rank."""
         self._recorder = None
 
     def joined(self) -> None:
-        """The process groups are others from now on."""
+        """Forget the earlier process groups: this rank has joined new ones."""
         self._groups.clear()
         self._works.clear()
         if self._recorder is not None:
@@ -107,7 +107,7 @@ class CollectiveRecorder:
                 recorder.end(number)
             else:
                 recorder.leave(number)
-                if len(self._works) >= _MOST_WORKS:
+                if len(self._works) >= _MAX_WORKS:
                     self._works.clear()
                 self._works[id(work)] = number
             return work
@@ -149,28 +149,28 @@ class CollectiveRecorder:
                 if not dtype:
                     dtype = self._dtypes[one.dtype] = str(one.dtype).removeprefix("torch.")
         if kind in ("send", "recv"):
-            peer = args[1] if len(args) == 3 else -1  # not from any
+            peer = args[1] if len(args) == 3 else -1  # `recv_anysource` names no rank
         elif args:
             peer = getattr(args[-1], "rootRank", -1)
         peer = members[peer] if 0 <= peer < len(members) else -1
         called, file, line = self._caller()
-        if kind in OF_TWO and called not in OF_TWO:  # such as batch_isend_irecv
+        if kind in OF_TWO and called not in OF_TWO:  # a function that calls several, such as batch_isend_irecv
             called = kind
         main = _thread.get_ident() == self._main
         return recorder.begin(called or kind, group_text, elements, dtype, peer, file, line, main)
 
     def _caller(self) -> tuple[str, str, int]:
-        """The function of torch.distributed that was called, and the innermost line that is in no library."""
+        """Return the function of torch.distributed that was called, and the innermost line outside libraries."""
         called = ""
         frame = sys._getframe(3)
-        for _ in range(_MOST_FRAMES):
+        for _ in range(_MAX_FRAMES):
             code = frame.f_code
             kind = self._kinds.get(code.co_filename)
             if kind is None:
                 kind = self._kinds[code.co_filename] = _kind_of(code.co_filename)
             if kind == 0:
                 return called, code.co_filename, frame.f_lineno
-            if kind == 1 and code.co_name not in _BETWEEN:
+            if kind == 1 and code.co_name not in _WRAPPERS:
                 called = code.co_name
             if frame.f_back is None:
                 break
@@ -179,14 +179,14 @@ class CollectiveRecorder:
 
 
 def _kind_of(file: str) -> int:
-    if _OF_TORCH in file:
+    if _TORCH_DISTRIBUTED in file:
         return 1
     return 2 if file.startswith(_LIBRARIES) else 0
 
 
 def _members(group: Any) -> Sequence[int]:
-    """The ranks of a process group, by their numbers in it."""
+    """Return the global ranks of a process group, in the order of their numbers in the group."""
     world = sys.modules["torch.distributed.distributed_c10d"]._world
-    with contextlib.suppress(Exception):  # one that torch does not list, such as what is made for a device mesh
+    with contextlib.suppress(Exception):  # torch does not list all groups: not the groups of a device mesh, for example
         return sorted(world.pg_group_ranks[group], key=world.pg_group_ranks[group].__getitem__)
     return range(group.size())

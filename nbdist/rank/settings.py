@@ -1,4 +1,4 @@
-"""The notebook's settings, as `capture.settings` has gathered them, taken over in a rank."""
+"""The notebook's settings from `capture.settings`, set in a rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _inherited_pickles: dict[str, bytes] = {}
 
 
 def note_inherited() -> None:
-    """Note, in the fork server, which settings hold there: setting them again in ranks would copy the pages."""
+    """Record, in the fork server, its own settings: setting them again in ranks would copy the pages."""
     for name, value in current().items():
         if name in SURROUNDINGS:
             continue
@@ -42,7 +42,8 @@ def note_inherited() -> None:
 
 
 class Settings:
-    """Takes over what has changed in the notebook since the last call: what calls change themselves, stays."""
+    """Setter of the settings that the notebook has changed since the last call; settings that calls change themselves
+    stay."""
 
     def __init__(self) -> None:
         self._pickled = dict(_inherited_pickles)
@@ -58,13 +59,13 @@ class Settings:
         self.apply(given, lambda key, namespace, name: False)
 
     def apply_again(self, name: str) -> None:
-        """Forget a setting, so that the next `apply` sets it again: the module that has it was executed again."""
+        """Forget a setting, so that the next `apply` sets it again, because its module was executed again."""
         self._pickled.pop(name, None)
         self._last.pop(name, None)
         self._patched.clear()
 
     def apply(self, settings: Mapping[str, bytes], keep: Keep) -> None:
-        """Apply settings, given as they were pickled. Globals that come with them enter where `keep` allows."""
+        """Set pickled settings. Globals in them are set where `keep` allows."""
         for name, pickled in settings.items():
             if self._pickled.get(name) == pickled:
                 continue

@@ -1,4 +1,5 @@
-"""Values with tensors that are sharded over the ranks, as FSDP2 leaves parameters: the notebook gets whole tensors."""
+"""Values with tensors that are sharded over the ranks, such as parameters under FSDP2: the notebook gets whole
+tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _gathered = 0  # how often, in this process
 
 
 class _Finder(Pickler):
-    """Finds the sharded tensors in what it pickles, in an order that is the same in all ranks."""
+    """Finder of the sharded tensors in a pickled value, in an order that is the same in all ranks."""
 
     def __init__(self, kind: type) -> None:
         super().__init__(io.BytesIO(), to_cpu=True)
@@ -35,13 +36,13 @@ class _Finder(Pickler):
 
 
 def whole(value: Any, wanted: bool) -> dict[int, Any]:
-    """Return what goes in the place of the sharded tensors in `value`, by their ids.
+    """Return replacements for the sharded tensors in `value`, by their ids.
 
-    Each rank of the process group has to return them: they are gathered by collectives. Where some do not, a warning
-    says so, and an `Absent` goes in their place.
+    All ranks of the process group must return the value, because collectives gather the tensors. If some do not, a
+    warning says so, and an `Absent` replaces each tensor.
 
     Args:
-        value: What the function has returned in this rank.
+        value: The value of the function in this rank.
         wanted: Whether the value goes to the notebook. The others only take part.
     """
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -72,7 +73,7 @@ def _full(tensor: Any) -> Any:
 
 
 def _all_ranks_have(count: int) -> bool:
-    """Return whether all ranks come here, with as many tensors each."""
+    """Return whether all ranks have come here with the same number of tensors."""
     global _gathered
     dist = sys.modules["torch.distributed"]
     if not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""The parts by which a rank looks like the notebook that it works for: an IPython shell, and displays.
+"""The parts that make a rank look like a notebook: an IPython shell, and displays.
 
-Libraries decide when they are imported whether they are in a notebook, by the shell's class name, its configuration
-or `get_ipython`; so the shell is made in the fork server, before anything else is imported.
+At import, libraries check whether they are in a notebook, by the shell's class name, its configuration or
+`get_ipython`. So the shell is made in the fork server, before all other imports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARENT = {"header": {"msg_id": CELL}}
 
 
 def make() -> None:
-    """In the fork server of a notebook: make the shell that its ranks will have. Starts no thread."""
+    """Make the shell of the ranks, in the fork server of a notebook. Starts no thread."""
     global _shell
     from ipykernel.zmqshell import ZMQInteractiveShell
     from IPython.core.displayhook import DisplayHook
@@ -67,14 +67,14 @@ def make() -> None:
 
 
 def enter() -> None:
-    """In a rank: put the notebook's namespace in the place of `__main__`, and the streams on their frames."""
+    """Make the notebook's namespace `__main__`, in a rank, and connect the streams with their frames."""
     sys.modules["__main__"] = main
     vars(main).setdefault("__builtins__", builtins)
     streams.attach()
 
 
 def forget_prompts() -> None:
-    """Remove the prompts of an interactive interpreter, by which libraries know one."""
+    """Remove the prompts of an interactive interpreter, by which libraries recognize one."""
     for name in ("ps1", "ps2", "ps3"):
         vars(sys).pop(name, None)
 
@@ -91,12 +91,12 @@ def _page(shell: Any, data: Any, start: int = 0, screen_lines: int = 0) -> None:
 
 
 def transform(cell: str) -> str:
-    """The text of a cell as Python: with what a notebook makes of `%magic` and `!command`."""
+    """Return the text of a cell as Python, with a notebook's replacements for `%magic` and `!command`."""
     return cell if _shell is None else str(_shell.transform_cell(cell))
 
 
 def complete(line: str, cursor: int) -> list[str]:
-    """Return completions at the cursor, from what is in `main`."""
+    """Return completions at the cursor, from the names in `main`."""
     if _shell is None:
         return []
     with _shell.builtin_trap:
@@ -106,7 +106,7 @@ def complete(line: str, cursor: int) -> list[str]:
 
 
 def inspect(name: str, detail: int) -> dict[str, Any]:
-    """Return what `name?` (0) or `name??` (1) shows, by MIME type; nothing for an unknown name."""
+    """Return the display of `name?` (0) or `name??` (1), by MIME type; an empty dict for an unknown name."""
     if _shell is None:
         return {}
     try:
@@ -122,7 +122,7 @@ def show(value: Any) -> None:
 
 
 def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list[str]:
-    """The traceback as the notebook would show it, or nothing where there is no notebook."""
+    """Return the traceback as the notebook would show it, or an empty list without a notebook."""
     # IPython takes five seconds for the thousand frames of an endless recursion; Python itself says it in ten lines.
     if _shell is None or len(list(traceback.walk_tb(tb))) > 100:
         return []
@@ -136,7 +136,7 @@ def _exit_class() -> type:
     from IPython.core.autocall import ExitAutocall
 
     class RankExit(ExitAutocall):
-        """Ends the call as `sys.exit` does."""
+        """The `exit` of a rank's shell: it ends the call like `sys.exit`."""
 
         def __call__(self, code: Any = None) -> None:
             raise SystemExit(code)
@@ -151,7 +151,7 @@ def _display_publisher() -> type:
     from IPython.core.displaypub import DisplayPublisher
 
     class RankDisplayPublisher(DisplayPublisher):
-        """Sends displays to the cell."""
+        """A display publisher that sends displays to the cell."""
 
         def publish(
             self,

@@ -1,6 +1,6 @@
-"""Processes that a rank spawns (workers of a data loader): the notebook's functions and classes travel on to them.
+"""Processes that a rank spawns (workers of a data loader): they receive the notebook's functions and classes.
 
-Plain pickle sends these by name, and the `__main__` of a spawned process is an empty one.
+Plain pickle sends these by name, and the `__main__` of a spawned process is empty.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..capture.reading import read
 
 
 def install() -> None:
-    """Make `multiprocessing` send what is defined in `__main__` by value to processes that it spawns."""
+    """Make `multiprocessing` send definitions in `__main__` by value to processes that it spawns."""
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign]
 
 

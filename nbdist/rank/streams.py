@@ -32,13 +32,13 @@ def _after_fork() -> None:
 
 
 def keep_lines_whole() -> None:
-    """In one of several processes that print into the same place at once: write line by line."""
+    """Make several processes that print to the same stream at once write whole lines."""
     for stream in _attached:
         stream.reconfigure(write_through=False, line_buffering=True)
 
 
 def flush() -> None:
-    """Write out what the standard streams still hold. They may be the user's own, and closed."""
+    """Write the pending output of the standard streams, which may be the user's own, and closed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

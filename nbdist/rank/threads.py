@@ -1,4 +1,4 @@
-"""The thread pools of the libraries that compute: as large as the rank's share of the cores."""
+"""The thread pools of numeric libraries: as large as the rank's share of the cores."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _pools: list[Any] = []
 
 
 def find_pools() -> None:
-    """Find the pools of all libraries that are loaded.
+    """Find the pools of all loaded libraries.
 
-    In the server, for its ranks: it takes some milliseconds. Libraries that a rank loads itself find their variables.
+    This runs in the server, because it takes some milliseconds. Libraries that a rank loads itself read the variables.
     """
     from threadpoolctl import ThreadpoolController
 
@@ -34,13 +34,13 @@ def find_pools() -> None:
 
 
 def variables(threads: int) -> dict[str, str]:
-    """The variables that say so; those that the user has set hold."""
+    """Return the environment variables that limit threads; variables that the user has set stay."""
     names = {name: os.environ.get(name, str(threads)) for name in [*_VARIABLES.values(), _COMPILING]}
     return {"OMP_NUM_THREADS": str(threads), **names}
 
 
 def resize_pools(threads: int) -> None:
-    """Give the pools that were found the size that the environment says, or else this one.
+    """Resize the pools that were found to the number in the environment, or else to this number.
 
     The server has OpenBLAS loaded with a single thread, since a process with threads must not fork.
     """

@@ -1,7 +1,7 @@
-"""Changes of a rank's widgets in the page while a call runs: a thread applies them, in order.
+"""Changes of a rank's widgets in the page during a call: a thread applies them, in order.
 
-The main thread is busy with the function then, as a kernel's is with a cell; a kernel's subshell handles such messages
-in a thread, too.
+The main thread runs the function then, as a kernel's main thread runs a cell; a kernel's subshell also handles such
+messages in a thread.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from ..notebook.rank_widgets import hear_comm
+from ..notebook.rank_widgets import handle_comm_message
 
-_heard: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]]] = queue.SimpleQueue()
+_events: queue.SimpleQueue[tuple[dict[str, Any], Sequence[bytes]]] = queue.SimpleQueue()
 _listens = False
-#: Seconds for which what is said to a widget that is not here is kept: a rank that begins a call later than others has
+#: Seconds for which what is event to a widget that is not here is kept: a rank that begins a call later than others has
 #: the call's widgets later, too.
 PATIENCE = 10.0
 
 
-def hear(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-    """Pass messages of the page to the widgets, soon. Always called by the same thread."""
+def receive(content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+    """Queue messages of the page for the widgets. Always called by the same thread."""
     global _listens
-    _heard.put((content, buffers))
+    _events.put((content, buffers))
     if not _listens:  # most calls have no widget that anybody touches
         _listens = True
         _thread.start_new_thread(_listen, ())
@@ -38,15 +38,15 @@ def _listen() -> None:
     waiting: list[tuple[float, dict[str, Any], Sequence[bytes]]] = []
     while True:
         with contextlib.suppress(queue.Empty):
-            said = _heard.get(timeout=0.02 if waiting else None)
-            waiting.append((time.monotonic() + PATIENCE, *said))
-        waiting = [one for one in waiting if not _tell(*one[1:]) and time.monotonic() < one[0]]
+            event = _events.get(timeout=0.02 if waiting else None)
+            waiting.append((time.monotonic() + PATIENCE, *event))
+        waiting = [one for one in waiting if not _apply(*one[1:]) and time.monotonic() < one[0]]
 
 
-def _tell(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-    """Pass on a message; return False where it has to be passed on again later."""
+def _apply(content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+    """Pass a message to its widget; return False if it must be tried again later."""
     try:
-        return hear_comm(content, buffers)
+        return handle_comm_message(content, buffers)
     except Exception:  # of a handler: the next one may be another's
         traceback.print_exc()
         return True

@@ -1,4 +1,4 @@
-"""A rank's place in the world: its environment, device, threads and seeds, and the process group that it is in."""
+"""A rank's place in the job: environment, device, threads, seeds, and process group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NOTICE = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\..*\n")
 
 
 def enter_setting(setting: Setting) -> None:
-    """Take over what holds in the kernel: environment, folder, module path, arguments."""
+    """Adopt the kernel's environment, folder, module path and arguments."""
     # Only what differs: most comes from the server, and would be copied page by page.
     for name in os.environ.keys() - setting.environ.keys():
         del os.environ[name]
@@ -53,7 +53,7 @@ def enter_setting(setting: Setting) -> None:
 
 
 def take_share(count: int) -> None:
-    """Limit the libraries that compute to `count` threads, in a process that is no rank."""
+    """Limit numeric libraries to `count` threads, in a process that is not a rank."""
     os.environ.update(threads.variables(count))
     threads.resize_pools(count)
     torch = sys.modules.get("torch")
@@ -62,7 +62,7 @@ def take_share(count: int) -> None:
 
 
 def environ(world: World) -> dict[str, str]:
-    """The variables that torchrun would set for this rank, and those that keep its sockets on its network."""
+    """Return the variables that torchrun would set for this rank, and those that keep its sockets on its network."""
     slot = world.slot
     variables = {
         "RANK": str(world.rank),
@@ -93,7 +93,7 @@ def environ(world: World) -> dict[str, str]:
 
 
 def join(world: World, store: Any) -> Any:
-    """Choose the device and the threads, and enter the process group that meets at `store`. Returns the group."""
+    """Choose the device and the threads, and join the process group that meets at `store`. Returns the group."""
     import torch
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def join(world: World, store: Any) -> Any:
             # collective, until NCCL has connected them, could not be released.
             options.setdefault("device_id", device)
     group_store = dist.PrefixStore("nbdist", store)
-    with without_notice() if tells(torch.__version__) else contextlib.nullcontext():
+    with without_notice() if gloo_announces(torch.__version__) else contextlib.nullcontext():
         dist.init_process_group(
             world.backend, store=group_store, rank=world.rank, world_size=world.world_size, **options
         )
@@ -130,7 +130,7 @@ def process_groups() -> dict[Any, str]:
 
 
 def abort(groups: Mapping[Any, str], peers: Sequence[Address]) -> None:
-    """End, from any thread, what waits in process groups of this rank: it fails, or goes on without its result.
+    """Abort, from any thread, the operations of this rank's process groups: they fail, or return without a result.
 
     A rank that waits in NCCL, or for a result of it, reacts to no signal, and does not notice that another has left.
 
@@ -157,7 +157,7 @@ def _cut_off(peers: Sequence[Address]) -> None:
 
 
 def _nccl_backend() -> Any:
-    """Return the NCCL backend of the default process group; None where there is none."""
+    """Return the NCCL backend of the default process group; None without NCCL."""
     dist = sys.modules.get("torch.distributed")
     return nccl.backend_of(dist.group.WORLD) if dist is not None and dist.is_initialized() else None
 
@@ -169,14 +169,14 @@ def _destroy_groups() -> None:
     inspect.unwrap(dist.destroy_process_group)()  # what `frameworks` replaces spares the group
 
 
-def let_go(held: list[Any]) -> None:
-    """Empty a list of what may be the last to refer to process groups of a call that has failed.
+def destroy_in_background(held: list[Any]) -> None:
+    """Empty a list with the last references to the process groups of a failed call, in a background thread.
 
-    Such a group's end waits for what gloo's threads still do for it. Where the other side of a transfer leaves in the
-    wrong moment, gloo forgets to notify its own thread, which then waits for half an hour. So the main thread does not
-    wait for that end, but for a thread that does, and not for long.
+    Destroying a group waits for gloo's threads. If the peer of a transfer leaves at the wrong moment, gloo does not
+    wake its own thread, which then waits for half an hour. Therefore a background thread destroys the group, and the
+    main thread waits at most `_PATIENCE_TO_END` seconds for it.
     """
-    thread = threading.Thread(target=_end, args=(held,), name="nbdist: let go", daemon=True)
+    thread = threading.Thread(target=_end, args=(held,), name="nbdist: end of a group", daemon=True)
     thread.start()
     thread.join(_PATIENCE_TO_END)
 
@@ -186,15 +186,15 @@ def _end(held: list[Any]) -> None:
     gc.collect()
 
 
-def tells(torch_version: str) -> bool:
-    """Return whether the gloo of this torch writes to standard output that a rank has found the others."""
+def gloo_announces(torch_version: str) -> bool:
+    """Return whether gloo in this torch prints to standard output when a rank has connected to the others."""
     major, minor = torch_version.split(".")[:2]
     return (2, 7) <= (int(major), int(minor)) < (2, 11)
 
 
 @contextlib.contextmanager
 def without_notice() -> Iterator[None]:
-    """Keep what gloo says of its connections out of the cell; what others write meanwhile comes at the end."""
+    """Keep gloo's notices of connections out of the cell; other output in this block comes at its end."""
     try:
         own = os.dup(1)
     except OSError:  # closed by the user's function
@@ -214,7 +214,7 @@ def without_notice() -> Iterator[None]:
 
 
 class Membership:
-    """The process group that this rank is in, and the store of it."""
+    """The current process group of this rank, and its store."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -231,7 +231,7 @@ class Membership:
         self._own_groups = OwnGroups()
 
     def join(self, world: World, fds: list[int]) -> None:
-        """Leave the present process group, and enter the group of `world`."""
+        """Leave the current process group, and join the group of `world`."""
         self.number = world.group
         self.leave()
         if self._leaving is not None and self._leaving.is_alive():
@@ -260,18 +260,18 @@ class Membership:
         self._own_groups.enter(world, store)
 
     def restore_environ(self) -> None:
-        """Set again what a call has removed of the variables that say who this rank is: some libraries do so."""
+        """Restore the variables about the rank that a call has removed: some libraries do so."""
         for name, value in self._environ.items():
             os.environ.setdefault(name, value)
 
     def is_in(self) -> bool:
-        """Return whether the process group is still the one that was joined."""
+        """Return whether the current process group is still the one that was joined."""
         return self.kept is not None and sys.modules["torch.distributed"].group.WORLD is self.kept[1]
 
     def leave(self, peers: Sequence[Address] = ()) -> None:
-        """Leave all process groups, so that ranks which wait for this one there fail now; `join` says if it cannot.
+        """Leave all process groups, so that ranks that wait for this one fail now; `join` raises if that is impossible.
 
-        `peers` are the other ranks' ends of the connections to this one.
+        `peers` are the other ranks' ends of this rank's connections.
         """
         dist = sys.modules.get("torch.distributed")
         joined = dist is not None and dist.is_initialized()
@@ -285,11 +285,11 @@ class Membership:
                 self._leaving = threading.Thread(target=_destroy_groups, name="nbdist: leave", daemon=True)
                 self._leaving.start()
             self._leaving.join(PATIENCE_TO_LEAVE)
-        let_go(held)
+        destroy_in_background(held)
 
 
 def seed_everything(seeds: Sequence[int]) -> None:
-    """Seed `random`, and NumPy and torch where they are loaded, each from its own number."""
+    """Seed `random`, and NumPy and torch if they are loaded, each with its own number."""
     for_random, for_numpy, for_torch = seeds
     random.seed(for_random)
     if "numpy" in sys.modules:

@@ -30,7 +30,7 @@ def barrier() -> None:
 
 
 def all_gather(value: T, group: Any = None) -> list[T]:
-    """The values of all ranks, in their order; through a process group that has all of them."""
+    """Return the values of all ranks, in order; through a process group that has all of them."""
     everyone: list[Any] = [value]
     if _in_group():
         everyone = [None] * dist.get_world_size()
@@ -55,7 +55,7 @@ def on_rank_0(fn: Callable[[], T]) -> T:
 
 
 def agree(what: str, **values: Any) -> None:
-    """Raise `ValueError` on all ranks where they do not all have the same values."""
+    """Raise `ValueError` on all ranks unless all have the same values."""
     everyone = all_gather(values)
     for number, theirs in enumerate(everyone):
         for name, value in everyone[0].items():
@@ -67,5 +67,5 @@ def agree(what: str, **values: Any) -> None:
 
 
 def progress_bar(what: str, rows: int, show: bool) -> Any:
-    """A progress bar over rows, a context manager; only rank 0's is shown."""
+    """Return a progress bar over rows as a context manager; only rank 0's is shown."""
     return tqdm(total=rows, desc=what, unit=" rows", unit_scale=True, disable=not show or rank() > 0)

@@ -1,6 +1,6 @@
-"""TorchRec, FBGEMM and torch have to be of one release; a wrong pair fails late and with a riddle, so look first.
+"""Checks that TorchRec, FBGEMM and torch belong to one release: a wrong combination fails late with an unclear error.
 
-`python -m nbdist.recsys.versions` prints the two that go with the torch that is here, as pip takes them.
+`python -m nbdist.recsys.versions` prints the requirements of the two for the installed torch, in pip's format.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def check_torchrec() -> None:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Make sure that FBGEMM can work on a rank's device, by a first piece of work. TorchRec is there.
+    """Check that FBGEMM works on a rank's device, with a first operation. TorchRec must be installed.
 
-    Its wheels hold code for a few models of GPUs alone: as of FBGEMM 1.6 for compute capability 8.x, 9.0 and 10.0, and
-    so none for a T4, a V100, or an RTX 20 or 50.
+    Its wheels have code for only some GPUs: as of FBGEMM 1.6 for compute capability 8.x, 9.0 and 10.0, and so not for a
+    T4, a V100, or an RTX 20 or 50.
 
     Raises:
         ImportError: It is the build for CPUs.
@@ -93,10 +93,10 @@ def check_gpu(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _without_warnings_of_fbgemm() -> Iterator[None]:
-    """Leave out what FBGEMM warns of as it is imported, and the handler that this leaves at the root logger.
+    """Suppress FBGEMM's warnings at import, and the handler that it adds to the root logger.
 
-    FBGEMM 1.6 does not know itself in its list of releases, and says so for each of its libraries. Whether it goes with
-    this torch has been looked at before.
+    FBGEMM 1.6 is missing from its own list of releases, and warns of that for each of its libraries. Its release was
+    checked before.
     """
     root = logging.getLogger()
     before = list(root.handlers)
@@ -114,7 +114,7 @@ def _without_warnings_of_fbgemm() -> Iterator[None]:
 
 
 def pair_for_this_torch() -> tuple[str, str]:
-    """The requirements of TorchRec and FBGEMM, the latter for CUDA where there is a GPU.
+    """Return the requirements of TorchRec and FBGEMM, the latter for CUDA if there is a GPU.
 
     Raises:
         ImportError: There are none for this torch.
@@ -127,7 +127,7 @@ def pair_for_this_torch() -> tuple[str, str]:
 
 
 def matching(torch_version: str) -> dict[str, str]:
-    """The versions of torchrec, fbgemm-gpu and fbgemm-gpu-cpu for a torch, by releases.csv.
+    """Return the versions of torchrec, fbgemm-gpu and fbgemm-gpu-cpu for a torch, from releases.csv.
 
     Raises:
         ImportError: There are none.
@@ -140,13 +140,13 @@ def matching(torch_version: str) -> dict[str, str]:
     if release < min(table):
         raise ImportError(f"torch {torch_version} is older than {first}, the first that nbdist works with")
     raise ImportError(
-        f"for torch {torch_version} there is no TorchRec that this nbdist knows of, only up to torch {last}: install "
-        f"that, or a newer nbdist"
+        f"this version of nbdist knows a TorchRec for torch up to {last}, got torch {torch_version}: install torch "
+        f"{last}, or a newer nbdist"
     )
 
 
 def releases() -> dict[tuple[int, ...], dict[str, str]]:
-    """The releases that belong together, by the release of torch.
+    """Return the releases that belong together, by the release of torch.
 
     Source: "FBGEMM Releases Compatibility" in its documentation, https://docs.pytorch.org/FBGEMM; and what PyPI has.
     """
@@ -155,7 +155,7 @@ def releases() -> dict[tuple[int, ...], dict[str, str]]:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""The fork server: a process that has imported what ranks need, has done nothing else, and forks them."""
+"""The fork server: a process that has imported the libraries of ranks, and forks the ranks."""

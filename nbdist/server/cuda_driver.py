@@ -1,4 +1,4 @@
-"""The driver of GPUs: after a process has initialised it, no fork of that process can use a GPU."""
+"""The CUDA driver: after a process has initialized it, no fork of this process can use a GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _AMD = "/dev/kfd"
 
 
 def initialised() -> bool:
-    """Return whether `cuInit` was called in this process. `torch.cuda.is_initialized()` only knows torch's contexts.
+    """Return whether `cuInit` was called in this process. `torch.cuda.is_initialized()` knows only torch's own
+    contexts.
 
-    A library that is not loaded stays so. Until `cuInit`, every function of it answers CUDA_ERROR_NOT_INITIALIZED.
+    This loads no library. Until `cuInit`, every function of the driver returns CUDA_ERROR_NOT_INITIALIZED.
     """
     if sys.platform != "linux":
         return False

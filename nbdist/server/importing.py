@@ -1,4 +1,4 @@
-"""Imports in the server that hang or crash, and how these keep no rank from its end, and no session from its ranks."""
+"""Imports in the server that hang or crash: ranks can still end, and sessions still get ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOOK = 1.0  # seconds from one look at the kernel to the next
 
 
 class BrokenOff(BaseException):
-    """The kernel does not wait for the import any more."""
+    """The kernel has stopped waiting for the import."""
 
 
 class Crash(NamedTuple):
-    """An import that ends the process."""
+    """An import has ended the process."""
 
     module: str
     why: str
@@ -30,9 +30,9 @@ class Crash(NamedTuple):
 
 @contextlib.contextmanager
 def watched(look: Callable[[], None]) -> Iterator[None]:
-    """Call `look` each second while something is imported, and let the kernel break the import off.
+    """Call `look` each second during an import, and let the kernel interrupt the import.
 
-    Both work between two steps of Python, and in what waits in the system, but not in compiled code that never returns.
+    Both work between two bytecodes of Python, and in system calls, but not in compiled code that never returns.
     """
 
     def break_off(signum: int, frame: object) -> None:
@@ -50,7 +50,7 @@ def watched(look: Callable[[], None]) -> Iterator[None]:
 
 
 def ignore_break_off() -> None:
-    """Do nothing at a request to break off. It came when the import was over."""
+    """Ignore a request to interrupt an import that came when the import was over."""
     signal.signal(BREAK_OFF, lambda signum, frame: None)
 
 
@@ -73,7 +73,7 @@ def find_crash(modules: Sequence[str], path: Sequence[str]) -> Crash | None:
 
 
 def _try(modules: Sequence[str], path: Sequence[str], progress: int) -> None:
-    """In the fork: write each module's name before it is imported, and an empty line at the end."""
+    """Write, in the fork, each module's name before its import, and an empty line at the end."""
     try:
         prctl(PDEATHSIG, signal.SIGKILL)
         silent = os.open(os.devnull, os.O_WRONLY)

@@ -9,7 +9,7 @@ import socket
 
 from ..rank import shell
 from ..rank.main import prctl
-from .memory import pretend_objects
+from .memory import inflate_object_count
 from .orphans import end_all
 from .server import Server
 
@@ -19,14 +19,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 def main(fd: str, kind: str, kernel: str, scratch: str, state: str = "") -> None:
     """Serve on the socket whose descriptor is `fd`, for a "notebook" or a "script".
 
-    `kernel` is a descriptor that shows the end of the process that all is for. `scratch` names a
-    folder for what ranks' processes keep, as long as there are any. `state`, if there, is the state of the server that
-    this one replaces.
+    `kernel` is a descriptor that reports the end of the process for which the server works. `scratch` names a folder
+    for files of the ranks' processes, which exists while there are ranks. `state` is the state of the server that this
+    one replaces, if it replaces one.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of ranks become children of this process, so that it can end them
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's threads block signals, and what they start inherits that
     gc.disable()  # imports take a fifth less; ranks turn it on again
-    pretend_objects(400_000)  # about as many as torch and fastai make
+    inflate_object_count(400_000)  # about as many as torch and fastai make
     control = socket.socket(fileno=int(fd))
     control.set_inheritable(False)
     if int(kernel) >= 0:

@@ -1,4 +1,4 @@
-"""The server's memory, arranged so that forks of it are cheap: huge pages, and little garbage collection."""
+"""Preparation of the server's memory for cheap forks: huge pages, and fewer garbage collections."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HUGE = 2 << 20
 
 
 def huge_pages() -> list[int]:
-    """The addresses at which this process's memory could lie in huge pages.
+    """Return the addresses at which this process's memory can use huge pages.
 
-    A fork copies the page table, and a rank's exit takes it down: with huge pages both take half the time. What a rank
-    writes to is still copied by small pages.
+    A fork copies the page table, and the exit of a rank frees it: with huge pages both take half the time. Memory that
+    a rank writes to is still copied by small pages.
     """
     if sys.platform != "linux":
         return []
@@ -27,13 +27,13 @@ def huge_pages() -> list[int]:
     return [page for start, end in spans for page in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE)]
 
 
-def pretend_objects(count: int) -> None:
-    """Make Python count `count` more objects in which it found no garbage.
+def inflate_object_count(count: int) -> None:
+    """Raise the number of old objects that Python's garbage collector counts by `count`.
 
-    It searches all objects when the new ones are a quarter of the old ones. Frozen ones do not count, so in a rank it
-    would look again and again while `fn` makes its own: 0.16 s of a training of 6 s (a fresh interpreter: 0.03 s).
-    To collect after the imports would do too, but leaves holes all over the memory: what a rank puts there copies 5 MB
-    of pages.
+    A full collection starts when the new objects are a quarter of the old ones, and frozen objects do not count as old.
+    Without this, a rank would collect again and again while `fn` makes its first objects: 0.16 s of a training of 6 s
+    (a fresh interpreter: 0.03 s). A collection after the imports has the same effect, but leaves holes in the memory:
+    new objects of a rank in these holes copy 5 MB of pages.
     """
     objects: list[list[None]] = [[] for _ in range(count)]
     gc.collect()

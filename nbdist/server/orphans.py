@@ -11,8 +11,8 @@ import psutil
 
 
 def end_leftovers(ended: Collection[int], others: Collection[int]) -> None:
-    """Kill what ranks that have ended have started: their process groups and sessions, and all orphans if no others
-    are left."""
+    """Kill the processes that ended ranks have started: their process groups and sessions, and all orphans if no other
+    ranks are left."""
     for rank_pid in ended:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(rank_pid, signal.SIGKILL)
@@ -25,7 +25,7 @@ def end_leftovers(ended: Collection[int], others: Collection[int]) -> None:
 
 
 def end_all() -> None:
-    """Kill every process that descends from this one, also those that appear meanwhile."""
+    """Kill every descendant of this process, including those that start meanwhile."""
     for _ in range(100):
         children = psutil.Process().children(recursive=True)
         if not children:
@@ -39,7 +39,7 @@ def end_all() -> None:
 
 
 def _children() -> list[int]:
-    """The pids of this process's children, zombies too."""
+    """Return the pids of this process's children, zombies included."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(pid) for pid in file.read().split()]

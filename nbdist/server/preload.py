@@ -27,7 +27,7 @@ _IMPORTED_AT_USE = {
 
 
 class Preloaded:
-    """Modules that ranks find imported."""
+    """The modules that ranks find imported."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -35,7 +35,7 @@ class Preloaded:
         """Modules, with their sub-modules, that cannot be imported, or must not be before a fork."""
 
     def load(self, modules: list[str], path: list[str]) -> bool:
-        """Import the modules, found by `path`; whether this process is still fit to be forked after that."""
+        """Import modules, found by `path`, and return whether this process can still be forked afterwards."""
         sys.path[:] = standard_first(path)  # what a project has of the same name must not run here
         importlib.invalidate_caches()
         before = len(sys.modules)
@@ -47,7 +47,7 @@ class Preloaded:
             try:
                 importlib.import_module(name)
             except (Exception, SystemExit):  # it fails again, and visibly, in the rank that imports it
-                tell(traceback.format_exc())
+                log(traceback.format_exc())
                 self.refused.append(name)
                 continue
             except BrokenOff:  # half of it may be there: a fresh process goes on
@@ -57,7 +57,7 @@ class Preloaded:
             if why := _spoilt():
                 # Of a package that was there before, the rest does no harm; of any other, nothing is tried again.
                 refused = package if fresh else name
-                tell(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
+                log(f"nbdist: {refused} {why} when imported: ranks import it themselves\n")
                 self.refused.append(refused)
                 return False
             self.loaded.append(name)
@@ -66,7 +66,7 @@ class Preloaded:
         return True
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """Write to the kernel's standard error, if that can be: it may be a file on a full disk."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
@@ -84,7 +84,7 @@ def _imported_at_use(modules: list[str]) -> list[str]:
 
 
 def _spoilt() -> str:
-    """Return why this process cannot be forked; an empty string where it can."""
+    """Return the reason why this process cannot be forked; an empty string if it can."""
     if psutil.Process().num_threads() > 1:
         return "starts threads"
     return "initialises CUDA" if driver.initialised() else ""

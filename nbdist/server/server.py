@@ -1,7 +1,7 @@
 """The server's loop: it forks ranks, reaps them, and reports how they end.
 
-It is single-threaded, never touches CUDA and never runs user code, so a fork of it is safe whatever the notebook has
-done. It is also the ranks' janitor: it reaps them, ends what they leave behind, and when the kernel is gone, even by
+It has one thread, never uses CUDA and never runs user code, so forking it is safe, whatever the notebook has done. It
+also cleans up after ranks: it reaps them, ends the processes that they leave, and when the kernel has ended, even by
 SIGKILL, ends them and itself.
 """
 
@@ -34,14 +34,14 @@ from ..wire.forking import REPORT, STACK_SIGNAL, STARTED, RankDescriptors
 from .importing import find_crash, ignore_break_off, watched
 from .memory import HUGE, huge_pages
 from .orphans import end_all, end_leftovers
-from .preload import Preloaded, tell
+from .preload import Preloaded, log
 
 #: Seconds after which a server without ranks ends, unless the kernel says otherwise.
 IDLE = 1800.0
 
 
 class Launch:
-    """Ranks that belong together: where their starts and ends are reported, and how many are still to start or end."""
+    """A group of ranks: the pipe on which their starts and ends are reported, and the number still to start or end."""
 
     def __init__(self, report: int, left: int) -> None:
         self.report, self.left = report, left
@@ -54,7 +54,7 @@ class Server:
         """
         Args:
             control: The server's end of its connection to the kernel.
-            kind: What ranks work for: "notebook" or "script".
+            kind: The program for which ranks work: "notebook" or "script".
             kernel: A descriptor that is readable when the kernel's process has ended; -1 where there is none.
             scratch: A folder to make when there are ranks: each has one in it, by its pid, for its processes' sockets.
         """
@@ -69,7 +69,7 @@ class Server:
         self._scattered: list[int] = []  # addresses of memory to gather in huge pages when there is nothing else to do
 
     def serve(self) -> None:
-        """Do what the kernel asks until it is gone."""
+        """Answer the kernel's requests until the kernel ends."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ignore_break_off()
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # or it would kill a rank that is not ready to answer it
@@ -105,7 +105,7 @@ class Server:
                     return
 
     def _select(self, selector: selectors.BaseSelector, seconds: float | None) -> list[Any] | None:
-        """Return what is ready within a number of seconds; None when the kernel is gone."""
+        """Return the descriptors that are ready within a number of seconds; None when the kernel has ended."""
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         while True:
             left = None if seconds is None else max(0.0, deadline - time.monotonic())
@@ -118,7 +118,8 @@ class Server:
                 return ready
 
     def _answer(self) -> bool:
-        """Do what the kernel asks next; False when it is gone. A request that fails is no other session's concern."""
+        """Answer the kernel's next request; False when the kernel has ended. A request that fails does not affect other
+        sessions."""
         requests: dict[str, Any] = {
             "preload": self.preload,
             "idle": self._stay,
@@ -137,11 +138,12 @@ class Server:
                 _, number, rank, _ = lost.message
                 self._refuse(number, rank, errno.EMFILE)
         except Exception:
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         return True
 
     def _retire(self) -> bool:
-        """Take no more requests; whether none came in the last moment. The kernel starts another server at need."""
+        """Stop taking requests, and return whether none has arrived in the last moment. The kernel starts another
+        server when it needs one."""
         self._control.sock.shutdown(socket.SHUT_RD)
         try:
             return not self._control.sock.recv(1, socket.MSG_PEEK)
@@ -152,7 +154,8 @@ class Server:
         self._idle = seconds
 
     def _watch_folder(self, folder: str | None) -> None:
-        """Remove a folder if the notebook is killed. None: it ends in good order, and removes its own itself."""
+        """Start a process that removes a folder if the notebook is killed. None: the server is about to end and removes
+        it itself."""
         self._folders = list(dict.fromkeys([*self._folders, folder])) if folder is not None else []
 
     def remove_folders(self) -> None:
@@ -163,7 +166,7 @@ class Server:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _make_scratch(self) -> str:
-        """The folder for ranks' folders; "": there is none, which is no reason to start no ranks."""
+        """Make the folder for the ranks' folders. An empty string if that fails; ranks start anyway."""
         if not self._scratch_made:
             with contextlib.suppress(OSError):  # a full disk; or somebody else's has this name
                 os.mkdir(self._scratch, 0o700)
@@ -178,7 +181,7 @@ class Server:
             shutil.rmtree(folder, ignore_errors=True)
 
     def preload(self, modules: list[str], path: list[str]) -> None:
-        """Import modules for ranks to come. Where one spoils this process, a fresh one goes on in its place."""
+        """Import modules for later ranks. If one of them makes this process unusable, a fresh one replaces it."""
         before = len(sys.modules), len(self._preloaded.loaded)
         with watched(self._end_without_kernel):
             if self._ranks:
@@ -193,7 +196,7 @@ class Server:
             self._scattered = huge_pages()
 
     def _refuse_crashes(self, modules: list[str], path: list[str]) -> None:
-        """Refuse the modules whose import would end this process, and with it the ranks of others."""
+        """Refuse the modules whose import would end this process, and with it the ranks of other sessions."""
         new = [name for name in modules if name not in sys.modules and name not in self._preloaded.refused]
         while new and (crash := find_crash(new, path)):
             print(f"nbdist: {crash.module} {crash.why} when imported: ranks import it themselves", file=sys.stderr)
@@ -201,14 +204,14 @@ class Server:
             new.remove(crash.module)
 
     def _end_without_kernel(self) -> None:
-        """End this process, and all others that descend from it, if the kernel is gone."""
+        """End this process and all its descendants if the kernel has ended."""
         if readable(self._kernel) if self._kernel >= 0 else os.getppid() != self._parent:
             end_all()
             self.remove_folders()
             os._exit(1)
 
     def _restart(self, modules: list[str]) -> None:
-        """Become a fresh server with the same children: what an import has started cannot be undone."""
+        """Replace this process by a fresh server with the same children: the effects of an import cannot be undone."""
         launches = {number: (launch.report, launch.left) for number, launch in self._launches.items()}
         for fd in (self._control.fileno(), self._kernel, *(report for report, _ in launches.values())):
             if fd >= 0:
@@ -220,7 +223,7 @@ class Server:
         os.execv(sys.executable, command("nbdist.server.main", *arguments))
 
     def restore(self, state: str) -> None:
-        """Take over from the server that this one was before `_restart`."""
+        """Continue with the state of the server before `_restart`."""
         ranks, launches, modules, self._preloaded.refused, path, self._idle, *own = json.loads(state)
         self._folders, self._scratch_made = own
         self._ranks = {int(pid): (rank, number) for pid, (rank, number) in ranks.items()}
@@ -230,11 +233,11 @@ class Server:
         self.preload(modules, path)
 
     def _launch(self, number: int, size: int, report: int) -> None:
-        """Begin a launch: note where the ends of its ranks are reported."""
+        """Begin a launch: store where the ends of its ranks are reported."""
         self._launches[number] = Launch(report, size)
 
     def _abandon(self, number: int, missing: int) -> None:
-        """Kill the ranks of a launch; `missing` ranks of it will not be asked for any more."""
+        """Kill the ranks of a launch; its `missing` other ranks will not be requested any more."""
         for pid, (_, own) in self._ranks.items():
             if own == number:
                 os.kill(pid, signal.SIGKILL)
@@ -250,7 +253,7 @@ class Server:
             del self._launches[number]
 
     def _fork(self, number: int, rank: int, environ: Mapping[str, str] | None, *fds: int) -> None:
-        """Start a rank: a fork of this process, or with an `environ`, a fresh interpreter that has it."""
+        """Start a rank: a fork of this process, or with `environ`, a fresh interpreter with these variables."""
         server = os.getpid()
         try:
             if number not in self._launches:  # there was no descriptor for it
@@ -275,7 +278,7 @@ class Server:
         try:
             fresh.execute(server, self._kind, fds, scratch, environ)
         except BaseException:
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         finally:
             os._exit(1)
 
@@ -285,7 +288,7 @@ class Server:
         self._end(number)
 
     def _reap(self) -> None:
-        """Report the ranks that have ended; what they leave behind is looked for once for all of them."""
+        """Report the ranks that have ended. Their orphans are searched once for all of them."""
         ended: dict[int, tuple[int, int, int]] = {}  # pid → rank, number of its launch, wait status
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -297,7 +300,7 @@ class Server:
         try:
             end_leftovers(ended, self._ranks)
         except Exception:  # out of descriptors, or of memory
-            tell(traceback.format_exc())
+            log(traceback.format_exc())
         for pid, (rank, number, status) in ended.items():
             self._remove_scratch(str(pid))
             self._report(number, rank, pid, os.waitstatus_to_exitcode(status))

@@ -1,1 +1,1 @@
-"""Collectives of CPU ranks on one machine, through shared memory."""
+"""Collectives of CPU ranks on one machine in shared memory."""

@@ -1,8 +1,8 @@
-"""Collectives of CPU ranks on one machine, through memory that they share.
+"""Collectives of CPU ranks on one machine in shared memory.
 
-gloo sends through loopback TCP, with several threads a rank: one number takes a millisecond on two busy cores, half a
-megabyte as long as a small model's backward pass. Here a rank writes its part into shared memory and its size into each
-other rank's pipe, and waits for the size from each: some hundredths of a millisecond.
+gloo uses loopback TCP and several threads for each rank: one number takes a millisecond on two busy cores, and half a
+megabyte takes as long as the backward pass of a small model. Here a rank writes its part into shared memory and its
+size into each other rank's pipe, and waits for the sizes of the others: some hundredths of a millisecond.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ waited = 0.0
 
 
 class _File(NamedTuple):
-    """An open file as other processes of the machine find it: its number here, and what it is."""
+    """An open file, described for other processes of the machine: its number here, and its identity."""
 
     fd: int
     identity: tuple[int, int]
 
 
 class _Offer(NamedTuple):
-    """Descriptors that a rank gives the others: the writing ends of its pipes, and rank 0's memory."""
+    """Descriptors that a rank offers to the others: the writing ends of its pipes, and rank 0's memory."""
 
     machine: str
     pid: int
@@ -85,7 +85,7 @@ class SharedCollectives:
 
     @property
     def usable(self) -> bool:
-        """Return whether nothing has failed and the process group is still the same."""
+        """Return whether no collective has failed and the process group is still the same."""
         return self._count >= 0 and self._group() is dist.group.WORLD
 
     @property
@@ -94,7 +94,8 @@ class SharedCollectives:
         return self._count
 
     def mean_(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Put the mean over all ranks, the same bits on each, into contiguous tensors of floats. Returns the first."""
+        """Replace contiguous float tensors by their mean over all ranks, with the same bits on each rank. Returns the
+        first tensor."""
         with annotated("nbdist:mean"):
             for turn in _turns([tensor.view(-1) for tensor in tensors]):
                 with self._exchanged(*turn) as exchanged:
@@ -103,7 +104,7 @@ class SharedCollectives:
         return tensors[0]
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The `tensor` of each rank, all of one shape."""
+        """Return the `tensor` of each rank; all have one shape."""
         flat = tensor.reshape(-1)
         gathered = flat.new_empty(self.size, len(flat))
         width = _PIECE // tensor.element_size()
@@ -114,7 +115,8 @@ class SharedCollectives:
         return [one.view(tensor.shape) for one in gathered]
 
     def reduce_(self, tensor: torch.Tensor, reduce: Callable[..., object]) -> torch.Tensor:
-        """Put what `reduce`, such as `torch.amax`, makes of all ranks' values into a contiguous `tensor`; it."""
+        """Replace a contiguous `tensor` by the result of `reduce`, such as `torch.amax`, over all ranks' values; return
+        it."""
         with annotated("nbdist:reduce"):
             for part in tensor.detach().view(-1).split(_PIECE // tensor.element_size()):
                 with self._exchanged(part) as (parts,):
@@ -122,10 +124,10 @@ class SharedCollectives:
         return tensor
 
     def all_to_all(self, outputs: Sequence[np.ndarray | None], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Send each rank its part of `inputs`, and receive each one's in `outputs`. Sizes may differ.
+        """Send each rank its part of `inputs`, and receive the parts of all ranks in `outputs`. Sizes may differ.
 
         Args:
-            outputs: Of each rank, where what it sends is to be: bytes, shape (some,). None: in a new array.
+            outputs: The place for the bytes from each rank, shape (bytes,). None: in a new array.
             inputs: For each rank, what it gets: bytes, shape (some,).
 
         Returns:
@@ -143,19 +145,19 @@ class SharedCollectives:
             mine[:] = inputs[me]
         with annotated("nbdist:all_to_all"):
             while start == 0 or start < most:
-                with self._turn(_UNEQUAL) as (parity, tell):
+                with self._turn(_UNEQUAL) as (parity, meet):
                     for rank in others:
                         part = inputs[rank][start : start + room]
                         self._heads[parity, me, rank] = len(inputs[rank]), most
                         self._slots[parity, me, rank, _HEAD : _HEAD + len(part)] = part
-                    tell()
+                    meet()
                     for rank in others:
                         coming, largest = self._heads[parity, rank, me].tolist()
                         there = received[rank]
                         if there is None:
                             there = received[rank] = np.empty(coming, np.uint8)
                         if coming != len(there):
-                            raise RuntimeError(f"rank {rank} sends {coming} bytes, and {len(there)} are awaited here")
+                            raise RuntimeError(f"rank {rank} sends {coming} bytes, and {len(there)} are expected here")
                         part = there[start : start + room]
                         part[:] = self._slots[parity, rank, me, _HEAD : _HEAD + len(part)]
                         most = max(most, largest)
@@ -164,71 +166,71 @@ class SharedCollectives:
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        with annotated("nbdist:barrier"), self._turn(0) as (_, tell):
-            tell()
+        with annotated("nbdist:barrier"), self._turn(0) as (_, meet):
+            meet()
 
     @contextlib.contextmanager
     def _exchanged(self, *mine: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """Give for each tensor the values of all ranks, one in each row, until the end of the block."""
-        with self._turn(sum(one.nbytes for one in mine)) as (parity, tell):
+        """Yield, for each tensor, the values of all ranks, one in each row, valid until the end of the block."""
+        with self._turn(sum(one.nbytes for one in mine)) as (parity, meet):
             exchanged: list[torch.Tensor] = []
             start = 0
             for one in mine:
                 exchanged.append(self._parts[parity, :, start : start + one.nbytes].view(one.dtype))
                 exchanged[-1][self.rank].copy_(one)
                 start += padded(one.nbytes)
-            tell()
+            meet()
             yield exchanged
 
     @contextlib.contextmanager
     def _turn(self, size: int) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Begin an exchange: give its half of the memory, and the function to call between writing and reading.
+        """Begin an exchange: yield its half of the memory, and the function to call between writing and reading.
 
         Args:
-            size: What all ranks have to say alike: the bytes of each one's part, or `_UNEQUAL`.
+            size: The bytes of each rank's part, equal on all ranks, or `_UNEQUAL`.
         """
         if not self.usable:
             raise RuntimeError(
-                "a collective after another has failed, or after the end of its process group: wrap the model anew"
+                "a collective after another has failed, or after the end of its process group: wrap the model again"
             )
         # The next piece goes into the other half while ranks still read this one. The one after it may take the place
         # of this: a rank that has sent the next has read this.
         count, self._count = self._count, -1  # for good, if this is interrupted: the ranks are out of step then
         parity = count % 2
 
-        def tell() -> None:
+        def meet() -> None:
             mark = size.to_bytes(8, "little")
             for outbox in self._outboxes:
                 os.write(outbox[parity], mark)
             wanted = mark * (self.size - 1)
-            heard = b""
+            received = b""
             begin = time.perf_counter()
-            while len(heard) < len(wanted):
+            while len(received) < len(wanted):
                 try:
-                    more = os.read(self._inboxes[parity], len(wanted) - len(heard))
+                    more = os.read(self._inboxes[parity], len(wanted) - len(received))
                 except BlockingIOError:
                     if time.perf_counter() - begin >= self._looks:
                         self._polls[parity].poll()
                     continue
                 if not more:
                     raise RuntimeError("connection closed by peer: another rank has ended")
-                heard += more
+                received += more
             global waited
             waited += time.perf_counter() - begin
-            if _ABORTED in heard:
+            if _ABORTED in received:
                 raise RuntimeError("connection closed by peer: this rank is to leave its process group")
-            if heard != wanted:
+            if received != wanted:
                 raise RuntimeError(
                     f"the ranks' tensors differ in size, or they are at different collectives: {size} bytes here"
                 )
 
-        yield parity, tell
+        yield parity, meet
         self._count = count + 1
 
     def memory(self, size: int) -> mmap.mmap:
-        """Map `size` bytes, zeros, that all ranks share; `size` is the same on all.
+        """Map `size` zero bytes that all ranks share; `size` must be equal on all ranks.
 
-        Raises `MemoryError` where they do not fit.
+        Raises `MemoryError` if they do not fit.
         """
         if self.rank == 0:
             check_fits(size, "memory that all ranks share")
@@ -245,7 +247,7 @@ class SharedCollectives:
                 self.barrier()  # no rank closes what another has yet to open
 
     def abort(self) -> None:
-        """End, from any thread, what waits here: it fails, and so does all that follows."""
+        """Abort, from any thread, a collective that waits here: it fails, and so do all later ones."""
         self._count = -1
         with self._closing:
             for inbox in self._inboxes if self._close.alive else ():
@@ -256,14 +258,15 @@ class SharedCollectives:
                     os.close(fd)
 
     def close(self) -> None:
-        """Give the descriptors back. Nothing may wait here."""
+        """Close the descriptors. No collective may wait here."""
         self._count = -1
         with self._closing:
             self._close()
 
 
 def open_shared_collectives() -> SharedCollectives | None:
-    """Return the collectives of the default process group; None where ranks cannot share memory. All ranks call it."""
+    """Return the collectives of the default process group; None if ranks cannot share memory. All ranks must call
+    it."""
     if sys.platform != "linux" or dist.get_world_size() == 1:
         return None
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -304,12 +307,12 @@ def open_shared_collectives() -> SharedCollectives | None:
 
 
 def add_up(parts: torch.Tensor, dim: int, *, out: torch.Tensor) -> torch.Tensor:
-    """Sum the values of all ranks as `torch.sum` does over the first dimension; of two ranks in half the time."""
+    """Sum the values of all ranks as `torch.sum` does over the first dimension; for two ranks in half the time."""
     return torch.add(*parts, out=out) if len(parts) == 2 else torch.sum(parts, dim, out=out)
 
 
 def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All of these flat tensors, in views: each time as much as is exchanged at once."""
+    """Yield views of these flat tensors: each time the part that is exchanged at once."""
     turn: list[torch.Tensor] = []
     room = _PIECE
     for tensor in tensors:
@@ -325,13 +328,13 @@ def _turns(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of a contiguous tensor, shape (some,), where they lie."""
+    """Return the bytes of a contiguous tensor as a view, shape (bytes,)."""
     # A single number counts as contiguous whatever its stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def padded(size: int) -> int:
-    """Round a number of bytes up so that what follows begins at a line of the processor's cache."""
+    """Round a number of bytes up, so that the following data start at a cache line."""
     return -(-size // _HEAD) * _HEAD
 
 
@@ -341,7 +344,7 @@ def _file(fd: int) -> _File:
 
 
 def open_offered(offer: _Offer, file: _File, flags: int, machine: str) -> int:
-    """Open a file of another process. Raises `OSError` where that is not the one that was offered."""
+    """Open a file of another process. Raises `OSError` if it is not the offered one."""
     if offer.machine != machine:
         raise OSError("on another machine")
     return _open_there(offer.pid, file, flags)

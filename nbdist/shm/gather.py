@@ -1,4 +1,4 @@
-"""Arrays of any length from each CPU rank to all: laid out once in memory that they share, and read where they lie."""
+"""Arrays of any length from each CPU rank to all ranks: written once into shared memory, and read there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .collectives import SharedCollectives, as_bytes, padded
 
 
 class SharedGather:
-    """Arrays that CPU ranks of one machine give one another. All ranks make it and call it in the same order.
+    """Exchange of arrays between CPU ranks of one machine. All ranks must make it and call it in the same order.
 
     Args:
-        collectives: Of these ranks.
-        count: How many arrays each of them has.
+        collectives: The collectives of these ranks.
+        count: The number of arrays of each rank.
     """
 
     def __init__(self, collectives: SharedCollectives, count: int) -> None:
@@ -26,10 +26,10 @@ class SharedGather:
         self._make_room(self._head)
 
     def __call__(self, arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """The arrays of each rank, by rank. They hold until this rank's next collective.
+        """Return the arrays of each rank, by rank. They are valid until this rank's next collective.
 
         Args:
-            arrays: Of each, ranks differ in the first dimension alone, shape (any, ...).
+            arrays: Arrays; ranks differ only in the first dimension of each, shape (any, ...).
         """
         me, mine = self._collectives.rank, [len(one) for one in arrays]
         while True:
@@ -53,7 +53,7 @@ class SharedGather:
         self._lengths = np.ndarray(shape, np.uint8, self._memory)[..., : 8 * self._count].view(np.int64)
 
     def _needed(self, like: Sequence[np.ndarray], lengths: Sequence[int]) -> int:
-        """Bytes that arrays of these lengths take, and the lengths themselves."""
+        """Return the bytes of arrays with these lengths, including the lengths themselves."""
         return self._head + sum(map(_size, like, lengths))
 
     def _views(self, half: int, rank: int, like: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -67,14 +67,14 @@ class SharedGather:
 
 
 def rows_as_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """The bytes of each row of a tensor, shape (rows, some), where they lie if it is contiguous.
+    """Return the bytes of each row of a tensor, shape (rows, bytes), as a view if the tensor is contiguous.
 
-    NumPy knows no bfloat16, and takes a fraction of the time that torch takes for few rows.
+    It uses NumPy, which needs a fraction of torch's time for few rows but has no bfloat16.
     """
     width = tensor.element_size() * math.prod(tensor.shape[1:])
     return as_bytes(tensor.contiguous()).reshape(len(tensor), width)
 
 
 def _size(like: np.ndarray, length: int) -> int:
-    """Bytes that as many rows take, to where the next array begins."""
+    """Return the bytes of this number of rows, rounded up to the start of the next array."""
     return padded(like.itemsize * math.prod(like.shape[1:]) * length)

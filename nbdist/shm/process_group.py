@@ -1,6 +1,7 @@
-"""A process group of CPU ranks on one machine, for libraries that take one: its collectives go through shared memory.
+"""A process group of CPU ranks on one machine, for libraries that take one: its collectives use shared memory.
 
-It has what TorchRec and DistributedDataParallel use. What it has not raises, as with any backend that lacks something.
+It has the operations that TorchRec and DistributedDataParallel use. Other operations raise, as with any backend that
+lacks them.
 """
 
 # mypy: disable-error-code="override, assignment"
@@ -28,9 +29,9 @@ _REDUCE: dict[Any, Callable[..., object]] = {
 
 
 class SharedGroup(dist.ProcessGroup):
-    """All ranks of the default process group; made by `shared_group`.
+    """A process group of all ranks of the default process group; made by `shared_group`.
 
-    Each collective is done when its call returns: what a rank waits for is another, and no transport.
+    Each collective is complete when its call returns: ranks wait for each other, and not for a transport.
     """
 
     def __init__(self, rank: int, size: int, collectives: SharedCollectives) -> None:
@@ -39,7 +40,7 @@ class SharedGroup(dist.ProcessGroup):
 
     @property
     def usable(self) -> bool:
-        """Return whether nothing has failed and the default process group is still the same."""
+        """Return whether no collective has failed and the default process group is still the same."""
         return self.collectives.usable
 
     def getBackendName(self) -> str:
@@ -47,16 +48,16 @@ class SharedGroup(dist.ProcessGroup):
         return _NAME
 
     def _get_backend_name(self) -> str:
-        """Return the name by which `ShardedTensor` knows that a rank without a shard has no GPU either."""
+        """Return the name by which `ShardedTensor` recognizes that a rank without a shard has no GPU."""
         return "gloo"
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """By which TorchRec before 1.7 knows where the tensors of a group are."""
+        """Return the device types of a group, which TorchRec before 1.7 reads."""
         return [torch.device("cpu")]
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """`torch.distributed.all_reduce`."""
+        """Do `torch.distributed.all_reduce`."""
         for tensor in tensors:
             flat = tensor.contiguous()
             self.collectives.reduce_(flat, _reduction(opts))
@@ -65,7 +66,7 @@ class SharedGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """`torch.distributed.broadcast`."""
+        """Do `torch.distributed.broadcast`."""
         for tensor in tensors:
             root = self.rank() == opts.rootRank
             nothing = tensor.new_empty(0)
@@ -74,18 +75,18 @@ class SharedGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        """`torch.distributed.all_gather`; the ranks' tensors may differ in shape."""
+        """Do `torch.distributed.all_gather`; the ranks' tensors may differ in shape."""
         for gathered, one in zip(outputs, inputs, strict=True):
             self._exchange(gathered, [one] * self.size())
         return _done(outputs)
 
     def all_gather_single(self, output: torch.Tensor, one: torch.Tensor, opts: Any = None) -> Any:
-        """`torch.distributed.all_gather_into_tensor`."""
+        """Do `torch.distributed.all_gather_into_tensor`."""
         self._exchange(output.view(self.size(), -1).unbind(), [one] * self.size())
         return _done(output)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        """`torch.distributed.reduce_scatter`; what the ranks get may differ in shape."""
+        """Do `torch.distributed.reduce_scatter`; the results of the ranks may differ in shape."""
         for output, parts in zip(outputs, inputs, strict=True):
             received = output.new_empty(self.size(), *output.shape)
             self._exchange(received.unbind(), parts)
@@ -93,7 +94,7 @@ class SharedGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, parts: torch.Tensor, opts: Any = None) -> Any:
-        """`torch.distributed.reduce_scatter_tensor`."""
+        """Do `torch.distributed.reduce_scatter_tensor`."""
         return self.reduce_scatter([output], [list(parts.view(self.size(), *output.shape))], opts)
 
     def all_to_all_single(
@@ -104,7 +105,7 @@ class SharedGroup(dist.ProcessGroup):
         input_sizes: list[int] | None,
         opts: Any = None,
     ) -> Any:
-        """`torch.distributed.all_to_all_single`."""
+        """Do `torch.distributed.all_to_all_single`."""
         each = [
             tensor.split(sizes or [len(tensor) // self.size()] * self.size())
             for tensor, sizes in ((output, output_sizes), (one, input_sizes))
@@ -113,19 +114,19 @@ class SharedGroup(dist.ProcessGroup):
         return _done(output)
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        """`torch.distributed.all_to_all`."""
+        """Do `torch.distributed.all_to_all`."""
         self._exchange(outputs, inputs)
         return _done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
-        """`torch.distributed.barrier`."""
+        """Do `torch.distributed.barrier`."""
         return self.allreduce([torch.zeros(1, device="cpu")])
 
     # As torch called them before 2.12 or so.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def abort(self) -> None:
-        """End, from any thread, what waits in this group."""
+        """Abort, from any thread, a collective that waits in this group."""
         self.collectives.abort()
 
     def shutdown(self) -> None:
@@ -141,7 +142,7 @@ class SharedGroup(dist.ProcessGroup):
 
 
 def shared_group() -> SharedGroup | None:
-    """The one of this process group, None where its ranks cannot share memory. All ranks have to call it."""
+    """Return the shared group of this process group; None if its ranks cannot share memory. All ranks must call it."""
     known = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, SharedGroup) and group.usable]
     all_know = torch.tensor(len(known), device="cpu")
     dist.all_reduce(all_know, ReduceOp.MIN)
@@ -178,7 +179,7 @@ def _reduction(opts: Any) -> Callable[..., object]:
     for known, reduce in _REDUCE.items():
         if op == known:
             return reduce
-    raise RuntimeError(f"{op} is not among what ranks reduce by in shared memory")
+    raise RuntimeError(f"{op} is not supported by collectives in shared memory")
 
 
 def _done(result: Any) -> Any:

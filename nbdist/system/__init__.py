@@ -1,1 +1,1 @@
-"""The operating system and the interpreter, as any process of nbdist needs them."""
+"""Access to the operating system and the interpreter, for any process of nbdist."""

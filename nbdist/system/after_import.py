@@ -1,4 +1,4 @@
-"""Actions on modules as soon as these have been imported."""
+"""Actions on modules as soon as they have been imported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls each of `actions`, by the name of a module, with this module: now, or once it has been imported.
+    """A finder that calls each of `actions`, by module name, with its module: now, or after the import.
 
-    Modules that are imported later are seen while this finder is in `sys.meta_path`, where it belongs first.
+    It sees later imports while it is in `sys.meta_path`, where it must be the first finder.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[types.ModuleType], Any]]) -> None:
@@ -25,7 +25,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find one of the modules by the other finders, and let it be acted on. None for any other module."""
+        """Find one of the modules with the other finders, and add the action to its import. None for any other
+        module."""
         action = self._awaited.pop(name, None)
         if action is None:
             return None

@@ -1,4 +1,4 @@
-"""Names of pieces of work, which profilers show."""
+"""Names of pieces of work for profilers."""
 
 from __future__ import annotations
 
@@ -11,5 +11,6 @@ _NOTHING = contextlib.nullcontext()
 
 
 def annotated(name: str, args: str | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Return `torch.profiler.record_function` where a profiler runs: without one it takes 10 µs, too (torch 2.13)."""
+    """Return `torch.profiler.record_function` while a profiler runs: otherwise it would take 10 µs for nothing (torch
+    2.13)."""
     return torch.profiler.record_function(name, args) if torch.autograd.profiler._is_profiler_enabled else _NOTHING

@@ -1,4 +1,4 @@
-"""The TCP connections between ranks: found from outside, and shut by the rank that leaves the others."""
+"""The TCP connections between ranks: found from outside, and shut by a rank that leaves."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Address = tuple[str, int]
 
 
 class Connection(NamedTuple):
-    """A TCP connection of a process: its own end, and the other one."""
+    """A TCP connection of a process: its own end, and the other end."""
 
     own: Address
     peer: Address
 
 
 def connections(pids: Sequence[int | None]) -> list[list[Connection]]:
-    """The TCP connections of each process. One that is gone, or was never there, has none.
+    """Return the TCP connections of each process. A process that does not exist has none.
 
-    On Linux all are found by one pass over the system's table, which is as long as the ranks have connections
-    together: with each process to every other, that is the square of their number.
+    On Linux all are found in one pass over the system's table, whose length is the number of all connections: with a
+    connection between each two ranks, it is the square of the number of ranks.
     """
     if sys.platform != "linux":
         return [[] if pid is None else _connections(pid) for pid in pids]
@@ -54,8 +54,8 @@ def between(connections: Sequence[Sequence[Connection]]) -> list[list[Address]]:
 def cut_off(peers: Collection[Address]) -> None:
     """Shut this process's connections to the `peers`.
 
-    A collective waits until its peer's connection ends, and torch closes gloo's only when nothing refers to
-    the process group any more; a `DistributedDataParallel` does.
+    A collective waits until its peer's connection ends. torch closes gloo's connections only when nothing refers to the
+    process group any more, and a `DistributedDataParallel` refers to it.
     """
     theirs = set(map(tuple, peers))
     for fd in map(int, os.listdir("/dev/fd")) if theirs else ():
@@ -74,12 +74,13 @@ def _connections(pid: int) -> list[Connection]:
 
 
 def sockets(process: psutil.Process, kind: str = "tcp") -> Any:
-    """The connections of a process, of a `kind` that psutil knows; before psutil 6.0 the method has another name."""
+    """Return the connections of a process, of a `kind` that psutil knows; before psutil 6.0 the method has another
+    name."""
     return (process.net_connections if hasattr(process, "net_connections") else process.connections)(kind)
 
 
 def _sockets(pid: int) -> Iterator[bytes]:
-    """The inodes of a process's sockets, as the system's tables write them."""
+    """Return the inodes of a process's sockets, as texts like in the system's tables."""
     folder = f"/proc/{pid}/fd/"
     with contextlib.suppress(OSError):
         for fd in os.listdir(folder):
@@ -90,7 +91,7 @@ def _sockets(pid: int) -> Iterator[bytes]:
 
 
 def _address(text: bytes, family: int) -> Address:
-    """An address as Linux writes it: 32-bit words in the machine's own order, then the port, all in hexadecimal."""
+    """Parse an address in Linux's format: 32-bit words in the machine's own order, then the port, all hexadecimal."""
     words, port = text.split(b":")
     numbers = [int(words[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(words), 8)]
     return socket.inet_ntop(family, b"".join(numbers)), int(port, 16)

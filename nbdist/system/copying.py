@@ -1,4 +1,4 @@
-"""Work on big memory: where buffers are laid out in it, and several threads that share out what is to be done."""
+"""Work on big memory: the layout of buffers in it, and several threads that divide the work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_THREADS = 4  # the memory is no faster for more
 
 
 def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Aligned starts for buffers of these sizes in bytes, one behind the other, and the end of the last."""
+    """Return aligned starts for consecutive buffers of these sizes in bytes, and the end of the last one."""
     starts, end = [], 0
     for size in sizes:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -29,7 +29,7 @@ def layout(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def own_memory(size: int) -> memoryview:
-    """Memory for one buffer, which lives as long as a view of it and keeps nothing else."""
+    """Allocate memory for one buffer, which lives as long as a view of it and keeps nothing else alive."""
     if size >= _BIG:
         return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     memory = bytearray(size + _ALIGNMENT)
@@ -44,7 +44,7 @@ def pieces(size: int, largest: int) -> Iterator[tuple[int, int]]:
 
 
 def by_threads(action: Callable[[P], R], work: list[P]) -> list[R]:
-    """`action` done to each piece of work, by as many threads as there are cores, up to four."""
+    """Call `action` for each piece of work, with one thread for each core, at most four."""
     if len(work) < 2:
         return [action(piece) for piece in work]
     with concurrent.futures.ThreadPoolExecutor(min(len(usable_cores()), _MOST_THREADS)) as pool:

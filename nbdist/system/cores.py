@@ -1,4 +1,4 @@
-"""The cores that a rank may use: its own share, on one NUMA node where the shares allow it."""
+"""The cores that a rank may use: its own share, on one NUMA node if the shares allow it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use, by number."""
+    """Return the numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -19,13 +19,13 @@ def usable_cores() -> list[int]:
 
 @functools.cache
 def numa_nodes() -> list[list[int]]:
-    """The cores of each NUMA node; nothing where the system does not say."""
+    """Return the cores of each NUMA node; an empty list if the system does not report them."""
     lists = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
     return [parse_cores(path.read_text()) for path in lists]
 
 
 def parse_cores(text: str) -> list[int]:
-    """The cores in a list as Linux writes it: `0-3,8,10-11`."""
+    """Parse a list of cores in Linux's format: `0-3,8,10-11`."""
     cores: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         cores.extend(range(int(first), int(last or first) + 1))
@@ -33,11 +33,11 @@ def parse_cores(text: str) -> list[int]:
 
 
 def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) -> list[list[int]]:
-    """Cores for each of `nranks` ranks.
+    """Return the cores for each of `nranks` ranks.
 
-    Every core is used by one rank where there are enough of them, every share is as large as the others or by one
-    larger, and the ranks fill one node after the other, so that few shares lie on two. With fewer cores than ranks,
-    ranks take turns on them. Memory follows: Linux takes it from the node of the core that first touches it.
+    If there are enough cores, each core belongs to one rank, the shares differ by at most one core, and the ranks fill
+    one node after the other, so that few shares are on two nodes. With fewer cores than ranks, ranks take turns on
+    them. Memory follows: Linux allocates it on the node of the core that first uses it.
     """
     node_of = {core: number for number, node in enumerate(nodes) for core in node}
     ordered = sorted(cores, key=lambda core: (node_of.get(core, 0), core))
@@ -48,7 +48,7 @@ def shares(cores: Sequence[int], nodes: Sequence[Sequence[int]], nranks: int) ->
 
 
 def near(own: Sequence[Sequence[int]], wanted: Sequence[Collection[int]]) -> list[Sequence[int]]:
-    """Return the shares in another order: each rank has one with cores that it wants, as long as there are such.
+    """Reorder the shares, so that ranks get shares with the cores that they want, as long as there are any.
 
     Args:
         own: The share of each rank.

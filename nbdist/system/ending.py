@@ -1,8 +1,8 @@
-"""The order in which things end with the program: sessions and processes before the servers that run them.
+"""The order of the end of a program: sessions and processes end before the servers that run them.
 
-`atexit` calls the last registered function first. A server is stopped by such a function, and what ends sessions
-(`weakref.finalize`) and processes (`multiprocessing`) may have been registered before nbdist was imported: both are, by
-torch.
+`atexit` calls the last registered function first. A server is stopped by such a function. The functions that end
+sessions (`weakref.finalize`) and processes (`multiprocessing`) may have been registered before nbdist was imported:
+torch registers both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def before_servers(end: weakref.finalize[Any, Any]) -> None:
 
 
 def last(stop: Callable[[], None]) -> Callable[[], None]:
-    """Call `stop`, which stops servers, at the end of the program, after what they run has been ended."""
+    """Call `stop`, which stops servers, at the end of the program, after sessions and processes have ended."""
 
     def at_exit() -> None:
         try:
@@ -35,7 +35,7 @@ def last(stop: Callable[[], None]) -> Callable[[], None]:
 
 
 def _end_what_servers_run() -> None:
-    """End sessions and processes, the newest first. Processes that are not daemons are waited for, as by Python."""
+    """End sessions and processes, the newest first. As in Python, processes that are not daemons are waited for."""
     for name in ("multiprocessing.util", "multiprocess.util"):
         if name in sys.modules:
             sys.modules[name]._exit_function()  # does nothing when it is called again

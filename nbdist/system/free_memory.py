@@ -1,7 +1,7 @@
 """Free memory of the machine, of the container and of this process's address space.
 
-In a container whose limit is reached, the system kills the largest process, which may be the notebook. So the size of
-what is about to be written is compared with what is free first.
+In a container at its limit, the system kills the largest process, which may be the notebook. So the size of data is
+compared with the free memory before they are written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NO_LIMIT = 1 << 60
 
 
 class Limit(NamedTuple):
-    """A bound of memory: what has it, how many bytes it is, and how many of these are free."""
+    """A limit of memory: its owner, its size in bytes, and the free bytes below it."""
 
     what: str
     size: int
@@ -32,11 +32,11 @@ class Limit(NamedTuple):
 
 
 def check_fits(size: int, what: str) -> None:
-    """Raise `MemoryError`, which gives both sizes, where `size` further bytes of memory are not free.
+    """Raise `MemoryError` with both sizes if `size` further bytes of memory are not free.
 
     Args:
         size: Bytes that are about to be written.
-        what: What they are, for the message.
+        what: The name of the data for the message.
     """
     if size >= _SPARE:
         limits = [limit for limit in memory_limits() if size + _SPARE > limit.free]
@@ -45,7 +45,7 @@ def check_fits(size: int, what: str) -> None:
 
 
 def refused(size: int, what: str, number: int) -> MemoryError:
-    """The error for `size` bytes of `what` that the system has refused, with the number of its error."""
+    """Return the error for `size` bytes of `what` that the system has refused, with its error number."""
     limit = None
     if number == errno.ENOMEM:
         limit = address_space()
@@ -56,7 +56,7 @@ def refused(size: int, what: str, number: int) -> MemoryError:
 
 
 def too_large(size: int, what: str, limit: Limit | None) -> MemoryError:
-    """The error for `size` bytes of `what` that do not fit. The limit is None where it is not known."""
+    """Return the error for `size` bytes of `what` that do not fit. The limit is None if it is not known."""
     why = "the system does not give them"
     if limit is not None:
         why = f"{_in_mb(max(0, limit.free))} are free of the {_in_mb(limit.size)} of {limit.what}"
@@ -71,7 +71,7 @@ def _in_mb(size: int) -> str:
 
 
 def memory_limits() -> list[Limit]:
-    """The bounds of memory that hold for this process, as far as they are known."""
+    """Return the known limits of memory of this process."""
     found = []
     if (machine := _machine()) is not None:
         found.append(machine)
@@ -81,7 +81,7 @@ def memory_limits() -> list[Limit]:
 
 
 def address_space() -> Limit | None:
-    """The bound of this process's address space (`ulimit -v`), None where there is none."""
+    """Return the limit of this process's address space (`ulimit -v`); None without a limit."""
     size = resource.getrlimit(resource.RLIMIT_AS)[0]
     if size == resource.RLIM_INFINITY:
         return None
@@ -102,7 +102,7 @@ def _machine() -> Limit | None:
 
 
 def _cgroups() -> Iterator[Limit]:
-    """The bounds of the control groups that this process is in: a container's, a job's, a service's."""
+    """Return the limits of the control groups of this process: a container's, a job's, a service's."""
     with open(_OWN_GROUPS) as file:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -113,7 +113,7 @@ def _cgroups() -> Iterator[Limit]:
 
 
 def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
-    """The bounds of a group and of those above it.
+    """Yield the limits of a group and of the groups above it.
 
     A container sees its own group at the root, and `/proc` may have a path that exists on the machine alone.
     """
@@ -127,8 +127,7 @@ def _walk(root: str, path: str, size: str, used: str) -> Iterator[Limit]:
 
 
 def _given_back(folder: str) -> int:
-    """Bytes that a group uses and that the system takes back at need: copies of what is in files; and what it may
-    swap out."""
+    """Return the bytes of a group that the system can reclaim: the cache of files, and memory that it may swap out."""
     with contextlib.suppress(OSError, ValueError):
         found = _numbers(f"{folder}/memory.stat")
         names = ("active_file", "inactive_file", "slab_reclaimable")
@@ -138,7 +137,7 @@ def _given_back(folder: str) -> int:
 
 
 def _swap(folder: str) -> int:
-    """Bytes that a group may still swap out."""
+    """Return the bytes that a group may still swap out."""
     try:
         free = _numbers(_MEMORY)["SwapFree:"] << 10
     except (OSError, ValueError, KeyError):
@@ -155,7 +154,7 @@ def _number(file: str) -> int:
 
 
 def _numbers(file: str) -> dict[str, int]:
-    """The numbers of a file that has a name and a number in each line."""
+    """Return the numbers of a file that has a name and a number in each line."""
     with open(file) as opened:
         parts = [line.split() for line in opened]
     return {part[0]: int(part[1]) for part in parts if len(part) > 1 and part[1].isdigit()}

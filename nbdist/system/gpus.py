@@ -1,4 +1,4 @@
-"""Memory, load and processes of GPUs, from the driver. By nvidia-ml-py, where that is installed."""
+"""Memory, load and processes of GPUs, read from the driver with nvidia-ml-py, if it is installed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class GpuUse(NamedTuple):
 
 
 def look(gpu: str) -> GpuUse | None:
-    """Return the present use of a GPU; None where it is unknown.
+    """Return the current use of a GPU; None if it is unknown.
 
-    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA counts the fastest GPU first, and the driver by
-    the bus, so a number is no use where GPUs differ, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    `gpu` is its entry in CUDA_VISIBLE_DEVICES: a number or a name. CUDA numbers the fastest GPU first, and the driver
+    numbers by the bus. So if GPUs differ, a number is useless unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
     """
     with _nvml() as nvml:
         if nvml is None:
@@ -54,7 +54,7 @@ def look(gpu: str) -> GpuUse | None:
 
 
 def local_cores(gpu: str) -> list[int]:
-    """Return the cores of the NUMA node that a GPU is on, by its entry in CUDA_VISIBLE_DEVICES; none if not known."""
+    """Return the cores of a GPU's NUMA node, by its entry in CUDA_VISIBLE_DEVICES; an empty list if not known."""
     with _nvml() as nvml:
         if nvml is None:
             return []
@@ -87,7 +87,7 @@ def _counts_as_cuda(nvml: Any) -> bool:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """nvidia-ml-py, connected with the driver; None where there is none."""
+    """Return nvidia-ml-py, connected with the driver; None without it or without a driver."""
     try:
         import pynvml
 

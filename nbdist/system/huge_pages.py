@@ -1,4 +1,4 @@
-"""A process's memory in Linux's huge pages, of 2 MiB where others have 4 KiB."""
+"""A process's memory in Linux's huge pages, of 2 MiB instead of 4 KiB."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _COLLAPSE = 25
 
 
 def gather(start: int, size: int) -> None:
-    """Move memory of this process to huge pages, as much of it as fills such: values and addresses stay.
+    """Move memory of this process to huge pages, where it fills whole ones. Values and addresses do not change.
 
-    Before Linux 6.1 it stays where it is.
+    Before Linux 6.1 this does nothing.
 
     Args:
         start: The address of the first byte.

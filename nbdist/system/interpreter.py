@@ -1,4 +1,4 @@
-"""Fresh Python interpreters of this project's own: with the flags of this one, and nbdist where this one found it."""
+"""Fresh Python interpreters with the flags of this one and its nbdist."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ INSTALLED = tuple(sysconfig.get_path(kind) + os.sep for kind in ("purelib", "pla
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command line that calls `main(*arguments)` of a module.
+    """Return the command line that calls `main(*arguments)` of a module.
 
-    Not `-m`: ranks put a module of their own in the place of `__main__`. `-c` has put the folder in which it starts
-    before the standard library, and there may be a `queue.py`.
+    It does not use `-m`, because ranks replace `__main__`. `-c` puts the current folder before the standard library,
+    and that folder may have a `queue.py`.
     """
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = f"import sys; sys.path[:1] = sys.path[:1] if sys.path[0] else []; from {module} import main"
@@ -28,9 +28,10 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """Call `main(*arguments)` of a module in an interpreter of its own, with `env` on top of the environment.
+    """Call `main(*arguments)` of a module in a fresh interpreter, with `env` added to the environment.
 
-    The process has a session of its own, so that the notebook's interrupts do not reach it, and no standard input.
+    The process has a process session of its own, so that the notebook's interrupts do not reach it, and no standard
+    input.
     """
     options = {"stdin": subprocess.DEVNULL, "cwd": working_folder(), **options}  # IPython needs one that exists
     environ = {**os.environ, **module_path(), **env}
@@ -39,14 +40,14 @@ def start(module: str, *arguments: str, env: Mapping[str, str], **options: Any) 
 
 
 def _without_debugger() -> contextlib.AbstractContextManager[None]:
-    """Keep a debugger of this process, such as JupyterLab's, out of the interpreters that it starts meanwhile.
+    """Keep a debugger of this process, such as JupyterLab's, out of interpreters that it starts in this block.
 
-    It would trace each of them, in a thread of its own: a process with threads must not be forked.
+    It would trace each of them in a thread of its own, and a process with threads must not be forked.
     """
     skip = getattr(sys.modules.get("_pydev_bundle.pydev_monkey"), "skip_subprocess_arg_patch", None)
     return contextlib.nullcontext() if skip is None else skip()
 
 
 def module_path() -> dict[str, str]:
-    """The variable that lets a fresh interpreter find modules where this one does, Python's own first."""
+    """Return the variable that lets a fresh interpreter find modules where this one does, Python's own first."""
     return {"PYTHONPATH": os.pathsep.join(standard_first(search_path()))}

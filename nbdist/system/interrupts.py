@@ -1,4 +1,4 @@
-"""Interrupts: those that wait for the end of a step, such as a message, and those that would raise nothing."""
+"""Interrupts that wait for the end of a step, such as a message, and interrupts that raise in an event loop, too."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _count = 0
 
 
 @contextlib.contextmanager
-def postponed_interrupts() -> Iterator[None]:
-    """Postpone a SIGINT in the main thread to the end of this block; a second one interrupts at once.
+def deferred_interrupts() -> Iterator[None]:
+    """Defer a SIGINT in the main thread to the end of this block. A second SIGINT interrupts at once.
 
-    To block the signal would not do: another thread of the process takes it then, and Python calls its handler in the
-    main thread all the same.
+    Blocking the signal has no such effect: another thread of the process receives it then, and Python calls the handler
+    in the main thread anyway.
     """
     global _handler, _count
     if threading.current_thread() is not threading.main_thread():  # which never handles any
         yield
         return
     handler = _raw.getsignal(_SIGINT)
-    if handler is None or handler is postpone:  # not Python's; or a block within another
+    if handler is None or handler is defer:  # not Python's; or a block within another
         yield
         return
     _handler, _count = handler, 0
-    _raw.signal(_SIGINT, postpone)
+    _raw.signal(_SIGINT, defer)
     try:
         yield
     finally:
@@ -45,8 +45,8 @@ def postponed_interrupts() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def postpone(signum: int, frame: Any) -> None:
-    """The handler of SIGINT in such a block."""
+def defer(signum: int, frame: Any) -> None:
+    """Count a SIGINT in a block of `deferred_interrupts`, and handle the second one: the signal handler there."""
     global _count
     _count += 1
     if _count > 1 and callable(_handler):
@@ -54,11 +54,11 @@ def postpone(signum: int, frame: Any) -> None:
 
 
 @contextlib.contextmanager
-def heard_interrupts() -> Iterator[None]:
-    """In the main thread, let a SIGINT in this block raise `KeyboardInterrupt`, also within an event loop.
+def interruptible() -> Iterator[None]:
+    """Make a SIGINT in this block raise `KeyboardInterrupt` in the main thread, within an event loop, too.
 
     In a cell with a top-level `await`, and under `asyncio.run`, the handler of SIGINT only cancels a task. The task
-    is cancelled at its next `await`, and a call of nbdist in it has none.
+    ends at its next `await`, and a call of nbdist in it has none.
     """
     here = threading.current_thread() is threading.main_thread()
     handler: Any = _raw.getsignal(_SIGINT) if here else None
@@ -78,7 +78,7 @@ def heard_interrupts() -> Iterator[None]:
 
 
 def _only_cancels(handler: Any) -> bool:
-    """Return whether a handler of SIGINT is one of an event loop: of ipykernel, or of `asyncio.Runner`."""
+    """Return whether a handler of SIGINT belongs to an event loop: to ipykernel or `asyncio.Runner`."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     module = getattr(handler, "__module__", None) or ""

@@ -1,4 +1,4 @@
-"""The limit of open files: many ranks need more of them than a shell allows at first."""
+"""The limit of open files: many ranks need more of them than a shell allows by default."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _ENOUGH = 1 << 20
 
 
 def allow_more_above(fd: int) -> None:
-    """Make room where a descriptor just opened comes near the soft limit, which other threads' share may reach."""
+    """Raise the soft limit if a new descriptor comes near it: other threads may open further ones."""
     if fd + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
         allow_open_files(_SPARE)
 
 
 def allow_open_files(count: int) -> int:
-    """Make room for `count` more descriptors in this process: the soft limit is raised to the hard one at need.
+    """Allow `count` more descriptors in this process: the soft limit is raised up to the hard one if necessary.
 
-    Returns how many there is room for now.
+    Returns the number of descriptors that are available now.
     """
     used = len(os.listdir("/dev/fd"))
     soft, hard = (_ENOUGH if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -1,4 +1,4 @@
-"""Processes seen from others: descriptors that become readable at their end, and what children must not keep."""
+"""Descriptors that report the end of a process, exit statuses, and descriptors that forked children must not keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that is readable when a process has ended; -1 where there is none: no such process, or no Linux."""
+    """Open a descriptor that is readable when a process has ended; -1 without such a process, or without Linux."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -29,9 +29,9 @@ def own_pidfd() -> Iterator[int]:
 
 
 def open_standard_descriptors() -> None:
-    """Open /dev/null in the place of standard descriptors that are closed.
+    """Open /dev/null for standard descriptors that are closed.
 
-    Otherwise a socket or a pipe gets such a number, and a process that is started takes it for its input or output.
+    Otherwise a socket or a pipe gets such a number, and a child process uses it as its standard input or output.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -39,7 +39,7 @@ def open_standard_descriptors() -> None:
 
 
 def exit_status(pid: int) -> int | None:
-    """Return the exit status of a process whose parent has not waited, as `subprocess` gives it; None if unknown."""
+    """Return the exit status, as in `subprocess`, of a process that its parent has not reaped; None if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -49,24 +49,24 @@ def exit_status(pid: int) -> int | None:
 
 
 class Holder(Protocol):
-    """An owner of descriptors that show others whether this process lives."""
+    """An owner of descriptors that must stay in this process: other processes see its end by them."""
 
     def after_fork(self) -> None:
-        """In a child of this process: give them up, and leave alone what they are connected with."""
+        """Close the descriptors in a child of this process, without effect on the other ends."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 
 
-def forget_in_children(holder: Holder) -> None:
-    """Call `holder.after_fork()` in every process that is forked from this one, as long as the object lives."""
+def register_after_fork(holder: Holder) -> None:
+    """Call `holder.after_fork()` in every process that is forked from this one while `holder` lives."""
     _holders.add(holder)
 
 
-def blind(*fds: int) -> None:
-    """Give up descriptors and keep their numbers: whoever still reads or closes them does no harm to another file.
+def redirect_to_devnull(*fds: int) -> None:
+    """Point descriptors to /dev/null. They keep their numbers, so code that reads or closes them harms no other file.
 
-    Those that are closed already have a negative number.
+    Negative numbers stand for closed descriptors and are skipped.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in fds:

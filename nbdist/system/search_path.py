@@ -1,4 +1,4 @@
-"""Search paths of modules for other processes, in which a project's `queue.py` must not stand for Python's."""
+"""Module search paths for other processes, in which a project's `queue.py` does not hide Python's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _warned = False
 
 
 def working_folder() -> str:
-    """Return the working folder; the folder for temporary files, with a warning, where it no longer exists."""
+    """Return the working folder; if it does not exist any more, the folder for temporary files, with a warning."""
     global _warned
     try:
         folder, _warned = os.getcwd(), False
@@ -38,9 +38,10 @@ def working_folder() -> str:
 
 
 def search_path() -> list[str]:
-    """Return `sys.path` as another process can use it: texts only, and relative folders as Python has found them here.
+    """Return `sys.path` for another process: only strings, with relative folders made absolute as Python has found them
+    here.
 
-    An empty text is the working folder; it is left out where that folder is gone.
+    An empty string is the working folder; it is left out if this folder does not exist any more.
     """
     folder = ""
     if "" in sys.path:
@@ -57,7 +58,7 @@ def _used(part: str) -> str:
 
 
 def standard_first(path: Iterable[str]) -> list[str]:
-    """A search path in which Python's own modules come first, then installed ones, then all others.
+    """Return a search path with Python's own modules first, then installed ones, then all others.
 
     A kernel has imported `queue` before a project with a `queue.py` enters its `sys.path`. A process that has that path
     from the start would import the project's.
@@ -67,18 +68,18 @@ def standard_first(path: Iterable[str]) -> list[str]:
 
 
 def _is_installed(path: str) -> bool:
-    """Return whether a path is a folder of installed packages, or lies in one."""
+    """Return whether a path is a folder of installed packages, or in one."""
     return not _PACKAGES.isdisjoint(path.split(os.sep))
 
 
 def _is_standard(path: str) -> bool:
-    """Return whether a path lies in the standard library, which has the folders of installed packages in it."""
+    """Return whether a path is in the standard library, which contains the folders of installed packages."""
     archive = re.fullmatch(r"python3\d+\.zip", os.path.basename(path))
     return (path.startswith(_STANDARD) or bool(archive)) and not _is_installed(path)
 
 
 def shadowed(path: Iterable[str]) -> list[str]:
-    """The modules of Python's own that this process has, and that another one would find elsewhere on `path` first."""
+    """Return the standard modules in this process that another process would find elsewhere on `path` first."""
     found: set[str] = set()
     for part in path:
         if _is_standard(part):
@@ -91,18 +92,18 @@ def shadowed(path: Iterable[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def _standard_names_in(folder: str, changed: int) -> frozenset[str]:
-    """The names of Python's own modules among the files in a folder that has `changed` then."""
+    """Return the names of standard modules among the files in a folder, which was `changed` at this time."""
     return sys.stdlib_module_names.intersection(name.partition(".")[0] for name in os.listdir(folder))
 
 
 def _is_from_there(module: types.ModuleType | None) -> bool:
-    """Return whether a module, if there is one, is built in or from the standard library."""
+    """Return whether a module, if it is loaded, is built in or from the standard library."""
     file = getattr(module, "__file__", None)
     return module is not None and (file is None or _is_standard(file))
 
 
 class StandardFinder(importlib.abc.MetaPathFinder):
-    """Finds modules of the standard library that the notebook has, though a project has files of these names."""
+    """A finder of standard modules that the notebook has, even if a project has files with these names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = frozenset(names)

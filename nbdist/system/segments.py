@@ -1,7 +1,7 @@
 """Shared memory without a name.
 
-A segment is a memfd (an unlinked file where there is no memfd), so it is gone with its last descriptor and mapping,
-whatever kills its users. Readers map it copy-on-write: writable, private, not copied.
+A segment is a memfd (without memfd, an unlinked file), so it ends with its last descriptor and mapping, even if its
+users are killed. Readers map it copy-on-write: writable, private, not copied.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Segment:
 
     @staticmethod
     def create(size: int, what: str = "shared memory") -> Segment:
-        """Make a segment whose memory is reserved: a write that finds none would be a SIGBUS.
+        """Make a segment with reserved memory: without that, a write could raise SIGBUS.
 
-        Raises `MemoryError`, which calls the content `what`, where the system refuses. In a full container the system
-        kills a process instead: call `free_memory.check_fits` before.
+        Raises `MemoryError`, with `what` as the name of the content, if the system refuses. In a full container the
+        system kills a process instead: call `free_memory.check_fits` before.
         """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("nbdist", os.MFD_CLOEXEC)
@@ -59,11 +59,11 @@ class Segment:
             view, position = view[done:], position + done
 
     def private(self) -> memoryview:
-        """Return a new mapping with private writes. Raises `MemoryError` where no address space is left for it."""
+        """Return a new mapping with private writes. Raises `MemoryError` if no address space is left for it."""
         return memoryview(self._map(mmap.ACCESS_COPY))
 
     def shared(self) -> mmap.mmap:
-        """A new mapping whose writes everybody sees."""
+        """Return a new mapping whose writes all processes see."""
         return self._map(mmap.ACCESS_WRITE)
 
     def _map(self, access: int) -> mmap.mmap:
@@ -81,11 +81,11 @@ class Segment:
         return same_bytes(self._view[position : position + view.nbytes], view)
 
     def duplicate(self) -> Segment:
-        """The same memory, with a descriptor of its own."""
+        """Return the same memory with a descriptor of its own."""
         return Segment(os.dup(self.fd), self.size)
 
     def close(self) -> None:
-        """Give up this process's descriptor; mappings live on."""
+        """Close this process's descriptor; mappings stay."""
         fd, self.fd = self.fd, -1
         self._view = None
         if fd >= 0:
@@ -93,7 +93,7 @@ class Segment:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Allocate the memory of a segment now."""
+    """Allocate the memory of a segment at once."""
     if hasattr(os, "posix_fallocate"):
         for start, length in pieces(size, _RESERVED):
             try:
@@ -104,7 +104,7 @@ def _reserve(fd: int, size: int) -> None:
                 raise
 
 
-class Span(NamedTuple):
+class BufferLocation(NamedTuple):
     """The place of a buffer: the number of its segment, its start and size in bytes."""
 
     segment: int
@@ -126,7 +126,7 @@ def _address(buffer: memoryview) -> int:
 
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Return whether two buffers hold the same bytes: by memcmp, on several cores if there are many."""
+    """Return whether two buffers hold the same bytes: with memcmp, on several cores for large ones."""
     if a.nbytes != b.nbytes:
         return False
     left, right = _address(a), _address(b)

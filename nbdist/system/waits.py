@@ -1,6 +1,6 @@
-"""A process that waits, as Linux shows it: its CPU time, its state, the system call of each thread, locks, pipes.
+"""Read from `/proc` what a process waits for: its CPU time, its state, the system call of each thread, locks, pipes.
 
-On other systems, and of processes that this one may not look at, nothing is known.
+Nothing is known on systems other than Linux, and about processes that this process may not read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _CALLS: dict[str, dict[int, str]] = {
 }  # fmt: skip
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LOCK = re.compile(r"^(\d+):( +->)? \w+ +\w+ +\w+ +(\d+) ")
-#: The access mode of an open file, as `/proc/PID/fdinfo` has it, in octal.
+#: The access mode of an open file in `/proc/PID/fdinfo`, in octal.
 _FLAGS = re.compile(r"^flags:\s*(\d+)", re.M)
 
 
 class Use(NamedTuple):
-    """CPU time of a process so far, and its state."""
+    """The CPU time of a process so far, and its state."""
 
     seconds: float
-    """Of CPU time, all threads together."""
+    """The CPU time of all threads."""
     state: str
-    """Of its main thread, as `ps` has it: R runs, D waits for a disk, S sleeps, T is stopped."""
+    """The state of the main thread, with the letters of `ps`: R runs, D waits for a disk, S sleeps, T is stopped."""
 
 
 def use(pid: int) -> Use | None:
-    """Return the CPU time and state of a process; None where that is not known."""
+    """Return the CPU time and state of a process, or None if they are not known."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -46,7 +46,7 @@ def use(pid: int) -> Use | None:
 
 
 def threads(pid: int) -> dict[int, str]:
-    """The states of a process's threads by their numbers."""
+    """Return the state of each thread of a process, by thread number."""
     found = {}
     for thread in _listed(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
@@ -55,7 +55,7 @@ def threads(pid: int) -> dict[int, str]:
 
 
 def children(pid: int) -> list[int]:
-    """The child processes of a process."""
+    """Return the pids of the child processes of a process."""
     found: list[int] = []
     for thread in _listed(f"/proc/{pid}/task"):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
@@ -63,27 +63,27 @@ def children(pid: int) -> list[int]:
     return found
 
 
-class Call(NamedTuple):
+class SystemCall(NamedTuple):
     """The system call in which a thread waits."""
 
     name: str
-    """"futex_forever" for a lock without a timeout; empty for one that is not told apart here."""
+    """The name; "futex_forever" for a lock without a timeout; empty for a call that has no name here."""
     fd: int
-    """The descriptor that it reads or writes; -1 for other calls."""
+    """The descriptor that the call reads or writes; -1 for other calls."""
 
 
-def call(pid: int, thread: int) -> Call | None:
-    """The system call in which a thread waits; None where that is not known, or it waits in none."""
+def call(pid: int, thread: int) -> SystemCall | None:
+    """Return the system call in which a thread waits; None if the thread runs, or if the call is not known."""
     try:
         with open(f"/proc/{pid}/task/{thread}/syscall") as file:
             number, *arguments = file.read().split()
         values = [int(argument, 16) for argument in arguments]
         name = _CALLS.get(platform.machine(), {}).get(int(number), "")
         if name == "futex":
-            # FUTEX_WAIT and FUTEX_WAIT_BITSET, the flags of private memory and of the clock left out.
+            # FUTEX_WAIT and FUTEX_WAIT_BITSET, without the flags for private memory and the clock.
             forever = values[1] & 0x7F in (0, 9) and values[3] == 0
-            return Call("futex_forever" if forever else "futex", -1)
-        return Call(name, values[0] if name in ("read", "write", "writev") else -1)
+            return SystemCall("futex_forever" if forever else "futex", -1)
+        return SystemCall(name, values[0] if name in ("read", "write", "writev") else -1)
     except (OSError, ValueError, IndexError):
         return None
 
@@ -95,7 +95,7 @@ def stands_still(pid: int) -> bool:
 
 
 def lock_holders() -> dict[int, int]:
-    """By process that waits for the lock of a file (`flock`, `lockf`): the process that holds it."""
+    """Return the process that holds a file lock (`flock`, `lockf`), by each process that waits for this lock."""
     try:
         with open("/proc/locks") as file:
             return parse_locks(file.read())
@@ -104,7 +104,7 @@ def lock_holders() -> dict[int, int]:
 
 
 def parse_locks(text: str) -> dict[int, int]:
-    """Return the holders of file locks by the processes that wait for these, in the text of `/proc/locks`."""
+    """Return what `lock_holders` returns, from the text of `/proc/locks`."""
     holders: dict[str, int] = {}
     waiting: dict[int, str] = {}
     for line in text.splitlines():
@@ -117,11 +117,13 @@ def parse_locks(text: str) -> dict[int, int]:
 
 
 def full_pipe(pid: int, readers: Iterable[int]) -> int | None:
-    """The process that alone could read the pipe into which `pid` cannot write any more; None where it is none of them.
+    """Return the only process that can read the full pipe to which `pid` is writing.
 
     Args:
-        pid: Its main thread is looked at.
-        readers: The processes that may have it open, `pid` among them.
+        pid: The process whose main thread may be blocked in a write.
+        readers: The processes that may have the pipe open for reading, `pid` included.
+
+    Returns None if `pid` is not blocked in a write to a pipe, or if none or several of `readers` can read the pipe.
     """
     now = call(pid, pid)
     if now is None or now.name not in ("write", "writev"):
@@ -135,7 +137,7 @@ def full_pipe(pid: int, readers: Iterable[int]) -> int | None:
 
 
 def _reads(pid: int, pipe: str) -> bool:
-    """Return whether a process has the end of a pipe open from which one reads."""
+    """Return whether a process has the reading end of a pipe open."""
     for fd in _listed(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/{pid}/fd/{fd}") == pipe:

@@ -1,6 +1,6 @@
-"""A board in shared memory: workers note the item that they work on, and see that the call is over. Both ends.
+"""A board in shared memory: workers write the item that they work on, and read whether the call is over. Both ends.
 
-A worker that is killed cannot say what it was doing, and a worker between two items gets no interrupt.
+A killed worker cannot report its item, and a worker between two items gets no interrupt.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _NONE = -1
 
 
 class Board:
-    """Shared memory with a number for each worker, and one for all: whether the call is over.
+    """Shared memory with a number for each worker, and one that says whether the call is over.
 
     Attributes: `cells`, these numbers, that for all first: for a worker's loop, which may have very many items.
     """
@@ -24,7 +24,7 @@ class Board:
 
     @staticmethod
     def of(fd: int, workers: int) -> Board:
-        """In a worker: the one that it was given."""
+        """Open, in a worker, the board that it was given."""
         return Board(Segment(fd, _SIZE * (workers + 1)))
 
     @staticmethod
@@ -35,7 +35,7 @@ class Board:
         return board
 
     def note(self, worker: int, item: int) -> None:
-        """The worker is about to work on this item."""
+        """Write the item that the worker is about to work on."""
         self.cells[worker + 1] = item
 
     def item(self, worker: int) -> int | None:
@@ -48,7 +48,7 @@ class Board:
         self.cells[0] = 1
 
     def close(self) -> None:
-        """Give up this process's part."""
+        """Unmap the memory in this process."""
         self.segment.close()
         self.cells.release()
         self._memory.close()

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
-from ..system.segments import Segment, Span
+from ..system.interrupts import deferred_interrupts
+from ..system.segments import BufferLocation, Segment
 from .parcel import MOST_SEGMENTS, Parcel
 from .protocol import KINDS
 
@@ -20,7 +20,8 @@ _MOST_FDS = MOST_SEGMENTS + 8
 
 
 class LostDescriptors(OSError):
-    """A message came without its descriptors, since this process may have no more of them. The channel is in step."""
+    """A message has arrived without its descriptors, because this process cannot open more. The channel is still in
+    step."""
 
     def __init__(self, message: tuple[Any, ...]) -> None:
         super().__init__("descriptors were lost on the way: is the limit of open files (ulimit -n) reached?")
@@ -35,7 +36,8 @@ def readable(fd: Any, seconds: float = 0.0) -> bool:
 
 
 class Channel:
-    """Messages over a Unix socket: of the `protocol`, or plain tuples, with a parcel or descriptors."""
+    """A connection for messages over a Unix socket: messages of the `protocol`, or plain tuples, with a parcel or
+    descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -44,7 +46,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: tuple[Any, ...], parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
-        """Send `message`, and not a part of it. Raises `OSError` when the other end is gone."""
+        """Send a whole `message`. Raises `OSError` when the other end is closed."""
         fds = list(fds)
         about = None
         if parcel is not None:
@@ -53,15 +55,15 @@ class Channel:
         # By name: pickle would look up how to make each message again, which takes it eight times as long.
         body = pickle.dumps((type(message).__name__, tuple(message), about), protocol=5)
         head = _MESSAGE.pack(len(body), len(fds))
-        with postponed_interrupts():
+        with deferred_interrupts():
             sent = socket.send_fds(self.sock, [head, body], fds)
             if sent < len(head) + len(body):
                 self.sock.sendall((head + body)[sent:])
 
     def receive(self) -> tuple[Any, Parcel | None, list[int]]:
-        """The next message, its parcel, its descriptors. What an interrupt finds half read is lost.
+        """Return the next message, its parcel, its descriptors. A message that an interrupt finds half read is lost.
 
-        Raises `EOFError` when the other end is gone, and `LostDescriptors`.
+        Raises `EOFError` when the other end is closed, and `LostDescriptors`.
         """
         # The descriptors come with the first byte, so they are asked for with the head and never with the body.
         head, fds, _, _ = socket.recv_fds(self.sock, _MESSAGE.size, _MOST_FDS)
@@ -87,7 +89,7 @@ class Channel:
             inline, spans, sizes = about
             fds, own = fds[: len(fds) - len(sizes)], fds[len(fds) - len(sizes) :]
             segments = [Segment(fd, size) for fd, size in zip(own, sizes, strict=True)]
-            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
+            parcel = Parcel(inline, [BufferLocation(*span) for span in spans], segments)
         return message, parcel, fds
 
     def _some(self, size: int) -> bytes:

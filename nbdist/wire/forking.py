@@ -1,4 +1,4 @@
-"""Requests for ranks to the fork server, and its reports."""
+"""Requests to the fork server for ranks, and its reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BREAK_OFF = signal.SIGRTMIN + 10 if hasattr(signal, "SIGRTMIN") else signal.SIGU
 
 
 class RankDescriptors(NamedTuple):
-    """The rank's ends of what it is connected with to the kernel."""
+    """The rank's ends of its connections to the kernel."""
 
     channel: int
     stdout: int

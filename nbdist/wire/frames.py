@@ -1,9 +1,9 @@
-"""Frames with the output of ranks, on the way to the kernel. Both ends of the pipes are here.
+"""Frames with the output of ranks for the kernel. Both ends of the pipes.
 
-A rank's descriptors 1 and 2 are pipes to the kernel. What Python writes, to either stream, and what it displays goes
-down the first as frames, so that it stays in order; C code and child processes write raw bytes between them. A frame
-is at most `PIPE_BUF` bytes and written at once, so nothing can come to lie inside it. The second pipe carries raw
-bytes only: what C code and child processes write to standard error.
+A rank's descriptors 1 and 2 are pipes to the kernel. Python's output to either stream, and its displays, go into the
+first pipe as frames, so that they stay in order; C code and child processes write raw bytes between them. A frame has
+at most `PIPE_BUF` bytes and is written at once, so no bytes can come between its parts. The second pipe carries only
+raw bytes: the output of C code and child processes to standard error.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CELL = "nbdist-cell"
 
 
 class FrameWriter:
-    """In the rank: writes frames to what descriptor 1 was in the beginning.
+    """Writer of frames in a rank, to the file that was descriptor 1 at the begin.
 
-    What fits in one frame takes no lock: a signal handler that prints may have come between any two steps of a print,
-    and a fork may have left any other thread behind.
+    Output that fits in one frame takes no lock: a signal handler that prints may interrupt any print, and a fork may
+    happen while another thread holds the lock.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class FrameWriter:
         self._fd = 1
 
     def keep(self) -> None:
-        """Go on writing to what descriptor 1 is now, whatever a function puts in its place or sets for it."""
+        """Keep writing to the current descriptor 1, even if a function replaces or changes it."""
         try:  # opened again it has flags of its own, such as O_NONBLOCK; without a reader it would wait for one
             own = os.open("/proc/self/fd/1", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(own, True)
@@ -93,11 +93,11 @@ class FrameWriter:
                 start = end
 
     def after_fork(self) -> None:
-        """In a process that the rank has forked: another thread may have held the lock meanwhile."""
+        """Replace the lock in a process that the rank has forked: another thread may have held it."""
         self._lock = threading.RLock()
 
     def message(self, kind: str, **content: Any) -> None:
-        """Send a display message, with what is written so far before it. Its content is such as JSON can hold."""
+        """Send a display message, after the output so far. Its content must consist of JSON types."""
         try:
             text = json.dumps([kind, content], default=_plain)
         except (TypeError, ValueError):  # keys that are no strings, or data that hold themselves
@@ -106,7 +106,7 @@ class FrameWriter:
 
 
 def _plain(value: Any) -> Any:
-    """Convert what JSON has no form for, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO."""
+    """Convert objects that JSON lacks, as a notebook's kernel does: NumPy's numbers to numbers, times to ISO."""
     if isinstance(value, datetime.datetime):
         aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.timezone.utc)
         return aware.isoformat().replace("+00:00", "Z")
@@ -134,7 +134,8 @@ def _with_plain_keys(value: Any, depth: int = 0) -> Any:
 
 
 class FrameReader:
-    """In the kernel: one pipe from a rank. Takes bytes, gives (kind, text or message) in order."""
+    """Reader of frames in the kernel, for one pipe of a rank: it takes bytes, and yields (kind, text or message) in
+    order."""
 
     def __init__(self, kind: int) -> None:
         self._raw = kind, 0  # what is between frames: its kind, and no process

@@ -1,4 +1,4 @@
-"""Parts of messages: the place of a rank in the process group, the kernel's settings, and the head of a call."""
+"""Parts of messages: the place of a rank in the process group, the kernel's settings, and the header of a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOTICES = "NBDIST_NOTICES"
 
 
 class Slot(NamedTuple):
-    """The place of a rank, in the words of torchrun, and its share of the node."""
+    """The place of a rank in torchrun's terms, and its share of the node."""
 
     node: int
     local_rank: int
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place: who it is, where its process group meets, and what of the machine it may use."""
+    """The place of a rank: its numbers, the store of its process group, and the part of the machine that it may use."""
 
     rank: int
     world_size: int
@@ -53,7 +53,7 @@ class World:
 
 @dataclass(frozen=True)
 class Setting:
-    """The state of the kernel that its ranks take over."""
+    """The state of the kernel that its ranks adopt."""
 
     environ: Mapping[str, str]
     cwd: str
@@ -67,14 +67,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument that is another for each rank of a call: the values in the order of the ranks."""
+    """An argument with a value for each rank of a call, in the order of the ranks."""
 
     values: Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Header:
-    """The head of a call, which a rank reads before it can open the parcel."""
+    """The header of a call, which a rank reads before it can open the parcel."""
 
     imports: str
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Header:
     """Names that the caller listed: they go before the same names from the import block."""
     settings: Mapping[str, bytes] = field(default_factory=dict)
     """Pickles of what is set in the notebook, by name."""
-    imported_beside: Sequence[str] = ()
+    imported_alongside: Sequence[str] = ()
     """Modules that the notebook has imported of the packages that the call uses."""
     places: Mapping[str, tuple[str | None, list[str] | None]] = field(default_factory=dict)
     """File and sub-module folders of modules that a rank could not find by `sys.path`."""
@@ -98,7 +98,7 @@ class Header:
 
 @dataclass(frozen=True)
 class ProcessStart:
-    """The head of a process of a context, which the process reads before it can open its parcel."""
+    """The header of a process of a context, which the process reads before it can open its parcel."""
 
     library: str
     """Whose process it is: "multiprocessing" or "multiprocess"."""

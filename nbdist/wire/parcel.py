@@ -1,4 +1,4 @@
-"""Parcels between kernel and ranks: a pickle and its big buffers, these in shared segments."""
+"""Parcels between kernel and ranks: a pickle and its big buffers, which are in shared segments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from ..system.copying import layout, own_memory
 from ..system.free_memory import check_fits
-from ..system.segments import Segment, Span
+from ..system.segments import BufferLocation, Segment
 from .cache import KEPT, SentCache
 
 #: Pickles up to this many bytes go through the socket itself.
@@ -20,23 +20,23 @@ MOST_SEGMENTS = 64
 class Parcel:
     """A pickle and its buffers.
 
-    `inline` is the pickle if it is small; else it is in the first of the `spans`. These are in the `segments`, whose
-    descriptors are the parcel's own. Buffers that came by another way are in `buffers`.
+    `inline` is the pickle if it is small; otherwise it is in the first of the `spans`. The spans are in the `segments`,
+    whose descriptors belong to the parcel. Buffers that were sent in another way are in `buffers`.
     """
 
-    def __init__(self, inline: bytes | None, spans: Sequence[Span], segments: Sequence[Segment]) -> None:
+    def __init__(self, inline: bytes | None, spans: Sequence[BufferLocation], segments: Sequence[Segment]) -> None:
         self.inline, self.spans, self.segments = inline, spans, segments
         self.buffers: list[memoryview] = []
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Return the total number of bytes."""
         return len(self.inline or b"") + sum(span.size for span in self.spans)
 
     def open(self, own: bool = False) -> tuple[memoryview, list[memoryview]]:
-        """The pickle and the buffers: writable views of private mappings. Closes the descriptors.
+        """Return the pickle and the buffers: writable views of private mappings. Closes the descriptors.
 
-        With `own`, what is in one segment with others is copied: who keeps one buffer keeps no other.
+        With `own`, buffers that share a segment are copied: keeping one buffer keeps no other.
         """
         try:
             wholes = [segment.private() for segment in self.segments]
@@ -54,7 +54,7 @@ class Parcel:
         return pickled, self.buffers or views
 
     def close(self) -> None:
-        """Give up the descriptors; mappings live on."""
+        """Close the descriptors; mappings stay."""
         for segment in self.segments:
             segment.close()
 
@@ -65,11 +65,11 @@ def pack(
     cache: SentCache | None = None,
     what: str = "what is sent between notebook and ranks",
 ) -> Parcel:
-    """Put a pickle and its buffers into a parcel: each is written once, those in the `cache` not even that.
+    """Put a pickle and its buffers into a parcel: each buffer is written once; buffers in the `cache` are not written.
 
-    Big ones lie apart from small ones; without a cache, as in answers, each big one in a segment of its own: memory is
-    kept as long as anything in its segment is. Raises `MemoryError`, which calls all of it `what`, where it does not
-    fit.
+    Big buffers are in other segments than small ones. Without a cache, as in answers, each big buffer has a segment of
+    its own, because memory stays while any part of its segment is in use. Raises `MemoryError`, with `what` as the name
+    of the data, if they do not fit.
     """
     inline = bytes(pickled) if pickled.nbytes <= INLINE else None
     views = [buffer.raw() for buffer in buffers]
@@ -81,7 +81,9 @@ def pack(
     segments = list({id(hit[0]): hit[0] for hit in found if hit is not None}.values())
     if len(segments) > MOST_SEGMENTS - 2:
         found, segments = [None] * len(views), []
-    spans = [Span(-1, 0, 0) if hit is None else Span(segments.index(hit[0]), hit[1], 0) for hit in found]
+    spans = [
+        BufferLocation(-1, 0, 0) if hit is None else BufferLocation(segments.index(hit[0]), hit[1], 0) for hit in found
+    ]
     new = [number for number, hit in enumerate(found) if hit is None]
     check_fits(sum(views[number].nbytes for number in new), what)
     old = len(segments)
@@ -90,7 +92,7 @@ def pack(
             starts, end = layout(views[number].nbytes for number in group)
             segments.append(Segment.create(max(end, 1), what))
             for number, start in zip(group, starts, strict=True):
-                spans[number] = Span(len(segments) - 1, start, 0)
+                spans[number] = BufferLocation(len(segments) - 1, start, 0)
                 segments[-1].write(views[number], start)
     except BaseException:
         for segment in segments[old:]:
@@ -105,7 +107,7 @@ def pack(
 
 
 def _groups(views: Sequence[memoryview], numbers: Iterable[int], apart: bool) -> list[list[int]]:
-    """The numbers of views by the segments that they get: small ones together, big ones together or `apart`."""
+    """Return the numbers of views by segment: small ones together, big ones together or `apart`."""
     small: list[int] = []
     big: list[int] = []
     for number in numbers:

@@ -1,7 +1,7 @@
 """The messages between the kernel and its ranks: a class for each, with the sentence that the documentation shows.
 
-A process of a context and a worker of `parallel_map` speak the same protocol. A message crosses a `Channel`; a parcel
-or descriptors may go with it. A message without fields is an empty tuple, equal to any other: compare classes.
+A process of a context and a worker of `parallel_map` use the same protocol. A message is sent through a `Channel`,
+alone or with a parcel or descriptors. A message without fields is an empty tuple, equal to any other: compare classes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .rank_memory import RankBuffer
 
 
 class Join(NamedTuple):
-    """Sent, with the descriptors of the store, before a call where the rank is in no good process group; answered only
-    by `Raised` and `Error`, where the rank cannot join."""
+    """Sent, with the descriptors of the store, before a call if the rank is in no usable process group; answered by
+    `Raised` and `Error` if the rank cannot join, and not answered otherwise."""
 
     world: World
     setting: Setting | None
-    """Comes with the first process group only: what calls have changed of it stays."""
+    """The environment of the rank; None after the first process group, so that changes by calls stay."""
     seeds: Sequence[int] | None
     recorded: bool = False
-    """True: the last descriptor is the memory in which the rank notes its collectives. It stays with the rank."""
+    """True: the last descriptor is the memory in which the rank records its collectives. The rank keeps it."""
 
 
 class Call(NamedTuple):
@@ -60,11 +60,11 @@ class EmptyCache(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """Sent when a call is broken off to each rank that is done, so that the rank leaves the process group; not
+    """Sent when a call has failed or was stopped, to each rank that is done, so that it leaves the process group; not
     answered."""
 
     peers: Sequence[Address]
-    """The other ends of the connections at which other ranks wait for this one."""
+    """The addresses of the other ranks' ends of this rank's connections."""
 
 
 class Copied(NamedTuple):
@@ -80,7 +80,7 @@ class Line(NamedTuple):
     line: str | None
     """None: the end of the input."""
     refusal: str
-    """The reason why input is impossible; empty where it is possible."""
+    """The reason why input is impossible; empty if it is possible."""
 
 
 class Begin(NamedTuple):
@@ -108,7 +108,7 @@ class Descriptors(NamedTuple):
 
 
 class Process(NamedTuple):
-    """Sent, with the parcel of the `Process` object, to a process of a context; what follows is up to that process."""
+    """Sent, with the parcel of the `Process` object, to a process of a context; further messages depend on it."""
 
     setting: Setting
     start: ProcessStart
@@ -138,8 +138,8 @@ class Raised(NamedTuple):
 
 
 class Finishing(NamedTuple):
-    """Sent now and then while an interrupt waits for the end of what must not be left by half, such as an import; not
-    answered."""
+    """Sent from time to time while an interrupt waits for the end of a step that cannot be interrupted, such as an
+    import; not answered."""
 
     what: str
     """The rank's activity, such as "imports a module"."""
@@ -148,12 +148,12 @@ class Finishing(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Sent, with the parcel of the value where that is wanted, when a request has returned."""
+    """Sent, with the parcel of the value if the kernel wants it, when a request has returned."""
 
     grouped: bool
     """True if the rank is still in its process group."""
     waited: float = 0.0
-    """Seconds for which the call waited for other ranks; 0 where that is less than a second."""
+    """Seconds in which the call waited for other ranks; 0 if it waited less than a second."""
 
 
 class Values(NamedTuple):
@@ -164,20 +164,20 @@ class Values(NamedTuple):
 
 
 class Error(NamedTuple):
-    """Sent, with the parcel of the exception where it can be pickled, when a request has raised."""
+    """Sent, with the parcel of the exception if it can be pickled, when a request has raised."""
 
     text: str
     """The traceback as Python prints it."""
     rendered: list[str]
     """The traceback as the notebook shows it."""
     spare: Sequence[bytes]
-    """Pickles of what may stand for an exception that cannot be rebuilt in the kernel, best first."""
+    """Pickles of similar exceptions, best first, for the case that the kernel cannot rebuild the exception."""
     ends: str
-    """Why the rank ends after this; empty if it does not."""
+    """The reason why the rank ends after this message; empty if it does not end."""
 
 
 class Buffers(NamedTuple):
-    """Sent before `Done` by a rank whose memory the kernel may read, to offer the big buffers of the value; answered by
+    """Sent before `Done`, to offer the big buffers of the value, if the kernel may read the rank's memory; answered by
     `Copied`."""
 
     buffers: Sequence[RankBuffer]
@@ -195,7 +195,7 @@ class Prompt(NamedTuple):
 
 
 class FunctionWanted(NamedTuple):
-    """Sent by a worker of a context's pool that meets a function for the first time; answered by `Function`."""
+    """Sent by a worker of a context's pool that does not have a function yet; answered by `Function`."""
 
     number: int
 
@@ -205,7 +205,7 @@ class Returned(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Sent by an engine, and by no rank, for the cell to show: such as that a node of Ray will be taken away."""
+    """Sent by an engine, and never by a rank, with a line for the cell, such as that Ray is draining a node."""
 
     text: str
 

@@ -1,9 +1,9 @@
-"""Big buffers of a rank's answer, which the kernel reads out of the rank's own memory. Both ends are here.
+"""Big buffers of a rank's answer, which the kernel reads from the rank's own memory. Both ends.
 
-That is one copy, by several cores; a shared segment is another copy, by one. Pages are left to the system: huge ones
-are fewer, but where memory must first be found for them (compacted, or given back by a hypervisor) they come later.
-Linux alone can do it, and does not everywhere allow it (Yama's ptrace_scope, a container's seccomp): where it does not,
-the answer comes in a segment like any other parcel.
+This takes one copy, by several cores; a shared segment takes one more, by one core. The system chooses the size of the
+pages: huge pages are fewer, but if memory for them must first be found (compacted, or returned by a hypervisor), it
+takes longer. Only Linux allows it, and not everywhere (Yama's ptrace_scope, a container's seccomp); elsewhere the
+answer is sent in a segment like any other parcel.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RankBuffer(NamedTuple):
 
 
 def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
-    """In the rank: where these buffers lie. They must stay there until the kernel has answered."""
+    """Return, in the rank, the locations of these buffers. They must not move until the kernel has answered."""
     import numpy as np
 
     arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
@@ -41,9 +41,9 @@ def locate(views: Iterable[memoryview]) -> list[RankBuffer]:
 
 
 def copy(pid: int, buffers: Sequence[RankBuffer]) -> list[memoryview]:
-    """In the kernel: copies of a rank's buffers, each in memory of its own.
+    """Copy, in the kernel, a rank's buffers, each to memory of its own.
 
-    Raises `OSError` where that is not allowed, or the rank is gone; `MemoryError` where they do not fit.
+    Raises `OSError` if that is not allowed, or the rank has ended; `MemoryError` if they do not fit.
     """
     check_fits(sum(buffer.size for buffer in buffers), "the value that the function returned")
     copies = [own_memory(buffer.size) for buffer in buffers]

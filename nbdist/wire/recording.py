@@ -1,4 +1,4 @@
-"""The last collectives of each rank, in memory that the kernel reads whatever the rank is doing: both ends of that."""
+"""The last collectives of each rank in shared memory: a rank writes them, and the kernel reads them at any time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from ..system.segments import Segment
 
-#: Collectives that are kept of a rank.
+#: The number of collectives that are kept for each rank.
 KEPT = 1000
-#: How many have begun; bytes of texts; the first one in the process groups that there are now.
+#: Number of collectives begun, bytes of texts, number of the first collective in the current process groups.
 _HEAD = struct.Struct("<qqq")
 #: See `Recorder.begin` for the fields.
 _ENTRY = struct.Struct("<qddqiiiHHHHHxxxxxx")
 _END, _FLAGS = struct.Struct("<d"), struct.Struct("<H")
-_END_AT, _FLAGS_AT = 16, 52  # where they are in an entry
+_END_AT, _FLAGS_AT = 16, 52  # byte offsets in an entry
 _LENGTH = struct.Struct("<H")
 _TEXTS = _HEAD.size + KEPT * _ENTRY.size
-#: Bytes of a rank's part: a multiple of a page, whose size is 64 KiB at most.
+#: Bytes of memory for each rank: a multiple of the page size, which is at most 64 KiB.
 SIZE = 128 << 10
-#: Bits of an entry's flags: a thread stands in the collective; that is not the rank's main thread; it has raised.
+#: Bits of an entry's flags: a thread waits in the collective; the thread is not the main thread; the collective raised.
 _WAITS, _OTHER_THREAD, _RAISED = 1, 2, 4
-#: Collectives of two ranks, which have no number in their group.
+#: Operations between two ranks. They have no number in their group.
 OF_TWO = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"})
 
 
@@ -34,7 +34,7 @@ class Collective(NamedTuple):
     """A collective that a rank has begun."""
 
     number: int
-    """Among those of the rank, from 1."""
+    """The number among all collectives of the rank, from 1."""
     kind: str
     """The function of `torch.distributed`."""
     group: str
@@ -42,41 +42,41 @@ class Collective(NamedTuple):
     ranks: Sequence[int]
     """The ranks of that group."""
     place_in_group: int
-    """Its number among those that the rank has begun in this group, from 1; 0 for `send`, `recv` and their like."""
+    """The number among the collectives that the rank has begun in this group, from 1; 0 for `send`, `recv` and such."""
     elements: int
-    """Of the first tensor; -1 where there is none."""
+    """The number of elements of the first tensor; -1 without a tensor."""
     dtype: str
     peer: int
-    """The rank to which is sent, from which is received, or that is the root; -1 for any, and where there is none."""
+    """The other rank of a `send` or `recv`, or the root; -1 for any rank, and for collectives without a root."""
     file: str
     line: int
-    """The innermost line that is in no library; 0 where there is none."""
+    """The innermost line outside libraries; 0 if there is none."""
     begin: float
-    """Seconds, as `time.monotonic` has them on this machine."""
+    """The time of the begin, in seconds of this machine's `time.monotonic`."""
     end: float | None
-    """None as long as nobody knows that it has ended."""
+    """The time of the end; None while the end is not known."""
     waits: bool
-    """Whether a thread stands in it."""
+    """True while a thread waits in the collective."""
     main_thread: bool
     raised: bool
 
     def what(self) -> str:
-        """Return the collective in words, such as "all_reduce of 1,000 float32"."""
+        """Describe the collective, such as "all_reduce of 1,000 float32"."""
         if self.elements < 0:
             return self.kind
         return f"{self.kind} of {self.elements:,} {self.dtype}"
 
 
 def group_named(name: str, ranks: Iterable[int]) -> str:
-    """Return the text for a process group in a recording."""
+    """Return the text that stands for a process group in a recording."""
     return f"{name}|{','.join(map(str, ranks))}"
 
 
 class Recorder:
-    """In a rank: notes what it begins and ends. Takes about a microsecond for each."""
+    """Writer in a rank: records the begin and the end of collectives, in about a microsecond each."""
 
     def __init__(self, fd: int, rank: int) -> None:
-        """Map the rank's part of the memory at `fd`, which is closed."""
+        """Map the rank's part of the memory behind `fd`, and close `fd`."""
         segment = Segment(fd, SIZE)
         try:
             self._memory = mmap.mmap(segment.fd, SIZE, offset=rank * SIZE)
@@ -90,7 +90,7 @@ class Recorder:
         self._last, self._first = 0, 1
 
     def forget_groups(self) -> None:
-        """Begin at 1 again: the process groups are others from now on."""
+        """Restart the numbers in groups at 1, because the rank has joined new process groups."""
         self._counts.clear()
         self._first = self._last + 1
         _HEAD.pack_into(self._memory, 0, self._last, self._texts_end - _TEXTS, self._first)
@@ -106,9 +106,12 @@ class Recorder:
         line: int,
         main_thread: bool,
     ) -> int:
-        """Note a collective in which this thread stands from now on. Returns its number; see `Collective`.
+        """Record the begin of a collective in this thread, and return its number.
 
-        `group` is what `group_named` returns.
+        Args:
+            kind, elements, dtype, peer, file, line: The fields of `Collective`.
+            group: The text that `group_named` returns.
+            main_thread: Whether this thread is the rank's main thread.
         """
         number = next(self._numbers)
         if kind in OF_TWO:
@@ -137,15 +140,15 @@ class Recorder:
         return number
 
     def leave(self, number: int) -> None:
-        """Note that no thread stands in it any more, though it may go on."""
+        """Record that no thread waits in the collective any more. It may still be running."""
         self._flag(number, 0, _WAITS)
 
     def enter(self, number: int, main_thread: bool) -> None:
-        """Note that this thread waits for its end."""
+        """Record that this thread waits for the end of the collective."""
         self._flag(number, _WAITS | (0 if main_thread else _OTHER_THREAD), _WAITS | _OTHER_THREAD)
 
     def end(self, number: int, raised: bool = False) -> None:
-        """Note that it has ended."""
+        """Record the end of the collective."""
         _END.pack_into(self._memory, _place(number) + _END_AT, time.monotonic())
         self._flag(number, _RAISED if raised else 0, _WAITS)
 
@@ -155,7 +158,7 @@ class Recorder:
         _FLAGS.pack_into(self._memory, at, flags & ~remove | add)
 
     def _text(self, text: str) -> int:
-        """The number of a text; 0, which stands for an empty one, where there is no room for more."""
+        """Return the number of a text, and store the text if it is new; 0, an empty text, if there is no room left."""
         found = self._texts.get(text)
         return self._add(text) if found is None else found
 
@@ -172,21 +175,21 @@ class Recorder:
 
 
 class Recording:
-    """In the kernel: what the ranks note."""
+    """Reader in the kernel: the collectives that the ranks record."""
 
     def __init__(self, world_size: int) -> None:
         self.segment: Segment | None = Segment.create(world_size * SIZE)
-        """None when all ranks have it."""
+        """The memory to send to the ranks; None when all ranks have it."""
         self._memory = self.segment.shared()
 
     def handed_over(self) -> None:
-        """Give up the descriptor: the ranks have theirs, and the memory stays."""
+        """Close the descriptor: all ranks have one of their own. The memory stays mapped."""
         if self.segment is not None:
             self.segment.close()
             self.segment = None
 
     def close(self) -> None:
-        """Give up the memory, which keeps a descriptor: an error of a call may refer to its ranks for long."""
+        """Unmap the memory, which holds a descriptor: the exception of a call may keep this object for a long time."""
         self.handed_over()
         self._memory.close()
 
@@ -195,7 +198,7 @@ class Recording:
         return int(_HEAD.unpack_from(self._memory, rank * SIZE)[0])
 
     def read(self, rank: int) -> list[Collective]:
-        """The last collectives of a rank in the process groups that there are, in the order in which they began."""
+        """Return the last collectives of a rank in its current process groups, in the order in which they began."""
         part = self._memory[rank * SIZE : (rank + 1) * SIZE]
         _, size, first = _HEAD.unpack_from(part, 0)
         texts = _texts(part, size)

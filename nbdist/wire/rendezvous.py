@@ -1,7 +1,7 @@
-"""The store by which the ranks of a process group find each other, and that only they can reach. Both ends.
+"""The store at which the ranks of a process group find each other, and that only they can reach. Both ends.
 
 On one Linux machine the store is a file without a name. Elsewhere a file cannot be opened by its descriptor, and other
-machines have no file: there the store is a `TCPStore` at a socket that listens beforehand.
+machines cannot open it: there the store is a `TCPStore` on a socket that already listens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RendezvousAddress(NamedTuple):
 
 
 class Rendezvous:
-    """A store on the machine of rank 0, and a port that no other process gets.
+    """A store on the machine of rank 0, and a port that no other process can take.
 
     Args:
         host: The address of this machine that the ranks of other machines know; None if there are none.
@@ -71,7 +71,7 @@ class Rendezvous:
         return file + ([sock.fileno() for sock in self._sockets] if rank == 0 else [])
 
     def close(self) -> None:
-        """Give up this process's part. The ranks keep theirs."""
+        """Close this process's part. The ranks keep theirs."""
         for sock in self._sockets:
             sock.close()
         if self._file >= 0:
@@ -79,7 +79,7 @@ class Rendezvous:
 
 
 def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequence[int]) -> Any:
-    """In a rank: the store, from what `Rendezvous.fds` gave. It lives as long as the group."""
+    """Open the store in a rank, with the descriptors of `Rendezvous.fds`. It lives as long as the group."""
     import torch.distributed as dist
 
     if world_size == 1 and not (address.store_port and fds):
@@ -101,11 +101,11 @@ def open_store(rank: int, world_size: int, address: RendezvousAddress, fds: Sequ
 
 @contextlib.contextmanager
 def _no_name_server() -> Iterator[None]:
-    """Look names of hosts up in /etc/hosts alone, in this process.
+    """Look up host names only in /etc/hosts, in this process.
 
-    A `TCPStore` asks for the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), for its own
-    log only. Where the name server is slow, away, or drops some of many questions at once, each rank would wait for it
-    for seconds. GNU's C library alone can be set otherwise.
+    A `TCPStore` looks up the name of the address that it connects to (`getnameinfo` in torch's socket.cpp), only for
+    its own log. If the name server is slow, absent, or drops some of many questions, each rank would wait for seconds.
+    Only GNU's C library can be configured.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", None) if _LINUX else None
     if configure is None:
@@ -119,7 +119,7 @@ def _no_name_server() -> Iterator[None]:
 
 
 def _host_services() -> str:
-    """Return the sources in which this machine looks names of hosts up, in the words of nsswitch.conf."""
+    """Return the sources in which this machine looks up host names, in the terms of nsswitch.conf."""
     with contextlib.suppress(OSError), open("/etc/nsswitch.conf", errors="replace") as file:
         found = re.search(r"^\s*hosts:([^#\n]*)", file.read(), re.M)
         if found and found[1].strip():

@@ -1,10 +1,10 @@
-"""A channel to a rank that works whatever its main thread does: it answers with the Python stack of that thread, and
-takes orders, such as to abort what the thread waits for in a process group. Both ends.
+"""A channel to a rank that works while its main thread is busy: a thread answers with the Python stack of the main
+thread, and carries out orders, such as to abort the collectives in which it waits. Both ends.
 
-`faulthandler` alone would do at any moment, but it reads frames that a thread may be changing, and a rank that is busy
-in Python code may crash (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers,
-which then has the GIL: the frames do not change. Where the thread does not get the GIL, the main thread is in C code
-that keeps it, under frames that do not change, and a signal makes `faulthandler` write them.
+`faulthandler` alone works at any moment, but it reads frames that a thread may be changing, and can crash a rank that
+runs Python code (python/cpython#116008; with 3.13 a few requests are enough). So a thread of the rank answers: it holds
+the GIL, and the frames do not change. If the thread does not get the GIL, the main thread is in C code that holds it,
+its frames do not change either, and a signal makes `faulthandler` write them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-from ..system.interrupts import postponed_interrupts
+from ..system.interrupts import deferred_interrupts
 from .channel import readable
 from .forking import STACK_SIGNAL
 
@@ -45,13 +45,13 @@ _PATIENCE_TO_ORDER = 1.0
 _MOST = 100
 
 
-def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
-    """In the kernel: a rank's stack, as `faulthandler` writes it; empty where the rank does not answer.
+def ask(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> str:
+    """Return, in the kernel, a rank's stack in the format of `faulthandler`; empty without an answer.
 
     Args:
         sock: The kernel's end of the socket at which the rank answers; does not block.
-        number: Of the question, from 1 to 255; not the number of the question just before.
-        insist: Sends `STACK_SIGNAL`. Called after a while without an answer.
+        number: The number of the question, from 1 to 255; different from the question before.
+        send_signal: Sends `STACK_SIGNAL` to the rank. Called after `PATIENCE` seconds without an answer.
     """
     question = bytes([number])
     try:
@@ -60,10 +60,10 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
                 pass
         sock.send(question)
         data = b""
-        for insisting in (False, True):
+        for signaling in (False, True):
             patience = PATIENCE
-            if insisting:
-                insist()
+            if signaling:
+                send_signal()
             while readable(sock.fileno(), patience):
                 if not (part := sock.recv(1 << 16)):
                     return ""
@@ -79,7 +79,7 @@ def ask(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
 
 
 def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
-    """The whole answers by their questions, and what `faulthandler` has written."""
+    """Return the complete answers by their questions, and the output of `faulthandler`."""
     answers, written = {}, b""
     while data:
         text, _, _ = data.partition(b"\0")
@@ -94,9 +94,9 @@ def _sorted(data: bytes) -> tuple[dict[bytes, bytes], bytes]:
     return answers, written
 
 
-@postponed_interrupts()
+@deferred_interrupts()
 def order(sock: socket.socket, what: str, *arguments: Any) -> bool:
-    """In the kernel: let a rank do something; whether it has got that. One thread at a time may.
+    """Give a rank an order, in the kernel, and return whether it has received it. Only one thread at a time may do so.
 
     Args:
         sock: The kernel's end of the socket at which the rank answers.
@@ -125,7 +125,7 @@ def _writable(sock: socket.socket, seconds: float) -> bool:
 
 
 def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
-    """In a rank's main thread: from now on, answer at `fd` and do what is ordered, in a thread.
+    """Start, in a rank's main thread, the thread that answers at `fd` and carries out orders.
 
     Args:
         fd: The rank's end of the socket.
@@ -136,7 +136,7 @@ def answer(fd: int, actions: Mapping[str, Callable[..., None]]) -> None:
 
 
 def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> None:
-    """In a thread of its own: send the stack of the thread `main`, and do what is ordered, until the kernel is gone."""
+    """Send, in a thread, the stack of the thread `main`, and carry out orders, until the kernel ends."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
     order = bytearray()
     with contextlib.suppress(OSError):  # the kernel is gone, or the function has closed all descriptors
@@ -157,7 +157,7 @@ def serve(fd: int, main: int, actions: Mapping[str, Callable[..., None]]) -> Non
 
 
 def read(fd: int, size: int) -> bytes:
-    """Read `size` bytes, in however many pieces they come. Raises `OSError` where they do not come."""
+    """Read `size` bytes, in any number of pieces. Raises `OSError` if they do not come."""
     data = b""
     while len(data) < size:
         if not (part := os.read(fd, size - len(data))):

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from nbdist.capture.depth import deeply
+from nbdist.capture.depth import with_large_stack
 from nbdist.capture.pickler import Pickler
 from nbdist.capture.reading import Unreadable, read
 
@@ -72,7 +72,7 @@ def dumps(obj: Any, protocol: int | None = None, buffer_callback: Any = None) ->
         return file.getvalue()
 
     try:
-        pickled = deeply(write)
+        pickled = with_large_stack(write)
     except RecursionError as exc:  # which a call turns into a CaptureError
         raise pickle.PicklingError("too deep: excessively deep recursion required.") from exc
     return pickle.dumps(Packed(pickled), protocol=protocol or pickle.HIGHEST_PROTOCOL)

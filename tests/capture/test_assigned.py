@@ -35,17 +35,17 @@ CELLS = cells("capture/cells/assigned.py")
         ("not python.", []),
     ],
 )
-def test_what_a_cell_assigns(cell: str, chains: list[tuple[str, ...]]) -> None:
+def test_assignments_to_attributes_are_found_in_a_cell(cell: str, chains: list[tuple[str, ...]]) -> None:
     assert list(assigned_in(cell)) == chains
 
 
-def test_what_is_set_in_modules_holds_in_ranks(kernel: Kernel) -> None:
+def test_attributes_set_in_modules_are_sent_to_ranks(kernel: Kernel) -> None:
     kernel.ok(CELLS["begin"])
     for name in ("values", "the same cell", "taken back"):
         kernel.ok(CELLS[name])
 
 
-def test_what_cannot_go_along_is_said_once(kernel: Kernel) -> None:
+def test_a_warning_names_an_attribute_that_cannot_be_sent(kernel: Kernel) -> None:
     kernel.ok(CELLS["begin"])
     said = kernel.ok(CELLS["too large"]).text
     assert "own_settings.RATE, which the notebook has set, is not set in the ranks: it has 2 MB" in said

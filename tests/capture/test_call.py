@@ -180,7 +180,7 @@ def test_generators_coroutines_recursion_and_global_statements(cell: Cell) -> No
     cell(CELLS["generators, coroutines, recursion and global statements"])
 
 
-def test_what_functions_share_they_share_in_the_rank(cell: Cell) -> None:
+def test_functions_share_the_same_globals_in_the_rank(cell: Cell) -> None:
     cell(CELLS["what functions share"])
 
 
@@ -205,7 +205,7 @@ def test_names_that_the_import_block_gives_are_not_captured(cell: Cell) -> None:
     cell(CELLS["names that the import block gives"])
 
 
-def test_an_import_that_shadows_what_the_notebook_defines_is_said(cell: Cell) -> None:
+def test_a_warning_names_an_import_that_hides_a_function_of_the_notebook(cell: Cell) -> None:
     result = cell(CELLS["an import that shadows"])
     assert "2.0" in result.text and "'sqrt' is defined in the notebook" in result.text and "need=" in result.text
 
@@ -253,7 +253,7 @@ def test_the_path_to_what_cannot_be_pickled() -> None:
         capture_call(uses_nothing, (), {}, "", {"rows": [stuck]}, SentCache())
 
 
-def test_things_that_belong_to_this_process(tmp_path: Path) -> None:
+def test_objects_of_this_process_cannot_be_captured(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file, socket.socket() as sock:
         for thing in (threading.Thread(), sys._getframe(), file, sock):
             assert failure(lambda: thing).startswith("thing")  # noqa: B023

@@ -26,12 +26,12 @@ def test_arguments() -> None:
     assert items["argument 2"].how == "by value" and items["argument name"].how == "by value"
 
 
-def test_what_cannot_travel_is_an_error() -> None:
+def test_explain_raises_for_an_argument_that_cannot_be_sent() -> None:
     with pytest.raises(CaptureError, match="argument 1"):
         nbdist.explain(len, (i for i in ()))
 
 
-def test_size() -> None:
+def test_sizes_are_printed_with_units() -> None:
     assert [size(n) for n in (0, 999, 1500, 2_000_000, 3_100_000_000)] == ["0 B", "999 B", "1.5 KB", "2.0 MB", "3.1 GB"]
 
 

@@ -27,7 +27,7 @@ class Hostile:
         raise RuntimeError(name)
 
 
-def test_what_is_read_without_running_the_objects_code() -> None:
+def test_attributes_are_read_without_running_the_objects_code() -> None:
     hostile = Hostile()
     assert contents(hostile) == {} and attribute(hostile, "x") is None and name_of(hostile) == "Hostile"
     assert text(hostile, "__module__") == __name__ and text(hostile, "__len__") == ""
@@ -36,7 +36,7 @@ def test_what_is_read_without_running_the_objects_code() -> None:
     assert contents(3) == contents(type("Odd", (), {"__dict__": property(lambda self: 1 / 0)})()) == {}
 
 
-def test_a_failing_look_is_said_once() -> None:
+def test_a_failing_look_gives_one_notice() -> None:
     with pytest.warns(UserWarning, match=r"what is looked at cannot be read.*ZeroDivisionError"):
         assert looked(lambda: 1 // 0, 5, "what is looked at") == 5
     with warnings.catch_warnings():
@@ -57,5 +57,5 @@ class Whole:
         self.parts = [Part(self), Part(self, {"log": (line for line in ())}), Part(self)]
 
 
-def test_the_part_is_named_that_cannot_be_pickled_and_none_that_leads_back_to_it() -> None:
+def test_the_error_names_the_part_that_cannot_be_pickled_in_a_cycle() -> None:
     assert str(explain_failure(TypeError("no"), {"learn": Whole()})).startswith("learn.parts[1].held['log'] cannot")

@@ -71,7 +71,7 @@ def test_a_memmap_is_opened_again(mode: Any, part: Callable[[Any], Any], numbers
     assert np.array_equal(session.run(np.array, array), array)
 
 
-def test_what_ranks_write_is_in_the_file_where_the_mode_says_so(numbers: Path, session: Session) -> None:
+def test_writes_of_ranks_to_a_memmap_follow_its_mode(numbers: Path, session: Session) -> None:
     def write(array: Any) -> None:
         array[7] = -1
 
@@ -142,7 +142,9 @@ def test_mapped_tensors(tmp_path: Path, numbers: Path, session: Session) -> None
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "changed"])
-def test_what_cannot_be_opened_again_travels_as_a_copy_and_is_said(how: str, numbers: Path, session: Session) -> None:
+def test_a_memmap_that_cannot_be_opened_again_is_copied_with_a_warning(
+    how: str, numbers: Path, session: Session
+) -> None:
     array = np.memmap(numbers, np.int64, "c", offset=5000)
     if how == "deleted":
         os.remove(numbers)
@@ -172,7 +174,7 @@ class _Removing:
         return os.remove, (str(self._path),)
 
 
-def test_what_comes_back_is_a_copy(numbers: Path, session: Session) -> None:
+def test_a_memmap_is_returned_as_a_copy(numbers: Path, session: Session) -> None:
     mapped = np.memmap(numbers, np.int64, "r", offset=5000)
     back = session.run(lambda a: a, mapped)
     os.remove(numbers)

@@ -33,7 +33,7 @@ def rows() -> list[tuple[str, ...]]:
     return [tuple(line.split("\t")) for line in done.stdout.splitlines() if line.count("\t") == 2]
 
 
-def test_none_arrives_changed(rows: list[tuple[str, ...]]) -> None:
+def test_no_object_of_the_table_arrives_changed(rows: list[tuple[str, ...]]) -> None:
     assert len(rows) >= 500
     assert not [row for row in rows if row[2] == "changed"]
 

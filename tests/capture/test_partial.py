@@ -14,7 +14,7 @@ CELLS = cells("capture/cells/partial.py")
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_all_else_comes_back(cell: Cell, case: str) -> None:
+def test_the_readable_parts_of_a_value_come_back(cell: Cell, case: str) -> None:
     cell(CELLS[case])
 
 
@@ -26,7 +26,7 @@ def test_parts_that_cannot_be_pickled_are_found() -> None:
     assert absent_parts([(line for line in ()) for _ in range(30)], "it", {}) == {}, "a value of another kind"
 
 
-def test_whatever_can_be_read_is_read_as_by_pickle() -> None:
+def test_readable_pickles_give_the_same_as_with_pickle() -> None:
     value = [1, "text", {"a": (2, 3), "b": {4}}, ValueError("no"), range(3)]
     pickled = memoryview(pickle.dumps(value, protocol=5))
     read = loads(pickled, buffers=[], name=lambda: "it")

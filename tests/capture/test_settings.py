@@ -11,7 +11,7 @@ SETTINGS = cells("capture/cells/settings.py")
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_what_is_set_in_the_notebook_holds_in_ranks(cell: Cell, case: str) -> None:
+def test_settings_of_the_notebook_are_sent_to_ranks(cell: Cell, case: str) -> None:
     cell("printed = []")
     text = cell(SETTINGS[case]).text
     for line in eval(cell("print(printed)").text):
@@ -19,7 +19,7 @@ def test_what_is_set_in_the_notebook_holds_in_ranks(cell: Cell, case: str) -> No
     assert "to none" not in text and "ignored" not in text
 
 
-def test_a_patch_that_cannot_travel_is_said_once(kernel: Kernel) -> None:
+def test_a_warning_names_a_patch_that_cannot_be_sent(kernel: Kernel) -> None:
     kernel.ok("import fractions\nfrom nbdist import in_ddp\nstuck = (i for i in ())")
     kernel.ok("def use(self): return stuck\nfractions.Fraction.use = use")
     said = kernel.ok("assert in_ddp(1, lambda: hasattr(fractions.Fraction, 'use')) is False").text
@@ -35,7 +35,7 @@ def test_seeds_that_differ_between_ranks(cell: Cell) -> None:
 
 
 @pytest.mark.started
-def test_what_is_at_its_default_imports_nothing_in_ranks(kernel: Kernel) -> None:
+def test_default_settings_import_nothing_in_ranks(kernel: Kernel) -> None:
     """`torch.use_deterministic_algorithms(False)` imports the compiler: most of a second, in each rank of each call."""
     kernel.ok("import sys, torch\nfrom nbdist import in_ddp")
     imported = kernel.ok("print(in_ddp(2, lambda: 'torch._inductor' in sys.modules))").text.strip()

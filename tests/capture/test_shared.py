@@ -17,7 +17,7 @@ CELLS = cells("capture/cells/shared.py")
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_what_is_shared(cell: Cell, case: str) -> None:
+def test_a_warning_names_objects_in_shared_memory(cell: Cell, case: str) -> None:
     cell(CELLS[case])
 
 
@@ -32,7 +32,7 @@ class InMemoryStorage:
     pass
 
 
-def test_a_trial_of_a_study_in_memory_is_said_to_be_a_copy(
+def test_a_warning_says_that_an_optuna_trial_is_a_copy(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna.trial", types.SimpleNamespace(Trial=Trial))  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def test_a_package_that_a_call_uses_is_patched_as_in_the_notebook(kernel: Kernel
     assert "given" not in kernel.run("session.run(train, 'no_such')").plain_traceback
 
 
-def test_a_module_that_ranks_cannot_import_is_told_of(kernel: Kernel) -> None:
+def test_a_warning_names_a_module_that_ranks_cannot_import(kernel: Kernel) -> None:
     packages(kernel.cwd)
     (kernel.cwd / "course" / "broken.py").write_text(
         "import os\nif 'RANK' in os.environ: raise LookupError('no GPU')\n"

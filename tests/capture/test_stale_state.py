@@ -30,7 +30,7 @@ class Notebook(RuleBasedStateMachine):
         self.edited = False  # after the notebook has loaded it
         self.edits = 0
         self.told: set[str] = set()
-        """Where ranks have another module since, which was said once."""
+        """The places whose ranks have another module, after the first notice about it."""
         self.write(self.file)
         self.kernel.ok(CELLS["reset"])
 
@@ -122,7 +122,7 @@ class Notebook(RuleBasedStateMachine):
         if self.edited and "edited after the notebook had imported it" in said:
             self.told.add(place)
         assert "same (" in said or (place in self.told and "module (" in said), said
-        if place == "fresh":  # fresh ranks are told each time
+        if place == "fresh":  # fresh ranks give a notice each time
             self.told.discard(place)
 
 

@@ -10,5 +10,5 @@ CELLS = cells("capture/cells/torch_objects.py")
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_it_arrives(cell: Cell, case: str) -> None:
+def test_a_torch_object_arrives(cell: Cell, case: str) -> None:
     cell(CELLS[case])

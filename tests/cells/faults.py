@@ -347,7 +347,7 @@ with Session(2, timeout=1000) as session, CallClock(one_waits):
 
 
 # %% a collective's own timeout
-def late():  # a session's `backend={'timeout': 1}` would be that of ranks which are only meeting, too
+def late():  # `backend={'timeout': 1}` of a session would also limit the time in which the ranks meet
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=1), dist.group.WORLD)
     if dist.get_rank() == 1:
         failing()

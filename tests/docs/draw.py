@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COUNTS = (60, 40, 20)
 Text = tuple[str, str]
-"""Where a text stands, `file:line`, and the text."""
+"""The place of a text, `file:line`, and the text."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -136,7 +136,7 @@ def test_ranks_are_seeded_alike(session: Session) -> None:
     assert first[0] == first[1] and second[0] == second[1] and first[0] != second[0]
 
 
-def test_some_ranks_only(engine: Engine) -> None:
+def test_a_call_runs_on_the_chosen_ranks(engine: Engine) -> None:
     with Session(3, engine=engine) as own:
         assert own.call(dist.get_rank, ranks=[2, 0], everyone=True) == [0, 2]
         assert own.call(dist.get_rank, ranks=[1]) == [1]
@@ -168,7 +168,7 @@ def test_big_arguments_and_values_are_private_to_each_rank(session: Session) -> 
     assert not array.any() and not tensor.any()
 
 
-def test_changed_data_is_sent_anew(session: Session) -> None:
+def test_changed_data_is_sent_again(session: Session) -> None:
     array = np.zeros(1 << 20)
     for value in range(3):
         array[-1] = value
@@ -304,7 +304,7 @@ def test_a_stop_frees_ranks_that_wait_for_each_other(engine: Engine) -> None:
         assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
 
 
-def test_what_cannot_travel(session: Session) -> None:
+def test_calls_that_cannot_be_sent_leave_the_session_usable(session: Session) -> None:
     before = session.run_all(remember, 1)
     with pytest.raises(CaptureError):
         session.run(print, threading.Lock(), (i for i in ()))
@@ -349,7 +349,7 @@ def test_a_timeout_says_where_ranks_wait_and_leaves_them(engine: Engine) -> None
         assert own.run(sums) == 2.0 and [kept[:2] for kept in own.run_all(remember, 2)] == before
 
 
-def test_ranks_that_do_not_let_go_are_replaced(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_that_do_not_end_a_call_are_replaced(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     def deaf() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         dist.barrier()
@@ -365,7 +365,7 @@ def test_ranks_that_do_not_let_go_are_replaced(session: Session, capsys: pytest.
     assert "fresh ranks" not in capsys.readouterr().err
 
 
-def test_a_restart_is_said_once(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restart_gives_one_notice(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     def die_beside_a_deaf_one() -> float:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
             return sums()
@@ -469,12 +469,12 @@ def test_post_mortem(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None
         assert own.run(sums) == 2.0
 
 
-def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
+def test_a_widget_gets_its_events_while_the_rank_is_busy(engine: Engine) -> None:
     def waits() -> list[Any]:
         from nbdist.rank import widgets
 
         heard: list[Any] = []
-        widgets.hear_comm = lambda content, buffers: not heard.append((content, list(buffers)))
+        widgets.handle_comm_message = lambda content, buffers: not heard.append((content, list(buffers)))
         while not heard:
             sum(range(1000))
         return heard[0]
@@ -486,7 +486,9 @@ def test_widgets_hear_whatever_the_rank_is_busy_with(engine: Engine) -> None:
         assert group is not None
 
         def heard() -> bool:
-            assert group.ranks.tell_widget(1, {"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)])
+            assert group.ranks.deliver_widget_event(
+                1, {"comm_id": "slider", "data": {"method": "update"}}, [bytes(100_000)]
+            )
             time.sleep(0.1)
             return future.done()
 

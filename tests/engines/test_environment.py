@@ -52,7 +52,7 @@ def test_variables_that_the_notebook_has_set_since_hold(monkeypatch: pytest.Monk
     assert in_ddp(1, seen) == first
 
 
-def test_what_libraries_set_and_what_ranks_set_themselves_takes_no_other_server() -> None:
+def test_variables_of_libraries_and_ranks_need_no_other_server() -> None:
     held = ["OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_INIT_AT_FORK", "TORCH_NCCL_BLOCKING_WAIT", "PATH"]
     assert not forkserver.read_at_import(dict.fromkeys(held, "1"))
     assert len(forkserver.read_at_import({"PYTORCH_CUDA_ALLOC_CONF": "a", "TORCHINDUCTOR_FREEZING": "1"})) == 2
@@ -93,7 +93,7 @@ def test_ranks_of_one_machine_listen_to_the_network_only_if_asked(
 def test_a_ray_without_tokens_is_not_started(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="what is tested is an installed Ray")
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} knows no tokens"):
+    with Session(1, engine=RayOptions()) as session, pytest.raises(NbdistError, match=f"Ray {version} has no tokens"):
         session.run(os.getpid)
 
 

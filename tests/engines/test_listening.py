@@ -26,7 +26,7 @@ def rank() -> Any:
         os.close(one.write)
 
 
-def test_what_is_written_is_passed_on_once(rank: Any) -> None:
+def test_output_is_passed_on_once(rank: Any) -> None:
     assert pass_on(rank, 0, 0, rank.take) is None and rank.passed == []
     os.write(rank.write, b"a line")
     assert pass_on(rank, 0, 0, rank.take) is None
@@ -52,7 +52,7 @@ def test_a_rank_that_writes_on_and_on_lets_others_have_their_turn(rank: Any) -> 
     assert len(rank.passed) == 16
 
 
-def test_who_writes_much_waits_for_no_long_pause(rank: Any) -> None:
+def test_a_full_pipe_shortens_the_pause(rank: Any) -> None:
     """A pause in which a pipe would be full becomes shorter, and longer again afterwards."""
     exits, end = os.pipe()
     one = SimpleNamespace(outputs=[(rank.outputs[0][0], exits)], pids=[1], channels=[rank], exits_fd=exits)

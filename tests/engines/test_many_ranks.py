@@ -95,7 +95,7 @@ def test_the_limit_of_open_files_is_raised_where_ranks_need_more(tmp_path: Path)
 
 
 @pytest.mark.long("many ranks")
-def test_where_even_the_hard_limit_is_too_low_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
+def test_below_the_hard_limit_the_error_says_how_many_ranks_fit(tmp_path: Path) -> None:
     few, many = limited(tmp_path, MANY, 200, 200)
     assert few == "4.0 200 200"
     found = re.match(rf"NbdistError {MANY} ranks need \d+ open files.* (\d+) ranks fit", many)
@@ -108,9 +108,9 @@ def test_where_even_the_hard_limit_is_too_low_the_error_says_how_many_ranks_fit(
 def test_silent_ranks_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ask, all_wait = stacks.ask, threading.Barrier(8, timeout=500)  # threads that waited forever could not be ended
 
-    def ask_all(sock: socket.socket, number: int, insist: Callable[[], None]) -> str:
+    def ask_all(sock: socket.socket, number: int, send_signal: Callable[[], None]) -> str:
         """A question that is not answered, and goes on when none of the eight is."""
-        return ask(sock, number, lambda: (all_wait.wait(), insist())[1])
+        return ask(sock, number, lambda: (all_wait.wait(), send_signal())[1])
 
     with Session(8) as session:
         pids = session.run_all(os.getpid)

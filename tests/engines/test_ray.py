@@ -86,7 +86,7 @@ def test_a_busy_cluster_is_asked_again(monkeypatch: pytest.MonkeyPatch, wait: fl
             connecting.connect(RayOptions(address="auto", wait=wait), said.append)
 
 
-def test_another_refusal_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_is_not_asked_again_after_a_version_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     def init(**options: Any) -> None:
         raise RuntimeError("version mismatch")
 
@@ -118,7 +118,7 @@ def test_ranks_on_one_node_use_no_network(ray_cluster: Any) -> None:
         assert own.run(lambda: os.environ["MASTER_ADDR"]) == "127.0.0.1"
 
 
-def test_a_resource_of_ones_own_chooses_the_node(ray_cluster: Any) -> None:
+def test_a_custom_resource_chooses_the_node(ray_cluster: Any) -> None:
     options = RayOptions(address=ray_cluster.address, resources={"second": 0.25}, linger=0.0)
     (second,) = ray_cluster.worker_nodes
     with Session(2, engine=options) as own:
@@ -273,7 +273,7 @@ def test_the_kernel_holds_as_much_for_many_ranks_as_for_few(options: RayOptions)
 
                 def count(channel: Channel, calls: list[int] = calls) -> Any:
                     message = receive(channel)
-                    calls[1] += message[0][0] == "news"
+                    calls[1] += message[0][0] == "event"
                     return message
 
                 patch.setattr(Channel, "receive", count)
@@ -408,10 +408,13 @@ def test_fewer_nodes_go_on_and_all_are_back_at_the_next_restart(
         (tmp_path / "grown").touch()
         assert future.result() == (2, [0, 1]) and own.nranks == 2
     said = capsys.readouterr().err
-    assert "there is room for 1 of 2 ranks: these go on. The next restart asks for 2 again" in said, said
+    assert (
+        "2 ranks were asked for and 1 could be started: the call goes on with 1. The next restart asks for 2 again"
+        in said
+    ), said
 
 
-def test_as_many_ranks_as_there_is_room_for_but_not_too_few(ray_cluster: Any) -> None:
+def test_min_ranks_takes_the_ranks_that_fit(ray_cluster: Any) -> None:
     options = RayOptions(address=ray_cluster.address, resources={"second": 0.5}, cpus=0.5, linger=0.0, wait=1.0)
     with contextlib.closing(RayEngine(options).start(4, print, least=1)) as ranks:
         assert len(ranks.pids) == len(ranks.slots) == 2, "halves of one"

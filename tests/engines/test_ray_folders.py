@@ -34,9 +34,7 @@ def test_a_folder_that_ray_can_use_is_its_choice(short: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["with space", "tab\t", "x" * 60, "missing/folder", "file"])
-def test_another_folder_where_ray_could_not_use_the_first(
-    short: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_folder_that_ray_cannot_use_is_replaced(short: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     place = short / name
     if name == "file":
         place.touch()
@@ -80,7 +78,7 @@ except BaseException as exc:
 
 @pytest.mark.long("starts a Ray of its own")
 @pytest.mark.parametrize("case", ["a space", "closed descriptors", "address space"])
-def test_a_ray_of_this_machine_on_foreign_ground(short: Path, case: str) -> None:
+def test_a_local_ray_starts_with_unusual_paths_and_users(short: Path, case: str) -> None:
     pytest.importorskip("ray", reason="needs Ray")
     place = short / "with späce"
     place.mkdir()

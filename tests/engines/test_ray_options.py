@@ -42,6 +42,6 @@ def test_ranks_are_placed_together(world_size: int, together: int) -> None:
     assert sum(places) == world_size and set(places[:-1]) <= {together} and 0 < places[-1] <= together
 
 
-def test_what_is_reserved_for_several_ranks() -> None:
+def test_resources_are_summed_over_ranks() -> None:
     options = RayOptions(cpus=0.5, gpus=1, resources={"memory": 8e9, "nothing": 0})
     assert resources_of(options, 3) == {"CPU": 1.5, "GPU": 3.0, "memory": 24e9}

@@ -24,7 +24,7 @@ GAVE_UP = (
 )
 
 
-def test_raylets_are_told_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> None:
+def test_raylets_get_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> None:
     ports = agent_ports()
     assert len(set(ports.values())) == 4 and all(option.startswith("--") for option in as_options(ports))
     program = tmp_path / "raylet"
@@ -44,7 +44,7 @@ def test_raylets_are_told_the_port_that_ray_does_not_pass_on(tmp_path: Path) -> 
         assert not files["knows"].exists()
 
 
-def test_why_a_node_does_not_start(tmp_path: Path) -> None:
+def test_the_reason_why_a_node_does_not_start_comes_from_its_logs(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     assert why(str(tmp_path / "missing"), " Ray's own words \n") == "Ray's own words"
     assert why(str(tmp_path / "missing"), "") == "Ray says nothing"

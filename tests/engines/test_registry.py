@@ -47,7 +47,7 @@ def test_an_engine_of_another_package_runs_calls(moon: Any) -> None:
     assert moon.started == [(None, 2), (options, 1), (options, 2)]
 
 
-def test_what_an_engine_refuses(moon: Any) -> None:
+def test_an_engines_refusal_is_raised(moon: Any) -> None:
     with pytest.raises(ValueError, match="no start='spawn' on the moon"):
         Session(1, engine="moon", start="spawn")
     with pytest.raises(NbdistError, match=r"'mars', which is mars_engine:make, cannot be imported: No module named"):
@@ -55,13 +55,13 @@ def test_what_an_engine_refuses(moon: Any) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["venus", 3, nbdist.RayOptions, None.__class__])
-def test_an_unknown_engine_is_told_which_there_are(moon: Any, unknown: Any) -> None:
+def test_the_error_for_an_unknown_engine_lists_the_engines(moon: Any, unknown: Any) -> None:
     with pytest.raises(ValueError, match=r"one of 'local', 'ray', 'mars', 'moon', or options such as .*, got "):
         Session(1, engine=unknown)
     assert engines.in_use() == "local"
 
 
-def test_nothing_else_knows_an_engine_by_its_class() -> None:
+def test_no_other_room_names_an_engines_class() -> None:
     classes = {"LocalEngine", "LocalRanks", "RayEngine", "RayRanks", "RayOptions"}
     for path in PACKAGE.rglob("*.py"):
         if path.is_relative_to(PACKAGE / "engines") or path == PACKAGE / "__init__.py":

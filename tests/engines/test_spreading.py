@@ -63,7 +63,7 @@ PARTS = [0, CHUNK, 2 * CHUNK]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 100])
-def test_everybody_gets_all_parts_once_and_the_driver_sends_two_of_each(count: int) -> None:
+def test_each_node_gets_each_part_once_and_the_driver_sends_it_twice(count: int) -> None:
     links: list[Any] = [FakeLink(number) for number in range(count)]
     segment: Any = FakeSegment()
     kernel: Any = FakeKernel()
@@ -74,7 +74,7 @@ def test_everybody_gets_all_parts_once_and_the_driver_sends_two_of_each(count: i
 
 @pytest.mark.parametrize("lost", [{0}, {4}, {1, 2, 5}, {0, 4, 1, 7}])
 @pytest.mark.parametrize("lost_at", [0, 2 * CHUNK])
-def test_what_was_to_pass_through_a_lost_node_finds_another_way(lost: set[int], lost_at: int) -> None:
+def test_parts_reach_their_nodes_around_a_lost_node(lost: set[int], lost_at: int) -> None:
     links: list[Any] = [FakeLink(number, lost_at if number in lost else None) for number in range(8)]
     segment: Any = FakeSegment()
     kernel: Any = FakeKernel()

@@ -81,7 +81,7 @@ def test_a_learner_returns_ready_for_use(session: Session, ratings: pd.DataFrame
 
 
 @pytest.mark.long("larger trainings")
-def test_one_rank_whose_model_accelerate_leaves_as_it_is(ratings: pd.DataFrame) -> None:
+def test_a_model_that_accelerate_does_not_wrap_trains_on_one_rank(ratings: pd.DataFrame) -> None:
     """Accelerate leaves it on a machine with one GPU, too."""
 
     def left() -> Learner:
@@ -211,7 +211,7 @@ def test_fastai_imported_inside_the_function_only(ratings: pd.DataFrame) -> None
 
 @pytest.mark.long("larger trainings")
 @pytest.mark.slow
-def test_nothing_is_said_of_arrays_that_pandas_made_read_only(kernel: Kernel) -> None:
+def test_no_warning_for_read_only_arrays_of_pandas(kernel: Kernel) -> None:
     """pandas 3 hands out read-only arrays, and torch warns of them once in each process."""
     kernel.ok("import numpy as np, pandas as pd\nfrom nbdist import Session, in_ddp")
     kernel.ok("frame = pd.DataFrame({'user': [1, 2] * 50, 'title': ['a', 'b', 'c', 'd'] * 25, 'rating': 3.0})")
@@ -298,7 +298,7 @@ def test_in_the_kernel_itself_fastai_is_as_before_afterwards(ratings: pd.DataFra
     assert DistributedDL._broadcast is patched[0]
 
 
-def test_of_ranks_that_share_a_gpu_a_loss_is_copied_once(session: Session) -> None:
+def test_ranks_that_share_a_gpu_copy_a_loss_once(session: Session) -> None:
     def accumulated() -> tuple[float, list[str]]:
         import fastai.distributed  # noqa: F401 (which ranks patch)
         from fastai.learner import AvgSmoothLoss

@@ -101,7 +101,7 @@ def test_fused_steps_are_steps_of_adam(make: Any, ratings: pd.DataFrame) -> None
 
 
 @pytest.mark.long("larger trainings")
-def test_it_stays_a_fastai_learner(ratings: pd.DataFrame) -> None:
+def test_a_fast_learner_is_a_fastai_learner(ratings: pd.DataFrame) -> None:
     learn = fit(fast(collab(ratings)), 2)
     at_the_end = learn.recorder.values[-1][1]
     before = learn.get_preds()[0]
@@ -205,7 +205,7 @@ def test_a_learner_that_fails_while_ranks_train_by_themselves(session: Session, 
             fast(collab(ratings), local_sgd_steps=steps)
 
 
-def test_ranks_hear_every_callback(session: Session, ratings: pd.DataFrame) -> None:
+def test_every_callback_runs_in_ranks(session: Session, ratings: pd.DataFrame) -> None:
     """Also those given as functions, those on the instance, and those that cancel."""
 
     def heard(frame: pd.DataFrame) -> dict[str, int]:
@@ -246,7 +246,7 @@ def test_ranks_hear_every_callback(session: Session, ratings: pd.DataFrame) -> N
     }
 
 
-def test_what_it_does_not_know_is_said(ratings: pd.DataFrame) -> None:
+def test_fast_refuses_unknown_batch_transforms(ratings: pd.DataFrame) -> None:
     dls = CollabDataLoaders.from_df(ratings, item_name="title", bs=64, after_batch=[lambda batch: batch])
     with pytest.raises(TypeError, match="batch transforms"):
         fast(collab_learner(dls, n_factors=2))

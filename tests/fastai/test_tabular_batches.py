@@ -73,7 +73,7 @@ def equal(own: list[list[torch.Tensor]], original: list[list[torch.Tensor]]) -> 
 @pytest.mark.parametrize("kind", [TabDataLoader, TabWeightedDL])
 @pytest.mark.parametrize("targets", [["price"], ["sold"], ["price", "sold"], []])
 @pytest.mark.parametrize("cont", [["size", "age"], ["age"], []])
-def test_they_are_those_of_fastai(kind: Any, targets: list[str], cont: list[str], request: Any) -> None:
+def test_batches_equal_those_of_fastai(kind: Any, targets: list[str], cont: list[str], request: Any) -> None:
     rows = tabular(targets, cont)
     loaders = [
         kind(rows.train, bs=32, shuffle=True, drop_last=True),
@@ -89,7 +89,7 @@ def test_they_are_those_of_fastai(kind: Any, targets: list[str], cont: list[str]
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
 @given(rows=st.integers(1, 5000), seed=st.integers(0, 2**32 - 1))
-def test_they_draw_what_numpy_draws(rows: int, seed: int) -> None:
+def test_weighted_batches_draw_as_numpy_does(rows: int, seed: int) -> None:
     weighted = TabWeightedDL.__new__(TabWeightedDL)
     weighted.__dict__.update(n=rows, shuffle=True, wgts=np.ones(rows) / np.ones(rows).sum())
     np.random.seed(seed)
@@ -127,7 +127,7 @@ class Own(TabDataLoader):
 
 
 @pytest.mark.parametrize("case", ["own method", "function", "transform", "workers", "truths"])
-def test_what_is_done_otherwise_is_left_to_fastai(case: str) -> None:
+def test_loaders_with_their_own_methods_are_left_to_fastai(case: str) -> None:
     rows = tabular(["price"], ["age"]).train
     made: dict[str, Any] = {
         "own method": lambda: Own(rows, bs=16),
@@ -144,7 +144,7 @@ def test_what_is_done_otherwise_is_left_to_fastai(case: str) -> None:
         assert equal(batches(loader), theirs)
 
 
-def test_everything_else_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_loaders_are_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     ratings = pd.DataFrame({"user": [1, 2] * 50, "item": [*range(10)] * 10, "rating": [1.0, 5.0] * 50})
     dls = CollabDataLoaders.from_df(ratings, bs=8, seed=1)
     original: Iterator[Any] = TabDataLoader.create_batches

@@ -19,7 +19,7 @@ with Session(1, devices=[0]) as session:
 """
 
 
-def test_what_is_said_of_memory_is_of_the_ranks_own_gpu() -> None:
+def test_an_out_of_memory_error_shows_the_ranks_own_gpu() -> None:
     name, message, status = program(OUT_OF_MEMORY, capability="9.0").splitlines()
     assert "rank 0 works on cuda:0 (Imitated GPU 9.0, 0.3 GiB of 16.0 GiB in use" in message
     assert "cuda:0: 0.3 of 16.0 GiB" in status
@@ -47,7 +47,7 @@ except ValueError as exc:
     assert "GPU-00000002" in lines[1] and "no GPU that this notebook may use" in lines[1]
 
 
-def test_a_gpu_that_is_named_twice_is_none() -> None:
+def test_a_gpu_that_is_listed_twice_is_refused() -> None:
     code = """
 from nbdist import Session
 

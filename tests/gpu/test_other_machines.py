@@ -40,7 +40,7 @@ with Session(1, devices="cuda", env={"CUDA_VISIBLE_DEVICES": "0"}) as session:
 """
     lines = program(LOOK + code, {"CUDA_VISIBLE_DEVICES": "2"}, gpus=3).splitlines()
     assert lines[0] == lines[1] == "('2', 'Imitated GPU 9.0', 1.0)"
-    assert lines[2].startswith("2 ranks want a GPU each, but 1 GPU is visible")
+    assert lines[2].startswith("2 ranks need a GPU each, but 1 GPU is visible")
     assert lines[3] == "('0', 'Imitated GPU 9.0', 1.0)"
 
 

@@ -76,7 +76,7 @@ def test_devices_by_number_and_by_name(devices: list[Any], wanted: list[Any]) ->
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 ranks want a GPU each, but 2 GPUs are visible"):
+    with pytest.raises(ValueError, match="3 ranks need a GPU each, but 2 GPUs are visible"):
         Session(3)
     assert nbdist_devices.gpu_names() == NAMES
 
@@ -95,7 +95,7 @@ def out_of_bounds() -> None:
         table.index_select(0, ids).sum().item()
 
 
-def test_an_assertion_on_the_gpu_is_said_and_the_next_call_has_fresh_ranks(
+def test_a_gpu_assertion_is_reported_and_the_next_call_has_fresh_ranks(
     session: Session, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pids = session.run_all(os.getpid)

@@ -32,7 +32,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
         ("ignite", ["ignite"]),
     ],
 )
-def test_as_its_own_documentation_writes_it(notebook: Kernel, package: str, names: list[str]) -> None:
+def test_the_example_of_the_frameworks_documentation_runs(notebook: Kernel, package: str, names: list[str]) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"not installed: {package}")
     for name in names:

@@ -33,7 +33,7 @@ def test_the_fixture_here(ddp: Launcher) -> None:
 
 @pytest.mark.long("other test runs")
 @pytest.mark.parametrize("fixture, tests", [(plugin.ddp, 1), (plugin.ddp_module, 2)], ids=["ddp", "ddp_module"])
-def test_what_the_docstrings_show(tmp_path: Path, fixture: object, tests: int) -> None:
+def test_the_examples_in_docstrings_run(tmp_path: Path, fixture: object, tests: int) -> None:
     shown = doctest.DocTestParser().get_examples(inspect.getdoc(fixture) or "")
     (tmp_path / "test_mine.py").write_text("".join(example.source for example in shown))
     done = run_pytest(tmp_path)
@@ -65,7 +65,7 @@ def test_a_failure_shows_what_its_rank_has_written(tmp_path: Path) -> None:
     assert "AssertionError: not on this one" in out and "on rank 1 (pid" in out
 
 
-def test_nothing_heavy_is_imported_by_pytest_itself(tmp_path: Path) -> None:
+def test_pytest_imports_neither_torch_nor_ipython(tmp_path: Path) -> None:
     (tmp_path / "test_light.py").write_text(CELLS["nothing heavy is imported"])
     done = run_pytest(tmp_path)
     assert done.returncode == 0, done.stdout

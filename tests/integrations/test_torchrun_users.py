@@ -116,7 +116,7 @@ def written_for_torchrun() -> dict[str, Any]:
     return {"rank": rank, "local": (local_rank, local_size), "mine": mine, "total": int(total)}
 
 
-def test_what_was_written_for_torchrun(ddp: Launcher) -> None:
+def test_a_script_written_for_torchrun_runs(ddp: Launcher) -> None:
     found = ddp(2, written_for_torchrun)
     assert found == {"rank": 0, "local": (0, 2), "mine": [0, 2, 4, 6, 8], "total": 45}
 

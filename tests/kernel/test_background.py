@@ -27,7 +27,7 @@ def gather(kernel: Kernel, cell: str, part: str) -> str:
     return text
 
 
-def test_a_failure_is_told_of_in_its_cell(kernel: Kernel) -> None:
+def test_a_failure_is_shown_in_its_own_cell(kernel: Kernel) -> None:
     kernel.ok("from nbdist import Session\nsession = Session(2)\nsession.run(int)")
     cell = kernel.start("def train(): raise ValueError('boom\\nmore')\nfuture = session.submit(train)", watched=True)
     text = gather(kernel, cell, "result() raises it")

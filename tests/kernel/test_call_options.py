@@ -171,7 +171,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], error: type[Excepti
         in_ddp.options(**options)(1, int)
 
 
-def test_what_is_scattered_needs_all_ranks() -> None:
+def test_per_rank_needs_all_ranks() -> None:
     with Session(2, restarts=1, min_ranks=1) as own:
         with pytest.raises(ValueError, match=r"argument 1: per_rank.* a restart may leave fewer \(min_ranks=\)"):
             own.run(int, per_rank([1, 2]))
@@ -188,7 +188,7 @@ def test_output_of_one_call(kernel: Kernel) -> None:
 # ------------------------------------------------------------------------------------------------------------- ranks
 
 
-def test_some_ranks(session: Session) -> None:
+def test_ranks_chooses_the_ranks_of_a_call(session: Session) -> None:
     assert session.run(dist.get_rank, ranks=[2, 1]) == 1
     assert session.run_all(dist.get_rank, ranks=(2, 0, 2)) == [0, 2]
     assert session.submit(dist.get_rank, ranks=[2]).result() == 2
@@ -212,7 +212,7 @@ def test_each_rank_gets_its_own(session: Session) -> None:
     assert in_ddp(0, given, per_rank(["only"])) == (("only",), {})
 
 
-def test_as_many_as_ranks(session: Session) -> None:
+def test_per_rank_needs_an_item_for_each_rank(session: Session) -> None:
     for ranks, count in ((None, 3), ([1], 1)):
         with pytest.raises(
             ValueError, match=rf"argument 1: per_rank\(\) must have an item for each of {count} ranks, got 2"
@@ -244,7 +244,7 @@ def test_a_call_in_the_background_can_be_awaited(session: Session) -> None:
         asyncio.run(fails())
 
 
-def test_who_gives_up_awaiting_cancels_the_call(session: Session) -> None:
+def test_cancelling_an_await_cancels_the_call(session: Session) -> None:
     future = session.submit(time.sleep, 1000)
 
     async def give_up() -> None:

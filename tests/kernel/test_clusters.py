@@ -202,7 +202,7 @@ def test_a_host_that_cannot_be_reached() -> None:
 
 
 @needs_ray
-def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
+def test_a_host_with_another_version_of_ray_is_refused(srun: Path, tmp_path: Path) -> None:
     (tmp_path / "there" / "ray-9.9.9.dist-info").mkdir(parents=True)
     (tmp_path / "there" / "ray-9.9.9.dist-info" / "METADATA").write_text("Name: ray\nVersion: 9.9.9\n")
     program(tmp_path / "python", f'#!/bin/sh\nPYTHONPATH={tmp_path / "there"} exec {sys.executable} "$@"\n')
@@ -211,7 +211,7 @@ def test_another_ray_there(srun: Path, tmp_path: Path) -> None:
 
 
 @needs_ray
-def test_no_python_there(ssh: list[str]) -> None:
+def test_a_host_without_the_interpreter(ssh: list[str]) -> None:
     with pytest.raises(NbdistError, match=r"127.0.0.1 does not find its Python: .*/no/python.*Say python="):
         nbdist.cluster(["127.0.0.1"], options=ssh, python="/no/python")
 

@@ -78,7 +78,7 @@ def test_text_is_the_same_in_any_pieces(parts: list[str], size: int) -> None:
         ("\x1b[1mbold\x1b[0m", "bold"),
     ],
 )
-def test_what_is_seen_of_a_text(text: str, seen: str) -> None:
+def test_control_characters_in_a_text_are_applied(text: str, seen: str) -> None:
     shown = _Text()
     shown.write(text)
     assert str(shown) == seen
@@ -88,7 +88,7 @@ def test_pictures_of_widgets() -> None:
     widgets = Widgets()
 
     def model(comm_id: str, kind: str, **state: Any) -> None:
-        widgets.hear("comm_open", comm_id, {"state": {"_model_name": kind, **state}})
+        widgets.handle("comm_open", comm_id, {"state": {"_model_name": kind, **state}})
 
     model("bar", "IntProgressModel", value=1, min=0, max=4, description="<b>")
     model("text", "HTMLModel", value="<i>25 %</i>")
@@ -97,19 +97,19 @@ def test_pictures_of_widgets() -> None:
     model("mixed", "VBoxModel", children=["IPY_MODEL_bar", "IPY_MODEL_slider"])
     picture = widgets.picture("box")
     assert picture is not None and "width: 25%" in picture and "<i>25 %</i>" in picture and "&lt;b&gt;" in picture
-    widgets.hear("comm_msg", "bar", {"method": "update", "state": {"value": 8}})
+    widgets.handle("comm_msg", "bar", {"method": "update", "state": {"value": 8}})
     assert "width: 100%" in (widgets.picture("bar") or "")
-    widgets.hear("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
+    widgets.handle("comm_msg", "bar", {"method": "custom", "state": {"value": 0}})
     assert "width: 100%" in (widgets.picture("bar") or "")
     assert widgets.picture("slider") is None and widgets.picture("mixed") is None and widgets.picture("gone") is None
 
 
-def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
+def test_pictures_of_input_widgets_say_that_input_has_no_effect() -> None:
     widgets = Widgets()
 
     def seen(kind: str, **state: Any) -> str:
         common = {"_model_name": kind, "_model_module": "@jupyter-widgets/controls", "_view_name": "View"}
-        widgets.hear("comm_open", kind, {"state": {**common, **state}})
+        widgets.handle("comm_open", kind, {"state": {**common, **state}})
         return widgets.picture(kind) or ""
 
     assert ">7<" in seen("IntSliderModel", value=7) and "rate" in seen("IntSliderModel", value=7, description="rate")
@@ -122,10 +122,10 @@ def test_pictures_of_what_takes_input_say_that_nobody_hears_it() -> None:
     assert "have ended" not in seen("HTMLModel", value="text")
 
 
-def test_what_is_binary_in_a_state_is_put_in_its_place() -> None:
+def test_buffers_of_a_widgets_state_are_put_in_their_places() -> None:
     widgets = Widgets()
     state = {"_model_name": "OtherModel", "traces": [{"x": {"shape": [1]}}]}
-    widgets.hear("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])
+    widgets.handle("comm_open", "plot", {"state": state, "buffer_paths": [["traces", 0, "x", "value"]]}, [b"1"])
     assert widgets.state("plot")["traces"] == [{"x": {"shape": [1], "value": b"1"}}]
     assert state["traces"] == [{"x": {"shape": [1]}}], "what goes to the page is as it was"
 

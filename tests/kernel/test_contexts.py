@@ -27,7 +27,7 @@ from conftest import Cell, Deadly, Kernel, living, open_fds, poll
 
 import nbdist
 from nbdist import CaptureError, NbdistError, WorkerDied
-from nbdist.kernel.pools.processes import hearing
+from nbdist.kernel.pools.processes import process_reader
 
 CELLS = cells("kernel/cells/contexts.py")
 PACKAGES = ["multiprocess", "multiprocessing"]
@@ -37,7 +37,7 @@ PACKAGES = ["multiprocess", "multiprocessing"]
 def ctx(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A context, of whose processes and semaphores nothing is left after the test."""
     yield nbdist.context(request.param)
-    assert poll(lambda: not hearing.processes()), hearing.processes()
+    assert poll(lambda: not process_reader.processes()), process_reader.processes()
     gc.collect()
     assert poll(lambda: not _semaphores()), _semaphores()
 
@@ -202,13 +202,13 @@ def test_queues_in_processes_of_processes(ctx: Any) -> None:
     process.join()
 
 
-def test_parent(ctx: Any) -> None:
+def test_the_notebook_is_the_parent_process(ctx: Any) -> None:
     with ctx.Pool(1) as pool:
         assert pool.apply(lambda: ctx.parent_process().pid) == os.getpid()
         assert pool.apply(lambda: ctx.parent_process().is_alive())
 
 
-def test_what_cannot_travel_is_named(ctx: Any) -> None:
+def test_an_object_that_cannot_be_sent_to_a_process_is_named(ctx: Any) -> None:
     rows = (row for row in range(3))
     with pytest.raises(CaptureError, match="rows"):
         ctx.Process(target=lambda: list(rows)).start()
@@ -245,7 +245,7 @@ def test_reducers_that_the_user_has_registered_with_dill() -> None:
 # -------------------------------------------------------------------------------------------------------------- pools
 
 
-def test_pool(ctx: Any) -> None:
+def test_a_pool_runs_functions_of_the_notebook(ctx: Any) -> None:
     scale = 10
 
     def scaled(point: Point) -> Point:
@@ -432,7 +432,7 @@ def test_random_numbers(ctx: Any) -> None:
     assert torch.equal(state[2], torch.get_rng_state())
 
 
-def test_nothing_is_left_in_the_folder_for_temporary_files(tmp_path: Any) -> None:
+def test_temporary_folders_are_removed(tmp_path: Any) -> None:
     """Whoever is killed: the libraries' sockets lie there."""
     for end in ("", "os.kill(os.getpid(), signal.SIGKILL)"):
         command = [sys.executable, "-c", CELLS["temporary files"] + end]
@@ -551,7 +551,7 @@ def test_the_stop_button(notebook: Kernel, what: str) -> None:
     notebook.interrupt()
     result = notebook.finish(message)
     assert result.error == "KeyboardInterrupt", result
-    done = "import nbdist.kernel.pools.processes as p; assert not p.hearing.processes(), p.hearing.processes()"
+    done = "from nbdist.kernel.pools.processes import process_reader as p; assert not p.processes(), p.processes()"
     assert poll(lambda: notebook.run(done).error is None)
     assert "[1, 2]" in notebook.ok("with ctx.Pool(2) as pool: print(pool.map(abs, [-1, -2]))").text
 

@@ -39,8 +39,8 @@ def test_a_breakpoint_in_one_rank_while_the_other_waits(notebook: Kernel) -> Non
     prompts, text = typed(notebook, CELLS["a breakpoint in one rank"], *TO_THE_NEXT, *lines)
     assert prompts == ["(rank 1) "] * len([*TO_THE_NEXT, *lines])
     assert "-> x += 5" in text and "2.0\n" in text and "(7.0, 1)\n" in text and "printed\n" in text
-    assert "rank 1 stands still; meanwhile rank 0 waits in all_reduce at" in text
-    assert "rank 0 is at no breakpoint" in text and text.endswith("returned 1.0\n")
+    assert "rank 1 is paused; meanwhile rank 0 waits in all_reduce at" in text
+    assert "rank 0 is not at a breakpoint" in text and text.endswith("returned 1.0\n")
     assert "nbdist/rank" not in text, "the frames are those of the function"
 
 
@@ -130,7 +130,7 @@ def test_stop_at_a_breakpoint(notebook: Kernel) -> None:
     assert notebook.ok("print(session.run_all(dist.get_rank))").text == "[0, 1]\n"
 
 
-def test_where_nobody_can_type(notebook: Kernel) -> None:
+def test_input_without_a_user_is_an_error(notebook: Kernel) -> None:
     for code in ("breakpoint()", "input('name? ')"):
         result = notebook.run(f"def f():\n    {code}\nsession.run(f)")
         assert result.error == "NbdistError" and "nobody can type here" in result.message, result.message
@@ -217,7 +217,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert "42\n" in done.stdout and "returned ('Ada', 6)\n" in done.stdout, done.stdout + done.stderr
 
 
-def test_the_end_of_the_input(tmp_path: Path) -> None:
+def test_the_end_of_standard_input_ends_the_debugger(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CELLS["the end of the input"])
     environ = {**os.environ, "PYTHONPATH": ROOT}

@@ -50,7 +50,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"timeout": True}, TypeError, "timeout must be a number of seconds, got True"),
     ({"backend": "ncll"}, ValueError, "got 'ncll'. Did you mean 'nccl'?"),
     ({"backend": "cpu:glo"}, ValueError, "got 'cpu:glo'. Did you mean 'gloo'?"),
-    ({"backend": "horovod"}, ValueError, "backend must be 'gloo', 'nccl', another one of torch"),
+    ({"backend": "horovod"}, ValueError, "backend must be 'gloo', 'nccl', another backend of torch"),
     ({"backend": 3}, TypeError, "backend must be a string such as 'gloo', or a mapping, got 3"),
     ({"backend": {"timout": 3}}, ValueError, "got 'timout'. Did you mean 'timeout'?"),
     ({"backend": {"timeout": "10s"}}, TypeError, "backend['timeout'] must be a number of seconds, got '10s'"),
@@ -109,7 +109,7 @@ WRONG_CALLS: list[tuple[str, type[Exception], str]] = [
     ("in_ddp(2, two, 1, 2, devices='cpu')", TypeError, "Options come first: in_ddp.options(devices=...)"),
     ("in_ddp(2, two, args=(1, 2))", TypeError, "two() got an unexpected keyword argument 'args'"),
     ("in_ddp(2, train, imports='numpy')", ValueError, 'Did you mean "import numpy"?'),
-    ("in_ddp(2, train, imports='import numpy as')", ValueError, "line 1 is no Python"),
+    ("in_ddp(2, train, imports='import numpy as')", ValueError, "line 1 is not Python"),
     ("in_ddp(2, train, imports=np)", TypeError, "imports must be import statements"),
     ("in_ddp(2, train, need='trian')", NameError, "got 'trian'"),
     ("in_ddp(2, train, need=train)", TypeError, "need must be names of variables (a string or a list)"),
@@ -171,7 +171,7 @@ WRONG_CALLS: list[tuple[str, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG_CALLS, ids=lambda one: str(one)[:50])
-def test_calls(call: str, error: type[Exception], words: str) -> None:
+def test_a_mistake_raises_an_error_that_helps(call: str, error: type[Exception], words: str) -> None:
     names = {one.__name__: one for one in (train, two, cluster, context, explain, parallel_map, per_rank, use, warm)}
     with pytest.raises(error) as caught:
         eval(call, {**names, "nbdist": nbdist, "in_ddp": in_ddp, "Session": Session, "RayOptions": RayOptions,

@@ -42,7 +42,7 @@ def test_the_cause_is_raised_whatever_its_words(session: Session) -> None:
             session.run(on, rank, reset, fail_in_its_own_way)
 
 
-def test_a_cause_that_sounds_like_a_consequence_is_told(session: Session) -> None:
+def test_a_cause_that_looks_like_a_consequence_is_raised(session: Session) -> None:
     def fail() -> None:
         raise TypeError("of its own")
 
@@ -72,7 +72,7 @@ def test_a_group_of_exceptions_stays_one(session: Session) -> None:
     assert [type(one) for one in inner.exceptions] == [TypeError, ValueError]
 
 
-def test_what_a_function_removes_of_the_environment_is_there_for_the_next(session: Session) -> None:
+def test_removed_variables_are_restored_for_the_next_call(session: Session) -> None:
     def clean() -> None:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)

@@ -98,7 +98,7 @@ def test_hidden_requests_between_calls_of_a_session(vscode: VSCode) -> None:
 
 @pytest.mark.long("other front ends")
 @needs("plotly", "anywidget")
-def test_a_figure_of_plotly_hears_a_click_during_a_call(notebook: Kernel) -> None:
+def test_a_plotly_figure_gets_a_click_during_a_call(notebook: Kernel) -> None:
     page = Page(notebook)
     cell = notebook.start(CELLS["a figure that is clicked"])
     added = page.until(lambda m: m["content"].get("data", {}).get("state", {}).get("_py2js_addTraces") and said(page))

@@ -92,7 +92,7 @@ def session() -> Iterator[Session]:
         executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
 
 
-def test_what_the_driver_says(nvml: FakeNvml) -> None:
+def test_memory_and_processes_of_a_gpu_are_read_from_the_driver(nvml: FakeNvml) -> None:
     nvml.processes = {os.getpid(): GIB, 7: 40 * GIB, 1 << 30: None}
     use = look("5")
     assert use == look("GPU-abc") == GpuUse("NVIDIA H100", 60 * GIB, 80 * GIB, 97, nvml.processes)
@@ -131,7 +131,7 @@ def test_numbers_of_gpus_that_differ_are_those_of_cuda(nvml: FakeNvml, monkeypat
         ("no GPU in this", "Watchdog caught collective operation timeout: Work(1)", None),
     ],
 )
-def test_what_to_do_about_errors_of_the_machine(text: str, log: str, says: str | None) -> None:
+def test_errors_of_the_machine_come_with_advice(text: str, log: str, says: str | None) -> None:
     lines = explain_gpu_error(RuntimeError(text), 1, "cuda:0", None, {}, log)
     assert (says is None and lines == []) or (says is not None and says in "\n".join(lines))
 
@@ -199,7 +199,7 @@ def test_a_rank_whose_context_is_lost_is_replaced(
         session.run(on, 1, functools.partial(lose_context, error))
     said = str(caught.value.__cause__)
     assert "on the GPU: /pytorch/aten/src/ATen/native/cuda/Indexing.cu:1553: indexSelectLargeIndex: Assertion " in said
-    assert said.endswith("rank 1 works on cuda:0; who uses its memory is told where nvidia-ml-py is installed")
+    assert said.endswith("rank 1 works on cuda:0; install nvidia-ml-py to see which processes use its memory")
     executor = executor_of(session)
     executor.wanted = dataclasses.replace(executor.wanted, devices=["cpu", "cpu"])
     capfd.readouterr()

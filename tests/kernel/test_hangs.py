@@ -364,7 +364,7 @@ def sleep_in_a_model(go: str) -> None:
         sleep_in_a_model,
     ],
 )
-def test_what_can_go_on_is_no_hang(
+def test_a_slow_rank_is_not_a_hang(
     session: Session, asked: list[Verdict | None], slow: Callable[[str], None], tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -408,7 +408,7 @@ def test_a_rank_that_computes_is_not_even_asked(
     assert not any(looks[5:20]) and asked == []
 
 
-def test_who_waits_for_whose_lock() -> None:
+def test_holders_of_file_locks_are_parsed() -> None:
     text = """\
 1: FLOCK  ADVISORY  WRITE 31309 fe:00:6963683 0 EOF
 1: -> FLOCK  ADVISORY  WRITE 31306 fe:00:6963683 0 EOF
@@ -421,7 +421,7 @@ def test_who_waits_for_whose_lock() -> None:
 # -------------------------------------------------------------------------------------------------- what comes of it
 
 
-def test_by_default_the_cell_is_told_and_the_call_goes_on(
+def test_by_default_the_cell_shows_a_hang_and_the_call_goes_on(
     capsys: pytest.CaptureFixture[str], asked: list[Verdict | None]
 ) -> None:
     with Session(2, devices="cpu") as session:
@@ -468,6 +468,6 @@ with Session(2, on_hang="raise") as session:
     assert "rank 1 stands in its 3rd, all_reduce of 1 float32 at Cell In[3], line 4, and rank 0 has" in result.message
 
 
-def test_what_is_typed_cannot_be_waited_for_in_the_background(session: Session) -> None:
+def test_input_in_the_background_is_an_error(session: Session) -> None:
     with pytest.raises(NbdistError, match="a call in the background has no cell that could ask"):
         session.submit(lambda: input("name?") if dist.get_rank() == 0 else dist.barrier()).result()

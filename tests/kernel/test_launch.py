@@ -66,7 +66,7 @@ def test_a_session_of_no_rank() -> None:
 
 
 @pytest.mark.parametrize("ngpus", [0, 2])
-def test_what_cannot_be_called(ngpus: int) -> None:
+def test_arguments_that_are_not_functions_are_refused(ngpus: int) -> None:
     with pytest.raises(TypeError, match="fn must be a function, got 'all_reduce'"):
         in_ddp(ngpus, "all_reduce")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="imports must be"):
@@ -332,7 +332,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
 
 
-def test_a_failure_beside_a_waiting_rank_is_raised_soon_and_the_next_call_works(patient: None) -> None:
+def test_a_failure_while_another_rank_waits_is_raised_and_the_next_call_works(patient: None) -> None:
     with Session(2) as own:
         assert own.run(all_reduce_of_ones) == 2.0
         with pytest.raises(Bad) as caught:
@@ -370,7 +370,7 @@ def test_an_exit(how: Any) -> None:
         in_ddp(2, fail_on_rank_1, how)
 
 
-def test_exceptions_that_cannot_travel_become_their_nearest_kin() -> None:
+def test_exceptions_that_cannot_be_pickled_become_a_base_type() -> None:
     def fail() -> None:
         error = OSError(5, "text of it")
         error.stuck = (i for i in ())  # type: ignore[attr-defined]

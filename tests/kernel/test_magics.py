@@ -75,7 +75,7 @@ def test_need_imports_push_and_pull(notebook: Kernel) -> None:
     assert notebook.run('%%ddp --imports "1 + 1"\n1').error == "ValueError"
 
 
-def test_what_a_notebook_cell_can_do_a_rank_can(notebook: Kernel) -> None:
+def test_a_ddp_cell_can_do_what_a_notebook_cell_can(notebook: Kernel) -> None:
     cell = "%%ddp\nimport asyncio\nasync def later():\n    await asyncio.sleep(0)\n    return 'later'\nawait later()"
     assert notebook.ok(cell).text == "'later'\n"
     assert "hello" in notebook.ok("%%ddp\n!echo hello").text
@@ -160,7 +160,7 @@ def test_arguments_that_make_no_sense(notebook: Kernel, line: str, shows: str) -
     assert shows in result.text + result.message + result.traceback, result
 
 
-def test_who_and_history(notebook: Kernel) -> None:
+def test_ddp_who_and_history(notebook: Kernel) -> None:
     notebook.ok("%%ddp --ranks 0,2\nlives_there = {'a': 1}\ndef of_rank(): pass")
     who = notebook.ok("%ddp who").text.splitlines()
     assert [line.split() for line in who if "lives_there" in line or "of_rank" in line] == [
@@ -210,7 +210,7 @@ def test_tab_knows_what_lives_in_the_ranks(notebook: Kernel) -> None:
 
 def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist")
-    assert "no ranks yet" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
+    assert "no session is running" in kernel.run("%autoddp").text + kernel.run("%autoddp").message
     kernel.ok("%ddp start 2 --devices cpu")
     kernel.ok("here = 1\n%autoddp")
     assert kernel.run("here").error == "NameError"
@@ -232,7 +232,7 @@ def test_every_cell_on_the_ranks(kernel: Kernel) -> None:
 def test_cells_on_a_session_of_the_notebook(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist\nfrom nbdist import Session\nmine = Session(1)")
     kernel.ok("mine.run(exec, 'import __main__; __main__.x = 5')")
-    assert "no nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
+    assert "not an nbdist.Session" in kernel.run("%ddp use nothing").text + kernel.run("%ddp use nothing").message
     kernel.ok("%ddp use mine\n%ddp use mine")
     assert kernel.ok("%%ddp\nx + 1").text == "6\n"
     result = kernel.run("other = Session(1)\n%ddp use other")
@@ -268,7 +268,7 @@ def test_tab_completes(notebook: Kernel, line: str, offered: set[str]) -> None:
         assert all(match.startswith(line[reply["cursor_start"] :]) for match in reply["matches"])
 
 
-def test_help(notebook: Kernel) -> None:
+def test_help_lists_the_commands(notebook: Kernel) -> None:
     reply = notebook.client.inspect("%ddp", 4, reply=True)["content"]
     assert reply["found"] and "%ddp start N" in reply["data"]["text/plain"]
 

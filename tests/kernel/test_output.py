@@ -165,7 +165,7 @@ UPDATES = st.lists(st.tuples(st.sampled_from(["update", "display", "text"]), st.
 
 
 @given(UPDATES)
-def test_only_updates_that_are_overtaken_are_left_out(actions: list[tuple[str, str]]) -> None:
+def test_only_outdated_updates_of_a_display_are_dropped(actions: list[tuple[str, str]]) -> None:
     frames: list[tuple[int, Any]] = []
     for number, (action, display_id) in enumerate(actions):
         content = {"update": action == "update", "transient": {"display_id": display_id}, "data": number}
@@ -340,7 +340,7 @@ def test_a_line_of_any_length_costs_its_length(relay: output.Relay, capsys: pyte
     assert [len(line) for line in lines] == [60_000_009] * 2
 
 
-def test_of_a_bar_that_goes_on_for_hours_its_last_state_is_kept(relay: output.Relay) -> None:
+def test_only_the_last_state_of_a_progress_bar_is_kept(relay: output.Relay) -> None:
     for number in range(10_000):
         relay.take(0, 0, b"\r%d" % number)
     assert len(relay._lines[0, STDOUT].text()) < 2000
@@ -411,7 +411,7 @@ class Odd:
         self.text += text
 
 
-def test_a_standard_output_that_is_none_closed_full_odd_or_of_another_encoding(
+def test_unusual_standard_outputs_end_no_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cell, kept = Cell(), io.BytesIO()
@@ -462,7 +462,7 @@ def test_a_function_that_lets_its_standard_output_not_block(session: Session) ->
     assert all(f"x {number}\n" in session.logs(1) for number in range(2500, 3000))
 
 
-def test_what_ranks_print_at_their_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_atexit_functions_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     def registers() -> None:
         atexit.register(lambda: print("the end", "x" * 3_000_000, "the summary"))  # more than a pipe has room for
 

@@ -82,7 +82,7 @@ def test_no_items_and_no_workers() -> None:
     assert parallel_map(lambda x: os.getpid(), [1, 2], workers=0) == [os.getpid()] * 2
 
 
-def test_other_processes_do_it() -> None:
+def test_items_run_in_other_processes() -> None:
     def work(i: int) -> int:
         time.sleep(0.1)
         return os.getpid()
@@ -255,7 +255,7 @@ def test_sys_exit_is_an_exception() -> None:
         parallel_map(lambda i: exit(3), [1], 1, progress=False)
 
 
-def test_what_is_big_is_shared(tmp_path: Path) -> None:
+def test_big_data_is_shared_by_workers(tmp_path: Path) -> None:
     table = np.ones(30_000_000)  # 240 MB
 
     def memory(i: int) -> tuple[float, int]:
@@ -292,7 +292,7 @@ def test_random_numbers() -> None:
     assert sorted(first) == sorted(both())
 
 
-def test_nothing_is_left() -> None:
+def test_parallel_map_leaves_no_descriptors() -> None:
     parallel_map(abs, range(10), 2, progress=False)
     before = open_fds()
     for _ in range(5):
@@ -335,7 +335,7 @@ def test_fastcore_parallel(cell: Cell) -> None:
 
 
 @pytest.mark.long("clusters of Ray")
-def test_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_parallel_map_runs_on_a_cluster(ray_cluster: Any, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     scale, table = 10, np.arange(1_000_000)
 
     def scaled(i: int) -> tuple[int, float, np.ndarray[Any, Any]]:

@@ -60,14 +60,14 @@ def read(recorded: Mapping[int, tuple[bytes, int]]) -> dict[int, Trace]:
     return {rank: Trace(*one) for rank, one in recorded.items()}
 
 
-def test_spans() -> None:
+def test_spans_are_merged_and_subtracted() -> None:
     spans = merged([Span(5, 6), Span(0, 2), Span(1, 3)])
     assert spans == [(0, 3), (5, 6)]
     assert inside(Span(2, 5.5), spans) == [(2, 3), (5, 5.5)]
     assert without([Span(0, 10)], spans) == [(3, 5), (6, 10)]
 
 
-def test_whose_time_it_is() -> None:
+def test_time_of_a_step_is_divided_into_kinds() -> None:
     first, second = steps(read(two_ranks()))
     assert first.parts == pytest.approx({"loader": 0.05, "compute": 0.03, "communication": 0.02, "waiting": 0})
     assert second.parts == pytest.approx({"loader": 0, "compute": 0.04, "communication": 0.02, "waiting": 0.04})
@@ -92,7 +92,7 @@ def test_collectives_of_some_ranks_only_are_no_waiting() -> None:
     assert second.parts["compute"] == pytest.approx(0.01)
 
 
-def test_what_a_gpu_does_counts_where_there_is_one() -> None:
+def test_with_a_gpu_its_kernels_count() -> None:
     on_gpu = trace(
         ("ProfilerStep#0", "user_annotation", 0, 100, MAIN),
         ("aten::mm", "cpu_op", 0, 100, MAIN),
@@ -103,7 +103,7 @@ def test_what_a_gpu_does_counts_where_there_is_one() -> None:
     assert step.parts["communication"] == pytest.approx(0.03) and step.parts["compute"] == pytest.approx(0.07)
 
 
-def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
+def test_traces_of_all_ranks_are_saved_in_one_file(tmp_path: Path) -> None:
     traces = two_ranks()
     traces[1] = trace(("ProfilerStep#0", "user_annotation", 0, 100, MAIN), base=5_000_000)
     Profile(None, traces).save(tmp_path / "trace.json.gz")

@@ -201,7 +201,7 @@ def says(session: Session, *parts: str) -> bool:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_where_a_running_call_is(fn: Callable[[], Any], rank_0: str) -> None:
+def test_stacks_show_where_a_running_call_is(fn: Callable[[], Any], rank_0: str) -> None:
     with running(fn) as session:
         assert poll(lambda: says(session, rank_0)), session.stacks()
         text = session.stacks()
@@ -218,7 +218,7 @@ def test_in_the_import_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert poll(lambda: says(session, "rank 0 is in <module> at slow_to_import.py:3")), session.stacks()
 
 
-def test_without_a_call() -> None:
+def test_stacks_without_a_call() -> None:
     with Session(2) as session:
         assert session.stacks() == ""  # there are no ranks yet
         session.run(int)
@@ -271,14 +271,14 @@ def test_a_stack_that_comes_too_late_is_not_that_of_the_next_question() -> None:
     with asks, answers:
         asks.setblocking(False)
         answers.send(wire._ANSWER.pack(b"\0", b"\x01", 4) + b"late")
-        insisted = []
+        signaled = []
 
-        def insist() -> None:
-            insisted.append(True)
+        def send_signal() -> None:
+            signaled.append(True)
             answers.send(b"written by ")
             answers.send(wire._ANSWER.pack(b"\0", b"\x01", 4) + b"late" + b"faulthandler")
 
-        assert wire.ask(asks, 2, insist) == "written by faulthandler" and insisted
+        assert wire.ask(asks, 2, send_signal) == "written by faulthandler" and signaled
         assert answers.recv(10) == b"\x02"
 
 
@@ -343,7 +343,7 @@ def test_timeout_of_one_that_has_returned() -> None:
         session.run(one_returns)
 
 
-def test_ranks_that_do_not_begin_are_told_of(
+def test_a_notice_shows_where_ranks_are_that_do_not_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("nbdist.kernel.calls.waiting.LONG_START", 1000.0)

@@ -28,7 +28,7 @@ from nbdist import Session, in_ddp
 from nbdist.errors import NbdistError
 from nbdist.kernel.calls.group import Group
 from nbdist.kernel.calls.stopping import ranks_named
-from nbdist.system.interrupts import heard_interrupts
+from nbdist.system.interrupts import interruptible
 from nbdist.wire.protocol import Call, ToRank
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -58,14 +58,14 @@ def stopped(kernel: Kernel, code: str, begun: int = 2, presses: int = 1) -> Resu
 # --------------------------------------------------------------------------------------------------- the stop button
 
 
-def test_a_rank_that_does_not_leave_is_told_of_in_three_lines(notebook: Kernel) -> None:
+def test_a_rank_that_does_not_end_a_call_is_shown_in_three_lines(notebook: Kernel) -> None:
     result = stopped(notebook, CELLS["a rank that does not leave"])
     assert result.error == "KeyboardInterrupt" and is_short(result), result.traceback
     what, where, lost = result.message.splitlines()
     assert what == "stopped; rank 1 did not leave the call and had to be killed:"
     assert where.startswith("rank 1 is in stubborn at ") and where.endswith(("line 4", "line 5", ":4", ":5"))
     assert f"Cell In[{result.number}]" in where or not NUMBERS_CELLS
-    assert lost == "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+    assert lost == "The values that earlier calls left in the ranks are lost; the next call starts fresh ranks."
 
 
 def test_a_second_press_says_the_same(notebook: Kernel) -> None:
@@ -156,7 +156,7 @@ def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.M
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.calls.executor.postponed_interrupts", pressed)
+            patch.setattr("nbdist.kernel.calls.executor.deferred_interrupts", pressed)
             with pytest.raises(KeyboardInterrupt):
                 session.run(int)
         assert session.run_all(os.getpid) == pids
@@ -192,7 +192,7 @@ class Stopped:
 
 
 @pytest.mark.parametrize("call", ["in_ddp(2, sleep, 0)", "parallel_map(sleep, range(2))"])
-def test_a_press_in_another_thread_is_heard(notebook: Kernel, call: str) -> None:
+def test_an_interrupt_in_another_thread_is_noticed(notebook: Kernel, call: str) -> None:
     """Python does not handle a press that comes right before the kernel waits, until the wait ends."""
     notebook.ok(CELLS["the notebook's main thread misses each press"])
     try:
@@ -229,7 +229,7 @@ def slow_to_import(package: Path, seconds: int, first: str = "") -> None:
     (package / "__init__.py").write_text(f"{first}seconds = {seconds}\n" + CELLS["slow to import"])
 
 
-def test_a_press_before_ranks_hear_of_the_call_costs_nothing() -> None:
+def test_a_stop_before_the_call_is_sent_loses_nothing() -> None:
     says = "^stopped before any rank had got the call: nothing is lost$"
     with pytest.raises(KeyboardInterrupt, match=says):
         in_ddp(2, print, Stopped())
@@ -264,7 +264,7 @@ def test_ranks_by_name(ranks: Any, text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- mistakes
 
 
-def test_a_cell_that_is_no_python(notebook: Kernel) -> None:
+def test_a_cell_with_a_syntax_error(notebook: Kernel) -> None:
     notebook.ok("%load_ext nbdist\n%reload_ext nbdist\n%ddp start 1 --devices cpu")
     result = notebook.run("%%ddp --output all\nx = 1\ny = = 2")
     assert result.error == "SyntaxError" and len(result.plain_traceback.splitlines()) < 7
@@ -307,7 +307,7 @@ def test_functions_that_return_before_they_run(fn: Any, says: str, ngpus: int) -
         in_ddp(ngpus, fn)
 
 
-def test_what_the_message_proposes_works() -> None:
+def test_the_advice_of_the_message_works() -> None:
     assert in_ddp(1, lambda: asyncio.run(later())) == 1 and in_ddp(1, lambda: list(rows())) == [1]
     assert isinstance(in_ddp(1, Callable), Callable), "a class is called as any function"
 
@@ -370,7 +370,7 @@ def signal_when_begun(folder: Path, signum: int) -> threading.Thread:
     return thread
 
 
-def test_an_interrupt_under_asyncio_run_is_heard(session: Session, tmp_path: Path) -> None:
+def test_an_interrupt_under_asyncio_run_stops_the_call(session: Session, tmp_path: Path) -> None:
     def endless() -> None:
         (tmp_path / f"begun{dist.get_rank()}").touch()
         time.sleep(1000)
@@ -390,7 +390,7 @@ def test_the_handler_of_an_interrupt_is_as_before() -> None:
     for own in (handler, lambda *_: None):
         signal.signal(signal.SIGINT, own)
         try:
-            with heard_interrupts():
+            with interruptible():
                 assert signal.getsignal(signal.SIGINT) is own
             assert signal.getsignal(signal.SIGINT) is own
         finally:
@@ -450,7 +450,9 @@ def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> N
 
 
 @pytest.mark.parametrize("uses_session", [False, True])
-def test_what_a_signal_handler_raises_lets_ranks_clean_up(session: Session, tmp_path: Path, uses_session: bool) -> None:
+def test_an_exception_of_a_signal_handler_lets_ranks_clean_up(
+    session: Session, tmp_path: Path, uses_session: bool
+) -> None:
     def late(*_: Any) -> None:
         if uses_session:
             session.run(lambda: 1)

@@ -171,7 +171,7 @@ ALIVE: dict[str, list[Standing]] = {
         waits(1, stands(1, "recv", place_in_group=0, peer=-1)),
     ],
     "the same step of DDP on all": [waits(0), waits(1)],
-    "a lock, and nobody knows of whom": [waits(0, state="lock"), returned(1)],
+    "a lock whose holder is not known": [waits(0, state="lock"), returned(1)],
     "the lock of a file that no rank of the call holds": [waits(0, state="file lock"), returned(1)],
     "the lock of a file of a rank that has returned": [returned(0), waits(1, state="file lock", holder=0)],
     "sizes that may differ": [waits(0, stands(1, "all_to_all")), waits(1, stands(1, "all_to_all", elements=9))],
@@ -192,12 +192,12 @@ def test_a_hang_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALIVE)
-def test_nothing_is_said_of_ranks_that_may_go_on(name: str) -> None:
+def test_no_verdict_for_ranks_that_may_go_on(name: str) -> None:
     assert verdict(ALIVE[name]) is None
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_one_rank_that_runs_is_enough(name: str) -> None:
+def test_no_verdict_while_one_rank_runs(name: str) -> None:
     standings, _, _ = HANGS[name]
     assert verdict([*standings, waits(len(standings), state="runs")]) is None
 

@@ -97,7 +97,7 @@ def page(notebook: Kernel) -> Page:
     return Page(notebook)
 
 
-def test_a_widget_hears_what_is_done_to_it_during_a_call(notebook: Kernel, page: Page) -> None:
+def test_a_widget_gets_changes_of_the_page_during_a_call(notebook: Kernel, page: Page) -> None:
     cell = notebook.start("print(in_ddp(1, use, 3))")
     page.until(page.shown)
     later = notebook.start("print('later')")  # it waits for its turn, and is not lost
@@ -117,7 +117,7 @@ def test_a_widget_hears_what_is_done_to_it_during_a_call(notebook: Kernel, page:
     assert notebook.ok("print(len(get_ipython().kernel.comm_manager.comms))").text == "0\n"
 
 
-def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
+def test_a_widget_gets_changes_of_the_page_between_calls(notebook: Kernel, page: Page) -> None:
     cell = notebook.start(CELLS["a widget between calls"], watched=True)
     page.until(page.shown)
     page.done(cell)
@@ -141,7 +141,7 @@ def test_a_widget_is_heard_between_calls(notebook: Kernel, page: Page) -> None:
 
 
 @pytest.mark.parametrize("widget", ["bar", "slider where nobody looks"])
-def test_what_takes_no_input_is_a_picture_when_the_call_is_over(notebook: Kernel, widget: str) -> None:
+def test_a_widget_without_input_becomes_a_picture_after_the_call(notebook: Kernel, widget: str) -> None:
     """nbclient raises where what an earlier cell has shown is changed later."""
     show = "list(tqdm(range(3)))" if widget == "bar" else "display(ipywidgets.IntSlider(7))"
     code = f"""
@@ -168,7 +168,7 @@ def test_a_widget_of_another_package_says_that_its_ranks_have_ended(notebook: Ke
     assert answer["content"]["data"]["buffer_paths"] == [["data"]] and bytes(answer["buffers"][0]) == b"binary"
 
 
-def test_a_widget_of_the_notebook_is_heard_in_all_ranks(notebook: Kernel, page: Page) -> None:
+def test_a_widget_of_the_notebook_gets_changes_in_all_ranks(notebook: Kernel, page: Page) -> None:
     cell = notebook.start(CELLS["a widget of the notebook"])
     page.until(page.shown)
     state = {"method": "update", "state": {"value": True}, "buffer_paths": []}
@@ -243,7 +243,7 @@ def test_orders_of_any_size_arrive_whole_and_in_order(monkeypatch: pytest.Monkey
         thread.join()
 
 
-def test_an_order_that_is_not_taken_does_not_spoil_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_not_read_does_not_block_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_PATIENCE_TO_ORDER", 0.05)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)

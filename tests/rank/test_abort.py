@@ -35,13 +35,13 @@ class HeldGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 def wait_in_group_of_its_own() -> None:
     held = HeldGroup(dist.get_rank(), dist.get_world_size())
-    dist.distributed_c10d._world.pg_names[held] = "held"  # beside the default one, as FSDP and DeviceMesh have some
+    dist.distributed_c10d._world.pg_names[held] = "held"  # a further group, as FSDP and DeviceMesh make them
     print("waits", flush=True)
     held.wait()
 
 
 @pytest.mark.parametrize("how", ["failure", "timeout"])
-def test_ranks_that_hear_no_signal_abort_all_their_groups(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_ignore_signals_abort_all_their_groups(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What they get to leave has no end itself: the call must not use it up.
     monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
     with Session(2, timeout=1000) as session:
@@ -78,7 +78,7 @@ def work_for_a_second() -> float:
     return total
 
 
-def test_what_comes_late_does_not_break_off_the_next_call() -> None:
+def test_a_late_request_does_not_abort_the_next_call() -> None:
     with Session(2) as session:
         session.run_all(hears_orders_late)
         for _ in range(2):

@@ -35,7 +35,7 @@ def test_the_group_that_is_up_is_started_and_ended_by_a_function(session: Sessio
     assert session.run_all(lambda: id(dist.group.WORLD)) == group, "the next call finds the same"
 
 
-def test_that_nothing_was_started_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_init_process_group_in_a_rank_prints_one_notice(capfd: pytest.CaptureFixture[str]) -> None:
     in_ddp(2, as_a_script)
     assert capfd.readouterr().err.count("the process group is up already, so init_process_group does nothing") == 1
 
@@ -47,7 +47,9 @@ def test_that_nothing_was_started_is_said_once(capfd: pytest.CaptureFixture[str]
         ({"backend": "gloo", "world_size": 4, "rank": 0}, "`world_size` must be 2, got 4"),
     ],
 )
-def test_another_group_than_the_one_that_is_up(session: Session, wrong: dict[str, object], said: str) -> None:
+def test_init_process_group_with_other_arguments_is_refused(
+    session: Session, wrong: dict[str, object], said: str
+) -> None:
     with pytest.raises(ValueError, match=f"is up already: {said}. Leave init_process_group out"):
         session.run(lambda: init_process_group(**wrong))  # type: ignore[arg-type]
     assert session.run(total) == 2.0
@@ -67,7 +69,7 @@ def test_a_group_that_a_function_leaves_is_not_that_of_the_next_call(session: Se
     assert session.run_all(total) == [2.0, 2.0]
 
 
-def test_other_groups_end_with_the_function_that_says_so(session: Session) -> None:
+def test_destroy_process_group_ends_the_functions_own_groups(session: Session) -> None:
     def groups() -> tuple[int, int]:
         init_process_group()
         dist.new_group([0, 1])

@@ -21,7 +21,7 @@ from nbdist import Session
 UNHEARD = cells("rank/cells/interrupts.py")["unheard"]
 
 
-def test_one_that_came_right_before_a_system_call() -> None:
+def test_an_interrupt_just_before_a_system_call_is_handled() -> None:
     done = subprocess.run([sys.executable, "-c", UNHEARD], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
@@ -42,7 +42,7 @@ def save(path: str, name: str, event: str) -> None:
 
 @pytest.mark.parametrize("event", ["call", "return"])
 @pytest.mark.parametrize("name", ["__init__", "__enter__", "__exit__", "_save"])
-def test_one_that_comes_while_a_file_is_saved_costs_no_rank(name: str, event: str, tmp_path: Path) -> None:
+def test_an_interrupt_during_torch_save_costs_no_rank(name: str, event: str, tmp_path: Path) -> None:
     """torch ends the process where a file is closed that it has not ended."""
     path = tmp_path / "saved.pt"
     with Session(1, devices="cpu") as session:

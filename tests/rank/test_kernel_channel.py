@@ -80,7 +80,7 @@ def test_a_kernel_that_goes_gives_no_line(ends: Any, goodbye: Close | None) -> N
         Keyboard(rank).ask("? ")
 
 
-def test_what_was_received_by_a_wrong_name_is_told(ends: Any) -> None:
+def test_an_unexpected_message_is_named_in_the_error(ends: Any) -> None:
     kernel, rank = ends
     kernel.send(Copied(True))
     with pytest.raises(EOFError, match="Copied in the place of a line"):

@@ -71,7 +71,7 @@ def test_a_module_that_only_ranks_have_is_as_its_file_is(write: Write) -> None:
         assert session.run(own_a.answer) == 3
 
 
-def test_what_was_made_of_a_module_before_is_new_too(write: Write) -> None:
+def test_classes_imported_from_a_reloaded_module_are_new_too(write: Write) -> None:
     write(
         own_a="def answer(): return 1", own_b="from own_a import answer\nclass Asks:\n  def ask(self): return answer()"
     )
@@ -105,7 +105,7 @@ def test_a_module_is_executed_again_only_when_it_was_edited(write: Write) -> Non
         assert [session.run(own_a.answer) for _ in range(2)] == [first + 1, first + 2]
 
 
-def test_what_was_written_right_before_its_import_is_not_executed_again(tmp_path: Path) -> None:
+def test_a_module_written_just_before_its_import_is_not_executed_again(tmp_path: Path) -> None:
     def first(file: Path) -> None:
         sys.path.insert(0, str(file.parent))
         file.write_text("times = []")
@@ -117,7 +117,7 @@ def test_what_was_written_right_before_its_import_is_not_executed_again(tmp_path
         assert session.run(lambda: sys.modules["own_a"].times) == [1]
 
 
-def test_what_is_written_right_after_its_import_is_executed_again(tmp_path: Path) -> None:
+def test_a_module_written_just_after_its_import_is_executed_again(tmp_path: Path) -> None:
     def first(file: Path) -> None:
         sys.path.insert(0, str(file.parent))
         file.write_text("answer = 1")
@@ -273,7 +273,9 @@ def test_modules_of_one_name_in_two_folders(tmp_path: Path, monkeypatch: pytest.
         sys.modules.pop("own_a", None)
 
 
-def test_a_module_that_fresh_ranks_find_edited_is_told_of(write: Write, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_notice_names_a_module_that_was_edited_before_fresh_ranks(
+    write: Write, recwarn: pytest.WarningsRecorder
+) -> None:
     write(own_a="def answer(): return 1")
     import own_a
 

@@ -118,7 +118,7 @@ def test_after_a_group_that_only_one_rank_asked_for_the_ranks_meet_again() -> No
 
 
 @pytest.mark.long("40 sessions")
-def test_groups_made_anew_never_miss_each_other() -> None:
+def test_groups_that_are_made_again_always_meet() -> None:
     for _ in range(40):
         with Session(2, timeout=120) as session:
             for _ in range(4):

@@ -10,22 +10,22 @@ from conftest import poll
 from nbdist.rank import widgets
 
 
-def test_what_comes_before_the_widget_is_kept_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_before_the_widget_exists_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     here = {"first"}
 
-    def hear_comm(content: dict[str, Any], buffers: Any) -> bool:
+    def handle_comm_message(content: dict[str, Any], buffers: Any) -> bool:
         asked.append(content["comm_id"])
         return content["comm_id"] in here
 
-    monkeypatch.setattr(widgets, "hear_comm", hear_comm)
+    monkeypatch.setattr(widgets, "handle_comm_message", handle_comm_message)
     monkeypatch.setattr(widgets, "PATIENCE", 10_000.0)
-    widgets.hear({"comm_id": "later"}, [])
-    widgets.hear({"comm_id": "first"}, [])
+    widgets.receive({"comm_id": "later"}, [])
+    widgets.receive({"comm_id": "first"}, [])
     assert poll(lambda: asked.count("later") > 3) and asked.count("first") == 1
     here.add("later")
     seen = asked.count("later")
     assert poll(lambda: asked.count("later") > seen)
-    widgets.hear({"comm_id": "first"}, [])
+    widgets.receive({"comm_id": "first"}, [])
     seen = asked.count("later")
     assert poll(lambda: asked.count("first") == 2) and asked.count("later") <= seen + 1, "it is told once"

@@ -42,7 +42,7 @@ def several() -> None:
     dist.barrier()
 
 
-def test_what_is_noted(session: Session) -> None:
+def test_collectives_are_recorded_with_their_lines(session: Session) -> None:
     before = len(noted(session)) if executor_of(session).group else 0
     session.run(several)
     lines = [several.__code__.co_firstlineno + line for line in (2, 3, 4, 4, 5, 9, 12, 14)]
@@ -64,7 +64,7 @@ def test_what_is_noted(session: Session) -> None:
     assert (other.kind, other.peer) == ("recv", -1)
 
 
-def test_process_groups_are_counted_anew_after_a_failure(session: Session) -> None:
+def test_numbers_in_groups_restart_after_a_failure(session: Session) -> None:
     def fails() -> None:
         if dist.get_rank() == 1:
             raise ValueError("boom")

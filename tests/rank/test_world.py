@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from nbdist import Session
-from nbdist.rank.world import tells, without_notice
+from nbdist.rank.world import gloo_announces, without_notice
 
 NOTICE = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
 
 
-def test_what_gloo_says_of_its_connections_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_gloos_notices_of_connections_are_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
     with without_notice():
         os.write(1, b"[Gloo] is mine\n" + NOTICE + b"another thread")
@@ -38,9 +38,9 @@ def test_standard_output_that_is_closed_stays_so() -> None:
         os.close(own)
 
 
-def test_which_torch_says_it() -> None:
+def test_versions_of_torch_whose_gloo_prints() -> None:
     versions = ["2.5.0", "2.7.1", "2.8.0+cpu", "2.10.0", "2.11.0+cu128", "2.13.0+cpu"]
-    assert [tells(version) for version in versions] == [False, True, True, True, False, False]
+    assert [gloo_announces(version) for version in versions] == [False, True, True, True, False, False]
 
 
 def exhaust() -> None:

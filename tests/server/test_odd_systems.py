@@ -61,7 +61,7 @@ def test_a_server_that_cannot_say_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_what_cannot_be_said_on_standard_error_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_standard_error_ends_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def complain() -> int:
         print("a warning", file=sys.stderr)
         return 5

@@ -76,7 +76,7 @@ def test_a_server_that_was_killed_is_replaced() -> None:
 
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
-def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -> None:
+def test_modules_of_data_parallel_training_are_imported_before_the_fork() -> None:
     """`DistributedDataParallel` and accelerate import hundreds of modules of torch when they are used."""
     forkserver.stop()
 
@@ -91,7 +91,7 @@ def test_what_data_parallel_training_imports_at_use_is_there_before_the_fork() -
 
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
-def test_what_an_optimizer_imports_at_use_is_there_before_the_fork(tmp_path: Path) -> None:
+def test_modules_of_optimizers_are_imported_before_the_fork(tmp_path: Path) -> None:
     """In a process of its own: the server of the tests may have imported it for others."""
     script = tmp_path / "script.py"
     script.write_text(CELLS["an optimizer"])
@@ -143,7 +143,7 @@ def test_ranks_collect_garbage_as_rarely_as_a_fresh_interpreter() -> None:
     assert in_ddp(1, full_collections) == 0
 
 
-def test_the_server_has_one_thread_and_none_of_the_users_modules() -> None:
+def test_the_server_has_one_thread_and_no_user_modules() -> None:
     assert in_ddp(2, all_reduce_of_ones) == 2.0
     assert server().num_threads() == 1
     before = server().pid
@@ -259,7 +259,7 @@ def test_hip_is_initialised_where_its_device_is_open(tmp_path: Path, monkeypatch
 
 @pytest.mark.long("modules that notebooks import")
 @pytest.mark.started
-def test_what_notebooks_import_is_fit_to_be_preloaded(capfd: pytest.CaptureFixture[str]) -> None:
+def test_common_modules_can_be_preloaded(capfd: pytest.CaptureFixture[str]) -> None:
     forkserver.stop()
     for module in ("pyarrow", "pandas", "matplotlib.pyplot", "sklearn.linear_model", "fastai.collab"):
         forkserver.server().preload([module])
@@ -275,7 +275,7 @@ def start_children() -> list[int]:
     return [plain.pid, own.pid, int(orphan.stdout)]
 
 
-def test_what_ranks_have_started_ends_with_them() -> None:
+def test_processes_of_ranks_end_with_them() -> None:
     with Session(2) as session:
         children = [pid for pids in session.run_all(start_children) for pid in pids]
         assert not any(map(gone, children))

@@ -62,7 +62,7 @@ def test_a_server_out_of_descriptors(spared: Session) -> None:
     process = server()
     limits = process.rlimit(resource.RLIMIT_NOFILE)
     fds = open_fds()
-    for more in range(4):  # those of a rank are four
+    for more in range(4):  # a rank needs four descriptors
         process.rlimit(resource.RLIMIT_NOFILE, (process.num_fds() + more, limits[1]))
         try:
             assert in_ddp(2, sums) == 2.0 and more  # with some left ranks start, and raise their own limit

@@ -56,7 +56,7 @@ def test_the_groups_above_hold_too(machine: Path) -> None:
     assert [limit.free for limit in memory_limits()[1:]] == [GB - GB // 4, GB]
 
 
-def test_the_first_version_of_groups_in_a_container_that_is_told_the_machines_path(machine: Path) -> None:
+def test_cgroups_v1_in_a_container_with_the_machines_path(machine: Path) -> None:
     (machine / "own").write_text("5:cpu:/\n4:memory,x:/docker/1234\n0::/\n")
     stat = "active_file 1\ntotal_active_file 200\ntotal_inactive_file 30"
     group(machine / "memory", limit_in_bytes=2 * GB, usage_in_bytes=GB, stat=stat)
@@ -74,7 +74,7 @@ def test_swap_counts_as_free_as_far_as_the_group_may_use_it(machine: Path) -> No
     assert memory_limits()[1].free == 4000
 
 
-def test_what_does_not_fit_is_refused_with_both_sizes(machine: Path) -> None:
+def test_data_that_does_not_fit_is_refused_with_both_sizes(machine: Path) -> None:
     group(machine, max=2 * GB, current=GB + GB // 2, stat="anon 5")
     check_fits(GB // 4, "the data")
     check_fits(1, "a little")

@@ -42,7 +42,7 @@ def test_unchanged_data_is_not_sent_again() -> None:
     cache.close()
 
 
-def test_what_is_not_used_any_more_is_given_up() -> None:
+def test_segments_out_of_use_are_closed() -> None:
     fds = len(os.listdir("/proc/self/fd"))
     cache = SentCache()
     for value in range(5):
@@ -65,7 +65,7 @@ def test_readers_always_get_what_is_there_now(calls: list[list[tuple[int, int]]]
 
 
 @given(st.binary(), st.binary())
-def test_same_bytes(a: bytes, b: bytes) -> None:
+def test_same_bytes_compares_buffers(a: bytes, b: bytes) -> None:
     assert same_bytes(memoryview(a), memoryview(b)) == (a == b)
     assert same_bytes(memoryview(a), memoryview(bytes(a)))
 

@@ -51,7 +51,7 @@ def test_all_connections_of_all_processes_are_found(pair: Pair) -> None:
         other.stdin.close()  # type: ignore[union-attr]
 
 
-def test_what_leads_elsewhere_or_to_oneself_is_not_between() -> None:
+def test_connections_to_others_and_to_itself_are_left_out() -> None:
     a, b, c, d, web = [("127.0.0.1", port) for port in (1, 2, 3, 4, 443)]
     first = [Connection(a, b), Connection(c, web), Connection(d, d)]
     assert between([first, [Connection(b, a)]]) == [[b], [a]]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cells import cells
 
-#: In namespaces of its own there is a name server that counts the questions and answers none; ranks join there as those
-#: of several machines do. Exit code 77: this machine does not allow namespaces.
+#: A script in namespaces of its own, with a name server that counts questions and never answers. Its ranks join like
+#: ranks of several machines. Exit code 77: this machine does not allow namespaces.
 SCRIPT = cells("wire/cells/name_server.py")["ranks with a name server"]
 
 

@@ -37,7 +37,7 @@ from nbdist.wire.cache import KEPT, SentCache
 from nbdist.wire.channel import Channel
 from nbdist.wire.parcel import INLINE, MOST_SEGMENTS, Parcel, pack
 
-BIG = 2 * INLINE  # bytes that go beside the pickle, into a segment
+BIG = 2 * INLINE  # bytes that are not in the pickle, but in a segment
 
 
 def packed(obj: Any, cache: SentCache | None = None) -> tuple[Parcel, Pickler]:
@@ -222,7 +222,7 @@ def test_small_tensors_can_be_resized_and_sparse_ones_travel() -> None:
     assert got.resize_(1000).shape == (1000,) and torch.equal(sparse.to_dense(), torch.eye(300))
 
 
-def test_odds_and_ends() -> None:
+def test_builtin_values_keep_type_and_value() -> None:
     for value in (math.inf, range(5), slice(1, 2), Ellipsis, NotImplemented, int, len, math, np.float32(2), np.random):
         got = sent(value)
         assert got == value and type(got) is type(value)
@@ -241,7 +241,7 @@ def arrays() -> tuple[np.ndarray, torch.Tensor, pd.DataFrame]:
     return np.arange(BIG), torch.arange(BIG), pd.DataFrame({"x": np.arange(BIG), "y": np.ones(BIG)})
 
 
-def test_big_buffers_are_beside_the_pickle_and_once_only(arrays: tuple[Any, ...]) -> None:
+def test_big_buffers_are_outside_the_pickle_once(arrays: tuple[Any, ...]) -> None:
     array, tensor, frame = arrays
     parcel, pickler = packed([arrays, arrays, tensor[5:], array, {"again": frame}])
     total = array.nbytes + tensor.nbytes + sum(frame.memory_usage(index=False))
@@ -259,7 +259,7 @@ def test_small_parcels_have_no_segment() -> None:
     assert opened(parcel)["layers"] == [50, 100]
 
 
-def test_what_a_reader_writes_no_one_else_sees(arrays: tuple[Any, ...]) -> None:
+def test_writes_of_a_reader_are_private(arrays: tuple[Any, ...]) -> None:
     parcel, _ = packed(arrays)
     other = Parcel(parcel.inline, parcel.spans, [Segment(os.dup(s.fd), s.size) for s in parcel.segments])
     (a, t, f), (a2, t2, f2) = opened(parcel), opened(other)
@@ -299,7 +299,7 @@ def test_a_reader_does_not_copy() -> None:
     assert psutil.Process().memory_info().rss - before < 16 << 20 and got.nbytes == 128 << 20
 
 
-def test_what_is_read_only_stays_so() -> None:
+def test_read_only_arrays_stay_read_only() -> None:
     array = np.arange(BIG)
     array.flags.writeable = False
     got, free = sent((array, np.arange(BIG)))
@@ -308,7 +308,7 @@ def test_what_is_read_only_stays_so() -> None:
     free[0] = 1
 
 
-def test_dates_travel_beside_the_pickle_too() -> None:
+def test_buffers_of_dates_are_outside_the_pickle() -> None:
     dates = pd.date_range("2020-01-01", periods=BIG, freq="s")
     frame = pd.DataFrame({"when": dates, "local": dates.tz_localize("Europe/Rome"), "since": dates - dates[0]})
     parcel, pickler = packed(frame)
@@ -321,7 +321,7 @@ def test_addresses_are_aligned() -> None:
     assert [a.ctypes.data % 64 for a in got] == [0] * 5
 
 
-def test_who_keeps_a_part_of_an_answer_keeps_no_other() -> None:
+def test_keeping_one_array_of_an_answer_frees_the_others() -> None:
     """With many of them too: then some lie in one segment, and are copied out of it."""
     for sizes in ([5000, KEPT * 8], [5000] * 3 + [KEPT // 8 + 7] * (MOST_SEGMENTS + 5)):
         arrays = [np.full(size, number, float) for number, size in enumerate(sizes)]
@@ -351,7 +351,7 @@ def test_a_big_buffer_on_the_way_to_ranks_is_not_kept_with_a_small_one() -> None
     cache.close()
 
 
-def test_what_the_system_does_not_give_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_closed_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     fds = open_fds()
     made = []
@@ -436,7 +436,7 @@ def test_parcels_and_descriptors(channels: tuple[Channel, Channel], tmp_path: Pa
     assert open_fds() == fds
 
 
-def test_one_parcel_for_many_readers(channels: tuple[Channel, Channel]) -> None:
+def test_a_parcel_is_sent_to_many_readers(channels: tuple[Channel, Channel]) -> None:
     a, b = channels
     parcel, _ = packed(np.arange(BIG))
     for _ in range(3):

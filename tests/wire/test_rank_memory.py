@@ -19,7 +19,7 @@ from nbdist.wire import rank_memory
 
 pytestmark = pytest.mark.skipif(not rank_memory.POSSIBLE, reason="only Linux can read another process's memory")
 
-MANY = rank_memory.LEAST // 8  # so many float64 are lent
+MANY = rank_memory.LEAST // 8  # the smallest number of float64 that the kernel reads from the rank's memory
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_copies_of_any_buffers(contents: list[bytes], piece: int) -> None:
         assert np.frombuffer(view, dtype=np.uint8).ctypes.data % 64 == 0 or not view.nbytes
 
 
-def test_who_keeps_a_part_of_an_answer_keeps_no_other(session: Session) -> None:
+def test_keeping_one_array_of_an_answer_frees_the_rest(session: Session) -> None:
     curve, weights = session.run(lambda: (np.ones(5000), np.ones(MANY)))
     assert memory_behind(curve) < 50_000 and memory_behind(weights) == weights.nbytes
 
@@ -110,7 +110,7 @@ def test_small_answers_are_sent(session: Session, fetch: mock.Mock) -> None:
     assert not fetch.called
 
 
-def test_where_it_is_not_allowed_they_are_sent_and_not_offered_again(fetch: mock.Mock) -> None:
+def test_buffers_are_sent_where_memory_cannot_be_read(fetch: mock.Mock) -> None:
     fetch.side_effect = PermissionError(1, "Operation not permitted")
     with Session(2) as session:
         check(session.run_all(answer))

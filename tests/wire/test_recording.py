@@ -32,7 +32,7 @@ def begin(recorder: Recorder, kind: str = "all_reduce", group: str = GROUP, **gi
     return recorder.begin(kind, group, **{**fields, "main_thread": True, **given})
 
 
-def test_what_is_noted_is_read(kept: Recording) -> None:
+def test_the_kernel_reads_recorded_collectives(kept: Recording) -> None:
     own, other = recorder(kept, 0), recorder(kept, 1)
     first = begin(own)
     assert [one.waits for one in kept.read(0)] == [True]
@@ -58,7 +58,7 @@ def test_the_last_are_kept(kept: Recording) -> None:
     assert kept.count(1) == KEPT + 10 and kept.count(0) == 0 and kept.read(0) == []
 
 
-def test_each_group_is_counted_apart_and_anew_after_a_failure(kept: Recording) -> None:
+def test_each_group_has_its_own_numbers_which_restart_after_a_failure(kept: Recording) -> None:
     own, pair = recorder(kept, 0), group_named("pair", [1, 0])
     for group in (GROUP, pair, GROUP):
         begin(own, group=group)

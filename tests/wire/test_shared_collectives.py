@@ -45,12 +45,12 @@ def compare(sizes: list[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_as_torch_does_it(session: Session, dtype: torch.dtype) -> None:
+def test_shared_collectives_match_torch(session: Session, dtype: torch.dtype) -> None:
     piece = shared_collectives._PIECE // dtype.itemsize
     session.run(compare, [1, 7, 1000, piece - 1, piece, piece + 1, 3 * piece + 5, 0], dtype)
 
 
-def test_small_ones_go_along(session: Session) -> None:
+def test_small_tensors_share_a_turn(session: Session) -> None:
     """A loss with its gradients; there may be more than fits at once."""
 
     def together() -> None:
@@ -67,7 +67,7 @@ def test_small_ones_go_along(session: Session) -> None:
     session.run_all(together)
 
 
-def test_several_large_ones_fill_turns(session: Session) -> None:
+def test_large_tensors_share_turns(session: Session) -> None:
     def together() -> None:
         shared, rank = opened(), dist.get_rank()
         piece = shared_collectives._PIECE // 4
@@ -105,7 +105,7 @@ def test_ranks_that_come_late_are_waited_for(session: Session) -> None:
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_long_call_says_whom_the_others_waited_for(
+def test_a_long_call_names_the_slow_rank(
     slow: int, session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def uneven(begun: float) -> None:
@@ -144,7 +144,7 @@ def test_a_long_call_blames_none_where_all_waited_alike(
     assert ": for none of them more than for the rest. session.profile" in capsys.readouterr().err
 
 
-def test_it_ends_with_its_process_group(session: Session) -> None:
+def test_shared_collectives_end_with_their_process_group(session: Session) -> None:
     def keeps() -> None:
         import __main__
 
@@ -210,7 +210,7 @@ def test_sizes_that_differ_are_an_error_everywhere(session: Session) -> None:
     assert all("differ in size" in text for text in session.run_all(uneven))
 
 
-def test_nothing_is_left(session: Session) -> None:
+def test_shared_collectives_leave_no_descriptors(session: Session) -> None:
     def open_and_close() -> None:
         opened().mean_(torch.ones(10))
 
@@ -224,7 +224,7 @@ def test_nothing_is_left(session: Session) -> None:
 
 
 @pytest.mark.parametrize("what", ["another machine", "no permission", "another process"])
-def test_where_memory_cannot_be_shared(session: Session, what: str) -> None:
+def test_all_ranks_raise_where_memory_cannot_be_shared(session: Session, what: str) -> None:
     """All ranks say so, also those that could."""
 
     def tries() -> bool:

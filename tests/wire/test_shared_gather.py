@@ -53,7 +53,7 @@ def test_each_rank_finds_what_all_have_given(sessions: Sessions, rounds: list[li
     sessions[RANKS].run(exchange, rounds)
 
 
-def test_what_was_found_holds_until_the_next_call(session: Session) -> None:
+def test_gathered_values_stay_until_the_next_call(session: Session) -> None:
     """Though other ranks are in the next one already."""
 
     def hold() -> None:

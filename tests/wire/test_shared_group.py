@@ -40,7 +40,7 @@ def assert_as_gloo(collective: Any) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0.0, 0.001, 2.3])
-def test_what_comes_need_not_be_known(session: Session, pieces: float) -> None:
+def test_parts_of_unknown_size_are_exchanged(session: Session, pieces: float) -> None:
     def exchange() -> bool:
         collectives = group().collectives
         rank, size = collectives.rank, collectives.size
@@ -107,7 +107,7 @@ def test_collectives(session: Session, dtype: torch.dtype, pieces: float) -> Non
     session.run(compare)
 
 
-def test_what_gloo_cannot(session: Session) -> None:
+def test_operations_that_gloo_lacks(session: Session) -> None:
     """Parts that differ in size over the ranks, scattered and gathered; and a mean."""
 
     def check() -> None:
@@ -125,14 +125,14 @@ def test_what_gloo_cannot(session: Session) -> None:
         columns = torch.arange(6.0).view(2, 3).T  # not contiguous
         dist.all_reduce(columns, group=shared)
         assert torch.equal(columns, ranks * torch.arange(6.0).view(2, 3).T)
-        with pytest.raises(RuntimeError, match="not among what ranks reduce by"):
+        with pytest.raises(RuntimeError, match="not supported by collectives in shared memory"):
             dist.all_reduce(mean, dist.ReduceOp.PRODUCT, group=shared)
         dist.barrier(group=shared)
 
     session.run(check)
 
 
-def test_trains_under_ddp(session: Session) -> None:
+def test_ddp_trains_with_the_shared_group(session: Session) -> None:
     def train(shared: bool) -> torch.Tensor:
         torch.manual_seed(dist.get_rank())  # DDP makes the copies one
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -149,7 +149,7 @@ def test_trains_under_ddp(session: Session) -> None:
     torch.testing.assert_close(one, session.run(train, False))
 
 
-def test_one_for_all_who_ask_and_gloo_for_some_of_the_ranks(session: Session) -> None:
+def test_one_shared_group_for_all_ranks_and_gloo_for_subgroups(session: Session) -> None:
     def check() -> None:
         assert group() is group()
         pair = dist.new_group([0, 1], backend=dist.get_backend(group()))
@@ -201,7 +201,7 @@ def test_a_group_after_one_that_was_interrupted() -> None:
         session.run(waits, 0, lambda: None)
 
 
-def test_nothing_is_left_of_a_group_that_was_left(session: Session) -> None:
+def test_a_group_ends_when_its_ranks_leave_it(session: Session) -> None:
     def open_it() -> None:
         import __main__
 

@@ -1,4 +1,4 @@
-"""`RayOptions`: where and how ranks run on a Ray cluster."""
+"""`RayOptions`: the cluster, and the resources of ranks on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STRATEGIES = {
 @entry_class("RayOptions")
 @dataclass(frozen=True, kw_only=True)
 class RayOptions:
-    """A cluster, and what the ranks get of it.
+    """A Ray cluster, and the resources that the ranks get of it.
 
     Raises:
         ValueError, TypeError: For options that make no sense.
@@ -76,16 +76,18 @@ class RayOptions:
         if isinstance(self.same, str) or not all(isinstance(name, str) for name in self.same):
             raise TypeError(f"same must be a list of names of packages, got {shown(self.same)}")
         if not resources_of(self):
-            raise ValueError("ranks that take nothing of the cluster (cpus=0) cannot be placed: say what they take")
+            raise ValueError(
+                "cpus must be above 0 if no other resources are asked for, got 0: Ray cannot place such ranks"
+            )
 
 
 def resources_of(options: RayOptions, ranks: int = 1) -> dict[str, float]:
-    """Return what is reserved for a number of ranks, by Ray's names."""
+    """Return the resources to reserve for a number of ranks, by Ray's names."""
     wanted = {"CPU": options.cpus, "GPU": float(options.gpus), **options.resources}
     return {name: amount * ranks for name, amount in wanted.items() if amount}
 
 
 def placed_together(options: RayOptions, world_size: int) -> list[int]:
-    """Return how many ranks are placed together, place by place: what is left over is the last."""
+    """Return the number of ranks that are placed together, for each place; the last place gets the remainder."""
     full, rest = divmod(world_size, options.ranks_per_node)
     return [options.ranks_per_node] * full + [rest] * bool(rest)

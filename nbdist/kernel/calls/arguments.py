@@ -15,11 +15,11 @@ from ...capture.imports import parse_imports
 from ...capture.need import resolve_need
 from ...checks import check_choice, check_count, check_function, check_mapping, check_number, nearest, shown
 
-#: What `output=` can be.
+#: The values of `output=`.
 OUTPUTS = ("rank0", "all", "tabs", "none")
 #: Backends of torch and of packages that torch lists; others are looked up in torch, which takes a second to import.
 _BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "fake"}
-#: The number of ranks for each core above which the cell shows what they cost.
+#: Ranks per core above which the cell shows their cost.
 _MANY = 16
 
 
@@ -32,9 +32,9 @@ def check_platform() -> None:
 
 
 def many_ranks(nranks: int, cores: int) -> str:
-    """Return what to say of ranks that are many more than the cores they share; an empty string for others.
+    """Return a notice about the cost of ranks that are many more than the cores; an empty string for fewer ranks.
 
-    A rank has 7 to 10 MB of its own (benchmarks/results/launch.md).
+    A rank uses 7 to 10 MB of its own (benchmarks/results/launch.md).
     """
     if nranks <= _MANY * cores:
         return ""
@@ -45,7 +45,7 @@ def many_ranks(nranks: int, cores: int) -> str:
 
 
 def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
-    """Raise `TypeError` or `ValueError` for what `min_ranks=` does not take."""
+    """Raise `TypeError` or `ValueError` unless `min_ranks` is None, or from 1 to `nranks` and `restarts` is not 0."""
     if min_ranks is None:
         return
     check_count(min_ranks, least=1, name="min_ranks")
@@ -56,7 +56,10 @@ def check_min_ranks(min_ranks: Any, nranks: int, restarts: int) -> None:
 
 
 def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
-    """The import block as one string, and the needed names with their values; raises for what makes no sense."""
+    """Return the import block as one string, and the needed names with their values.
+
+    Raises `TypeError` or `ValueError` for arguments that cannot be right.
+    """
     check_function(fn)
     _check_returns(fn)
     block = parse_imports(imports)
@@ -64,34 +67,37 @@ def check_call(fn: Any, imports: Any, need: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _check_returns(fn: Any) -> None:
-    """Raise `TypeError` for a function whose call returns at once, with something that belongs to the rank."""
+    """Raise `TypeError` for a coroutine function or a generator function: their result cannot leave the rank."""
     while is_a(fn, functools.partial):
         fn = fn.func
     name = name_of(fn)
     for code in [fn] if is_a(fn, types.FunctionType) else [fn, type(fn).__call__]:
         if _says(inspect.iscoroutinefunction, code):
             raise TypeError(
-                f"{name} is a coroutine function: calling it runs nothing, and a coroutine cannot leave its rank. Give "
+                f"{name} is a coroutine function: calling it runs nothing, and a coroutine cannot leave its rank. Pass "
                 f"a function that runs it to its end: lambda: asyncio.run({name}(...))"
             )
         if _says(inspect.isgeneratorfunction, code) or _says(inspect.isasyncgenfunction, code):
             raise TypeError(
-                f"{name} is a generator function, for it has a yield: calling it runs nothing, and a generator cannot "
-                f"leave its rank. Give a function that goes through it, such as lambda: list({name}(...))"
+                f"{name} is a generator function, because it has a yield: calling it runs nothing, and a generator "
+                f"cannot leave its rank. Pass a function that consumes it, such as lambda: list({name}(...))"
             )
 
 
 def _says(asks: Callable[[Any], bool], code: Any) -> bool:
     try:
         return asks(code)
-    except Exception:  # an object that answers any attribute with an exception
+    except Exception:  # each attribute of the object raises
         return False
 
 
 def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options: Collection[str] = ()) -> None:
-    """Raise `TypeError` where a function that is written in Python does not take these arguments.
+    """Raise `TypeError` if a Python function does not take these arguments.
 
-    `options` are names of a session's options, which people give to the function by mistake.
+    Args:
+        fn: A function, method or partial. The arguments of other callables are not checked.
+        args, kwargs: The arguments of the call.
+        options: Names of a session's options. The error for one of these says where to pass it.
     """
     while is_a(fn, functools.partial):
         fn, args, kwargs = fn.func, [*fn.args, *args], {**fn.keywords, **kwargs}
@@ -100,7 +106,7 @@ def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options
     if type(fn) is types.FunctionType and not kwargs and not fn.__code__.co_kwonlyargcount:
         most = fn.__code__.co_argcount
         if most - len(fn.__defaults__ or ()) <= len(args) <= most:
-            return  # as nearly always, and without the time that a signature takes
+            return  # the usual case, without the cost of a signature
     signature = inspect.signature(fn, follow_wrapped=False)
     takes = signature.parameters.values()
     if not any(p.kind is p.VAR_KEYWORD for p in takes):
@@ -119,7 +125,7 @@ def check_takes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], options
 
 
 def check_env(env: Any) -> None:
-    """Raise `TypeError` or `ValueError` for variables that no process can have."""
+    """Raise `TypeError` or `ValueError` unless `env` is None or a mapping of valid names to strings."""
     if env is None:
         return
     check_mapping(env, name="env", of="names to strings")
@@ -131,7 +137,7 @@ def check_env(env: Any) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise `TypeError` or `ValueError` unless `seed` is an integer of 64 bits, as torch takes it."""
+    """Raise `TypeError` or `ValueError` unless `seed` is a signed integer of 64 bits, the range that torch takes."""
     if isinstance(seed, bool) or not isinstance(seed, Integral | int):
         raise TypeError(f"seed must be an integer or None, got {shown(seed)}")
     if not -(1 << 63) <= int(seed) < 1 << 63:
@@ -139,7 +145,7 @@ def check_seed(seed: Any) -> None:
 
 
 def check_backend(backend: Any) -> None:
-    """Raise `TypeError` or `ValueError` for a backend that torch does not know, or unknown arguments of a group."""
+    """Raise `TypeError` or `ValueError` for a backend that torch does not know, or for unknown keys of a mapping."""
     if isinstance(backend, Mapping):
         for name, value in backend.items():
             check_choice(name, ("backend", "timeout", "pg_options", "device_id"), name="a key of backend")
@@ -158,6 +164,7 @@ def check_backend(backend: Any) -> None:
 
         if name not in dist.Backend.backend_list:
             raise ValueError(
-                f"backend must be 'gloo', 'nccl', another one of torch, or one of a package that the notebook has "
-                f"imported, got {backend!r}{nearest(name, ['gloo', 'nccl', *dist.Backend.backend_list])}"
+                f"backend must be 'gloo', 'nccl', another backend of torch, or a backend of a package that the "
+                f"notebook has imported, got {backend!r}"
+                f"{nearest(name, ['gloo', 'nccl', *dist.Backend.backend_list])}"
             )

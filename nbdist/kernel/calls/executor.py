@@ -1,4 +1,4 @@
-"""Carries out calls on ranks that are started when they are needed, and replaced when they are lost."""
+"""Run calls on ranks. Ranks start when a call needs them, and are replaced after a loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...capture.call import Call
 from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
 from ...notebook.shell import shell
-from ...system.interrupts import postponed_interrupts
+from ...system.interrupts import deferred_interrupts
 from ...wire import protocol
 from ..cell.cell import Cell
 from ..cell.comms import Between
@@ -25,32 +25,33 @@ from .waiting import Waiting
 
 @dataclass(frozen=True)
 class Request:
-    """A call that has been captured, and how it is to be carried out."""
+    """A captured call and the options for running it."""
 
     call: Call
     seeds: tuple[int, int, int] | None
     targets: Sequence[int] | None
-    """The ranks that run it; None: all that there are."""
+    """The ranks that run the call; None: all ranks."""
     everyone: bool
-    """Whether all ranks are to answer with their values, or only the first of the targets."""
+    """True: all targets return their values. False: only the first one does."""
     output: str
     lines: int | None
-    """How many lines of output the cell shows before it shows the last ones only; None: all."""
+    """The number of output lines that the cell shows in full; of more output it shows the last lines. None: all."""
     what: str
+    """The name of the function, for messages."""
     once: bool = False
-    """Whether the ranks end after it."""
+    """True if the ranks end after the call."""
 
 
 class Executor:
-    """The ranks of a session, and what became of them. Its calls must be made one at a time.
+    """The ranks of a session and their state. Its methods must be called one at a time.
 
     Args:
-        engine, layout: How ranks are started.
-        timeout: Seconds that a call may take; None: any time.
+        engine, layout: The source of ranks, and the devices and options to start them with.
+        timeout: The longest time of a call, in seconds; None: no limit.
         keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
-        restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost.
-        on_hang: As `Waiting` has it.
-        min_ranks: How many ranks are enough then. None: all.
+        restarts: The number of times that a call is repeated on fresh ranks after the loss of a rank or a node.
+        on_hang: The option `on_hang` of `Waiting`.
+        min_ranks: The number of ranks that is enough for a restart; None: all.
     """
 
     def __init__(
@@ -65,18 +66,18 @@ class Executor:
         min_ranks: int | None = None,
     ) -> None:
         self.wanted = layout
-        """That of the ranks which are wanted: there may be fewer."""
+        """The layout that the session asks for; fewer ranks may run."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
         self.min_ranks, self._on_hang = min_ranks, on_hang
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
-        """Of the ranks that there are, or were last."""
-        self._dead = ""  # why calls are refused until `restart`
-        self._lost = ""  # why the next call has fresh ranks
+        """The output of the current, or last, ranks."""
+        self._dead = ""  # the reason why calls are refused until `restart`; empty if they are not
+        self._lost = ""  # the reason why the next call gets fresh ranks; empty if it does not
         self.closed = False
         self.between: Callable[[], Between | None] = lambda: None
-        """Gives what lets a widget's rank hear the page between calls."""
+        """Function that returns the handler of widget events between calls."""
 
     @property
     def layout(self) -> Layout:
@@ -85,7 +86,7 @@ class Executor:
         return self.wanted if group is None else group.layout
 
     def state(self) -> str:
-        """Return the state of the session in a few words."""
+        """Describe the state of the session in a few words."""
         if self.closed:
             return "closed"
         if self._dead:
@@ -98,18 +99,18 @@ class Executor:
             raise NbdistError("this session is closed; make a new one")
 
     def raised(self) -> list[int]:
-        """The ranks whose frames are kept, first the one whose exception the last call raised."""
+        """Return the ranks whose frames are kept; the rank whose exception the last call raised comes first."""
         return list(self.group.raised) if self._keep_frames and self.group is not None else []
 
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
-        """Do a call in its turn, and again after a rank was lost."""
+        """Run a call, and repeat it after the loss of a rank. Returns the values of the ranks that answer."""
         for count in range(self._restarts):
             try:
                 return self._attempt(request, cell, stop, count)
             except RankDied as died:
                 if not self._dead:  # the function itself raised it
                     raise
-                self._dead = self._lost = ""  # said here
+                self._dead = self._lost = ""  # the notice below says it
                 why = str(died).partition("\n")[0]
                 cell.notice(
                     f"{why}. Starting again on fresh ranks ({count + 1} of {self._restarts} restarts); what earlier "
@@ -122,7 +123,10 @@ class Executor:
         self.check_open()
         call, named = request.call, max(request.targets or [0])
         if self.group is not None and named >= (size := len(self.group.layout.devices)):
-            raise NbdistError(f"there is no rank {named} any more: after a restart there are {size} (min_ranks=)")
+            raise NbdistError(
+                f"rank {named} does not exist any more: {size} ranks were left after a restart (min_ranks=). "
+                f"restart() asks for all ranks again"
+            )
         restarts = {"TORCHELASTIC_RESTART_COUNT": str(count), "TORCHELASTIC_MAX_RESTARTS": str(self._restarts)}
         try:
             group = self.ready(cell, needed=named + 1)
@@ -145,7 +149,7 @@ class Executor:
                     message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts)
                     group.send(rank, message, parcel=call.parcel)
 
-        values = self._have_done(
+        values = self._send_and_wait(
             group,
             send,
             targets,
@@ -158,14 +162,14 @@ class Executor:
         )
         return values if request.everyone else values[:1]
 
-    def _have_done(
+    def _send_and_wait(
         self, group: Group, send: Callable[[], None], targets: Iterable[int], what: str, **about: Any
     ) -> list[Any]:
-        """Send ranks what they are to do, all of it also where an interrupt comes, and wait for their answers."""
+        """Send messages to ranks and wait for their answers. An interrupt is deferred until all is sent."""
         waiting: Waiting | None = None
         interrupted = begun = False
         try:
-            with postponed_interrupts():
+            with deferred_interrupts():
                 begun = group.underway = True
                 send()
                 waiting = Waiting(group, targets, what, **about)
@@ -173,8 +177,8 @@ class Executor:
             interrupted = isinstance(exc, KeyboardInterrupt)
             if interrupted and not begun:
                 raise early_stop(killed=False) from None
-            if waiting is None:  # they may have got half of it
-                self._lost = "the last call was broken off while it was sent to the ranks"
+            if waiting is None:  # the ranks may have received one half of it
+                self._lost = "the last call was interrupted while it was sent to the ranks"
                 self._dead = group.dead
                 self._kill()
                 if interrupted:
@@ -194,7 +198,7 @@ class Executor:
                 looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
                 looks = looks if self._keep_frames else f"hold_on_error=True, then {looks}"
                 exc.__cause__.inside = f"{looks} inside"
-            if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
+            if isinstance(exc, SystemExit):  # a notebook shows only its number, a script shows nothing
                 group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
                 stuck = sorted(waiting.pending)
@@ -211,9 +215,9 @@ class Executor:
                 self._kill()
 
     def ready(self, cell: Cell, needed: int = 1) -> Group:
-        """Return the running ranks; without any, start them: at least `needed`.
+        """Return the running ranks. If no ranks run, start them, at least `needed` of them.
 
-        Raises `RankDied` when it finds that one has died, and `NbdistError` from then on until `restart`.
+        Raises `RankDied` if a rank has died since the last call, and from then on `NbdistError` until `restart`.
         """
         if self._dead:
             raise NbdistError(
@@ -225,13 +229,13 @@ class Executor:
             self._dead = self.group.dead
             self._kill()
             raise deaths[0]
-        if self.group is not None and self.group.underway:  # an interrupt came where it was not expected
-            self._lost = "the last call was broken off"
+        if self.group is not None and self.group.underway:  # an interrupt ended the call outside `_wait_for`
+            self._lost = "the last call was interrupted"
             self.end(grace=0.0)
         if self.group is None:
             if self.wanted.notice:
                 cell.notice(self.wanted.notice)
-            least = None  # the first time there have to be all
+            least = None  # the first start needs all ranks
             if self.min_ranks is not None and self._started:
                 least = max(self.min_ranks, needed)
             self.group = Group(self._engine, self.wanted, cell, least)
@@ -241,7 +245,8 @@ class Executor:
             size, wanted = len(self.group.layout.devices), len(self.wanted.devices)
             if size < wanted:
                 cell.notice(
-                    f"there is room for {size} of {wanted} ranks: these go on. The next restart asks for {wanted} again"
+                    f"{wanted} ranks were asked for and {size} could be started: the call goes on with {size}. The "
+                    f"next restart asks for {wanted} again"
                 )
         return self.group
 
@@ -251,32 +256,35 @@ class Executor:
             group.end(grace)
 
     def _kill(self) -> None:
-        """End the ranks at once. A further press of the stop button does not hide why."""
+        """End the ranks at once. A further interrupt is ignored, so that the first exception is the one raised."""
         with contextlib.suppress(KeyboardInterrupt):
             self.end(grace=0.0)
 
     def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
-        """Open the debugger of a rank on the frames that it keeps, until the user leaves."""
+        """Open the debugger of a rank on the frames that it keeps, and return when the user leaves it.
+
+        `commands` are the lines to type instead of the user; None asks the user.
+        """
         group = self.group
         assert group is not None
         group.relay.begin(cell, "rank0", rank)
 
         def send() -> None:
-            group.join()  # so that the user can ask it for its rank, and the like
+            group.join()  # code that is typed there may use the process group
             group.send(rank, protocol.Debug())
 
-        self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
+        self._send_and_wait(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
 
-    def hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
-        """Pass a change of a widget in the page to its rank, and show what follows from it."""
+    def deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
+        """Send a change of a widget in the page to its rank, and show the output of the widget's callbacks."""
         group = self.group
         if group is not None and not self._dead:
             group.relay.begin(cell, "rank0", rank)
-            message = protocol.Widget(said, buffers)
-            self._have_done(group, lambda: group.send(rank, message), [rank], "widget")
+            message = protocol.Widget(event, buffers)
+            self._send_and_wait(group, lambda: group.send(rank, message), [rank], "widget")
 
     def empty_cache(self, cell: Cell) -> None:
-        """Make the ranks, if there are any, give back free memory of their GPUs."""
+        """Free the unused GPU memory that torch caches in the ranks, if ranks run."""
         if self.group is None or self._dead:
             return
         group = self.ready(cell)
@@ -288,10 +296,10 @@ class Executor:
                 for rank in targets:
                     group.send(rank, protocol.EmptyCache())
 
-        self._have_done(group, send, targets, "empty_cache")
+        self._send_and_wait(group, send, targets, "empty_cache")
 
     def restart(self, cell: Cell) -> None:
-        """End the ranks and start fresh ones, also after a rank has died."""
+        """End the ranks and start fresh ones. Works after the death of a rank, too."""
         self.end(GRACE_TO_LEAVE)
         self._dead = self._lost = ""
         self.ready(cell).join()

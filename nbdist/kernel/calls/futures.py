@@ -1,4 +1,4 @@
-"""Calls of one session take turns; those in the background are futures."""
+"""The queue in which the calls of one session take turns, and futures for calls in the background."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from ...errors import NbdistError, entry
-from ...system.interrupts import heard_interrupts
+from ...system.interrupts import interruptible
 from ...system.limits import allow_more_above
-from ...system.processes import forget_in_children
+from ...system.processes import register_after_fork
 from ...wire.parcel import Parcel
 
 T = TypeVar("T")
 
 
-#: Where a call stands in the queue; what is put there wakes it up.
+#: The place of a call in the queue. An item that is put into it wakes the call up.
 Ticket = queue.SimpleQueue[None]
 
-#: Seconds from one look at the queue to the next, for a caller that was not woken up.
+#: Seconds between two looks at the queue, for a caller that was not woken up.
 _LOOK = 0.2
 
 
 class FairLock:
     """A lock that gives turns in the order of the requests.
 
-    An interrupt of the notebook may come between any two steps, and on the way into any function written in Python: a
-    turn that is given back there could be lost. So it is given back by a single call into C (`dict.pop`), and those
-    who wait do not rely on being woken up.
+    The notebook's interrupt may come between any two bytecodes and at the start of any Python function, so Python code
+    that gives a turn back might not run to its end. Therefore one call into C (`dict.pop`) gives it back, and callers
+    that wait look at the queue from time to time, too.
     """
 
     def __init__(self) -> None:
-        self._queue: dict[Ticket, int] = {}  # with the thread that has a turn, or waits for it; 0 as long as none does
-        forget_in_children(self)
+        self._queue: dict[Ticket, int] = {}  # ticket -> its thread; 0 before `in_turn`
+        register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: the threads that wait here are not there."""
+        """Empty the queue in a child of this process, which has none of the threads that wait here."""
         self._queue.clear()
 
     def busy(self) -> bool:
-        """Return whether a call runs, or waits for its turn."""
+        """Return whether a call runs or waits for its turn."""
         return bool(self._queue)
 
     def draw(self) -> Ticket:
-        """A place at the end of the queue, for a later `in_turn`."""
+        """Take a place at the end of the queue, for a later `in_turn`."""
         ticket = Ticket()
         self._queue[ticket] = 0
         return ticket
 
     def in_turn(self, action: Callable[[], T], ticket: Ticket | None = None) -> T:
-        """Call `action` after all earlier ones are done, and return its value.
+        """Call `action` when all earlier actions are done, and return its value.
 
-        An interrupt while it waits gives its place up. Raises `NbdistError` in a thread that would wait for itself.
+        An interrupt during the wait leaves the queue. Raises `NbdistError` in a thread that has a turn already: the
+        thread would wait for itself.
         """
         ticket, thread = ticket or Ticket(), threading.get_ident()
         if thread in list(self._queue.values()):
             raise NbdistError(
-                "the session is used while a call of the same thread captures, sends or awaits something: by an object "
-                "that is pickled or rebuilt (`__getstate__`, `__reduce__`, `__setstate__`), or by a signal handler. "
-                "Make that call before, and hand its value over"
+                "a call of this session is running in the same thread, so another one would wait for itself: it comes "
+                "from an object that is pickled or rebuilt (`__getstate__`, `__reduce__`, `__setstate__`), or from a "
+                "signal handler. Make the second call before the first one, and pass its value"
             )
         try:
-            self._queue[ticket] = thread  # those that have drawn it keep their place
-            with heard_interrupts():
+            self._queue[ticket] = thread  # a ticket that was drawn before keeps its place
+            with interruptible():
                 while self._first() is not ticket:
                     with contextlib.suppress(queue.Empty):
                         ticket.get(timeout=_LOOK)
@@ -78,12 +79,12 @@ class FairLock:
             self._wake()
 
     def give_back(self, ticket: Ticket) -> None:
-        """Leave the queue, without having had a turn."""
+        """Leave the queue without a turn."""
         self._queue.pop(ticket, None)
         self._wake()
 
     def _first(self) -> Ticket | None:
-        return next(iter(list(self._queue)), None)  # of a copy: other threads change the queue meanwhile
+        return next(iter(list(self._queue)), None)  # a copy, because other threads change the queue meanwhile
 
     def _wake(self) -> None:
         first = self._first()
@@ -92,12 +93,12 @@ class FairLock:
 
 
 class Stop:
-    """Asks a running call to stop, from any thread: as the notebook's stop button asks the call of a cell."""
+    """A request to stop a running call, from any thread, as the stop button stops the call of a cell."""
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()
-        allow_more_above(self._write)  # many calls may wait for their turn, each with its data
-        self._lock = threading.RLock()  # a signal handler may cancel a call, too
+        allow_more_above(self._write)  # many calls may wait for their turn, each with open files
+        self._lock = threading.RLock()  # reentrant: a signal handler may cancel a call, too
 
     def ask(self) -> None:
         with self._lock:
@@ -120,10 +121,10 @@ class CallFuture(concurrent.futures.Future[T]):
         self._ask_to_stop = ask_to_stop
 
     def cancel(self) -> bool:
-        """Stop the call: one that waits for its turn never starts, one that runs is interrupted as a cell is.
+        """Stop the call. A call that waits for its turn never starts; a running call is interrupted like a cell.
 
-        The ranks get five seconds for their `finally` blocks; a second `cancel` does not wait for them. Then `result`
-        raises `CancelledError`. Returns False where the call is over already.
+        The ranks get five seconds for their `finally` blocks. A second `cancel` ends them at once. Then `result`
+        raises `CancelledError`. Returns False if the call is over already.
         """
         if super().cancel():
             return True
@@ -132,16 +133,20 @@ class CallFuture(concurrent.futures.Future[T]):
 
     @entry
     def result(self, timeout: float | None = None) -> T:
-        """Wait, at most `timeout` seconds, and return the value of the call. Raises what `Session.run` would."""
-        with heard_interrupts():
+        """Wait at most `timeout` seconds, and return the value of the call.
+
+        Raises the exceptions of `Session.run`, `TimeoutError` after `timeout` seconds, and `CancelledError` after
+        `cancel`.
+        """
+        with interruptible():
             return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Return what `result` returns, for `await`. Cancelling the task that awaits it cancels the call.
+        """Wait with `await`, and return the value of the call. Canceling the task that awaits it cancels the call.
 
-        A `StopIteration` of the call is the cause of a `RuntimeError`, as in any coroutine.
+        A `StopIteration` that the call raises becomes a `RuntimeError` with this cause, as in any coroutine.
         """
-        over: concurrent.futures.Future[None] = concurrent.futures.Future()  # asyncio's take no StopIteration
+        over: concurrent.futures.Future[None] = concurrent.futures.Future()  # asyncio's futures refuse StopIteration
 
         def end(_: object) -> None:
             if over.set_running_or_notify_cancel():
@@ -163,7 +168,14 @@ class CallFuture(concurrent.futures.Future[T]):
 
 
 def in_background(call: Callable[[Stop], T], parcel: Parcel, lock: FairLock, name: str) -> CallFuture[T]:
-    """Run `call`, which sends `parcel`, in a thread when its turn comes."""
+    """Run `call` in a thread when its turn in `lock` comes, and return a future for its value.
+
+    Args:
+        call: Sends `parcel` and waits for the answers.
+        parcel: Closed when the call is over.
+        lock: The queue of the session.
+        name: The name of the function, for the name of the thread.
+    """
     stop = Stop()
     future: CallFuture[T] = CallFuture(stop.ask)
     settle: list[Callable[[], None]] = []
@@ -179,20 +191,20 @@ def in_background(call: Callable[[Stop], T], parcel: Parcel, lock: FairLock, nam
             settle.append(functools.partial(future.set_exception, stopped))
         except BaseException as exc:
             settle.append(functools.partial(future.set_exception, exc))
-        del call  # with what it holds
+        del call  # free the captured objects
 
     def work() -> None:
         with contextlib.closing(stop), contextlib.closing(parcel):
             lock.in_turn(carry_out, ticket)
         if settle:
-            settle.pop()()  # not in its turn any more: what is called then may want one
+            settle.pop()()  # after its turn: a callback of the future may make another call
 
     ticket = lock.draw()
     try:
-        # Not an executor: those are waited for when the interpreter ends, and a training may take hours.
+        # Not a ThreadPoolExecutor: the interpreter waits for its threads at exit, and a training may take hours.
         threading.Thread(target=work, name=f"nbdist: {name}", daemon=True).start()
     except BaseException:  # no thread can be started, or an interrupt came
-        if concurrent.futures.Future.cancel(future):  # it has not begun, and never will
+        if concurrent.futures.Future.cancel(future):  # the call has not begun, and never will
             lock.give_back(ticket)
             stop.close()
             parcel.close()

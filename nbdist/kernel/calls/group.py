@@ -1,4 +1,4 @@
-"""The ranks of a session as the kernel holds them: one process group, made again after a failure, until their end."""
+"""The running ranks of a session, as the kernel sees them: starting, their process group, their state, their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import NbdistError, RankDied
 from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
-from ...system.interrupts import postponed_interrupts
+from ...system.interrupts import deferred_interrupts
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
 from ...wire.recording import Recording
@@ -25,11 +25,11 @@ from ..cell.comms import Comms
 from ..cell.relay import Relay
 from .gpu_errors import explain_gpu_error, explain_missing_gpu
 
-#: Seconds that ranks get to leave in good order: for what they have registered with `atexit`, and their open files.
+#: Seconds that ranks get for a regular exit, with `atexit` functions and open files, before they are killed.
 GRACE_TO_LEAVE = 5.0
 
 
-#: Ranks whose memory is looked at again at once: the system goes through all their pages for that.
+#: The number of ranks whose memory is measured at each look: the system goes through all their pages for this.
 MEMORY_AT_ONCE = 16
 
 
@@ -38,21 +38,21 @@ class Layout:
     """The devices and options with which ranks are started."""
 
     devices: Sequence[str]
-    """One for each rank."""
+    """The device of each rank."""
     backend: str
     options: Mapping[str, Any]
     """Further arguments of `init_process_group`."""
     threads: int | str | None
-    """Threads for each rank; None shares the cores out, "bind" also binds the ranks to their shares."""
+    """Threads of each rank. None: the cores divided by the ranks. "bind": also binds each rank to its cores."""
     env: Mapping[str, str]
     seed: int | None
     seed_ranks: bool = False
-    """Whether each rank adds its number to the seeds."""
+    """True if each rank adds its number to the seeds."""
     notice: str = ""
-    """What the cell is told when ranks are started."""
+    """A notice to show in the cell when ranks are started."""
 
     def gpus(self) -> list[str]:
-        """Return each rank's GPU, as CUDA_VISIBLE_DEVICES names it; nothing for CPU ranks and ranks of a cluster."""
+        """Return each rank's entry in CUDA_VISIBLE_DEVICES; an empty list for CPU ranks and ranks of a cluster."""
         if self.devices[0] in ("cpu", "cuda"):
             return []
         return own_gpus(self.devices, {**os.environ, **self.env}.get(VISIBLE))
@@ -63,7 +63,7 @@ class Layout:
 
 
 class Doing(NamedTuple):
-    """The state of a rank in a word, the name of the function, and since when (seconds since the epoch)."""
+    """The state of a rank in one word, the name of the function, and the begin of the state (seconds since 1970)."""
 
     state: str
     what: str
@@ -71,16 +71,17 @@ class Doing(NamedTuple):
 
 
 class Group:
-    """Running ranks. Dropping the last reference to it ends them.
+    """Running ranks. They end when the last reference to this object is dropped.
 
-    Attributes: `layout`, that of the ranks which there are: with `least`, there may be fewer than were wanted.
-    `number`, of the process group that they have entered last, from 1. `recording`, what the ranks note of their
-    collectives; None where they are on other machines.
+    Attributes:
+        layout: The layout of the running ranks. With `least` they may be fewer than the layout that was asked for.
+        number: The number of their last process group, from 1.
+        recording: The records of their collectives; None for ranks on other machines.
     """
 
     def __init__(self, engine: Engine, layout: Layout, cell: Cell, least: int | None = None) -> None:
         self.ranks = engine.start(len(layout.devices), cell.notice, least)
-        with postponed_interrupts():  # until somebody is there to end them
+        with deferred_interrupts():  # until `_end` is registered, which ends the ranks
             self.layout = layout = replace(layout, devices=layout.devices[: len(self.ranks.pids)])
             self.relay = Relay(self.ranks)
             self.recording = Recording(len(self.ranks.pids)) if self.ranks.takes_descriptors else None
@@ -91,22 +92,22 @@ class Group:
             self._end = weakref.finalize(self, _leave, self.ranks, self.doing, self.relay.comms)
             before_servers(self._end)
             self.underway = False
-            """Whether the ranks have got a call, or part of it, of which nobody knows that it is over."""
+            """True while a call was sent, in whole or in part, and is not known to be over."""
             self._memory: dict[int, int | None] = {}
-            self._looked_at = 0  # the rank whose memory is to be looked at next
+            self._looked_at = 0  # the rank whose memory is measured next
             self.raised: list[int] = []
-            """The ranks in which the last call raised, first the one whose exception the call raised."""
+            """The ranks in which the last call raised. The rank whose exception was raised here comes first."""
             self.dead = ""
-            """Which rank has died first, and how; empty while all live."""
+            """The first death: which rank, and why; empty while all ranks live."""
 
     def note(self, rank: int, state: str, what: str = "") -> None:
-        """Keep in mind what a rank is doing from now on."""
+        """Store the new state of a rank."""
         self.doing[rank] = Doing(state, what, time.time())
         if state in ("raised", "dead"):
             self.relay.failed(rank)
 
     def join(self) -> None:
-        """Make the ranks enter a process group, unless they are in a usable one."""
+        """Make the ranks join a new process group, unless they are in a usable one."""
         if self._joined:
             return
         layout = self.layout
@@ -149,18 +150,18 @@ class Group:
             return self.ranks.rendezvous()
         except NbdistError:
             deaths = [self.record_death(exit) for exit in self.ranks.exits()]
-            if deaths:  # which are why
+            if deaths:  # the cause of the failure
                 raise deaths[0] from None
             raise
 
     def _threads(self, share: int, environ: Mapping[str, str]) -> int:
         if isinstance(self.layout.threads, int):
             return self.layout.threads
-        asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has a number for each nesting level
+        asked = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # a list has one number for each nesting level
         return int(asked) if asked.isdigit() else share
 
     def memory(self) -> dict[int, int | None]:
-        """Bytes of memory that each rank has for itself; of many ranks, most as they had some looks ago."""
+        """Return the bytes of private memory of each rank. With many ranks most figures are from earlier calls."""
         size = len(self.doing)
         due = [
             (self._looked_at + step) % size for step in range(size if not self._memory else min(size, MEMORY_AT_ONCE))
@@ -170,16 +171,16 @@ class Group:
         return dict(self._memory)
 
     def leave(self) -> None:
-        """The process group is broken: before the next call the ranks enter another."""
+        """Mark the process group as broken: the ranks join a new one before the next call."""
         self._joined = False
 
     def send(self, rank: int, message: ToRank, **parts: Any) -> None:
-        """Send a rank a message. That it is dead is noticed when its answer is waited for."""
+        """Send a message to a rank. A dead rank raises nothing here: its death is noticed during the wait."""
         with contextlib.suppress(ConnectionError):
             self.ranks.send(rank, message, **parts)
 
     def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
-        """Return lines to show under a rank's exception that has to do with its GPU, which it may have `lost`."""
+        """Return lines to show under a rank's exception if a GPU caused it. `lost`: the rank cannot use its GPU now."""
         if self.layout.devices[0] == "cpu":
             return explain_missing_gpu(error, rank)
         self.relay.drain(rank)
@@ -190,7 +191,7 @@ class Group:
         return explain_gpu_error(error, rank, self.layout.devices[rank], gpu, pids, log, lost=lost)
 
     def record_death(self, exit: Exit) -> RankDied:
-        """Keep in mind that a rank has died, and how."""
+        """Store the death of a rank, and return the exception for it."""
         self.relay.drain(exit.rank)
         died = RankDied(
             exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail(), exit.reason
@@ -200,21 +201,21 @@ class Group:
         return died
 
     def end(self, grace: float) -> None:
-        """Ask the ranks to leave, and kill after `grace` seconds those that have not."""
+        """Ask the ranks to exit, and kill those that are still running after `grace` seconds."""
         if self._end.detach() is not None:
             try:
                 self.relay.comms.close()
-            finally:  # also where an interrupt comes
+            finally:  # after an interrupt, too
                 self.relay.say_goodbye()
                 self.ranks.close(grace, self.relay.take_last)
-                with contextlib.suppress(Exception):  # the cell may be gone
+                with contextlib.suppress(Exception):  # the cell may not exist any more
                     self.relay.flush()
                 if self.recording is not None:
                     self.recording.close()
 
 
 def _leave(ranks: Ranks, doing: Sequence[Doing], comms: Comms) -> None:
-    """End ranks that are not referred to any more, or whose kernel ends."""
-    with contextlib.suppress(Exception):  # where the kernel ends, nothing can be shown any more
+    """End ranks whose `Group` was dropped, or whose kernel ends."""
+    with contextlib.suppress(Exception):  # a kernel that ends cannot show anything any more
         comms.close()
     ranks.close(0.0 if any(one.state == "running" for one in doing) else GRACE_TO_LEAVE)

@@ -1,4 +1,4 @@
-"""Watching a call for ranks that cannot go on: from outside; only ranks that do nothing are asked anything."""
+"""Detection of ranks that cannot go on. Busy ranks are observed from outside; only idle ranks are asked for stacks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .group import Group
 from .stacks import Frame
 from .verdicts import Standing, Verdict, verdict
 
-#: Seconds from one look to the next, and until ranks that use no CPU time are asked where they are.
+#: Seconds between two looks; seconds without CPU time after which ranks are asked for their stacks.
 LOOK_EVERY, QUIET = 2.0, 8.0
-#: Seconds between two questions: a verdict needs two that are answered alike. Later they are rarer.
+#: Seconds between two requests for stacks, at first and later. A verdict needs two equal answers.
 ASK_EVERY, ASK_RARELY = 4.0, 10.0
-#: The share of a core that ranks which only wait may use: gloo's threads look around 100 times a second.
+#: The largest share of a core that an idle rank uses: gloo's threads poll 100 times a second.
 _IDLE = 0.05
-#: Seconds of CPU time that the workers of a loader may use between two questions.
+#: Seconds of CPU time that the workers of a loader may use between two requests.
 _IDLE_WORKERS = 0.1
 
 _LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-#: What waits for other ranks, and is not recorded: it is called from C++, makes a process group, or is nbdist's own.
+#: Files with code that waits for other ranks and is not recorded: C++ calls it, it makes a group, or nbdist uses it.
 _COLLECTIVE = tuple(
     os.path.join(*path.split("/"))
     for path in (
@@ -37,9 +37,9 @@ _COLLECTIVE = tuple(
         "nbdist/shm/collectives.py",
     )
 )
-#: What lies between Python and an operator in C++.
+#: The file of torch through which Python calls operators in C++.
 _OPERATORS = os.path.join("torch", "_ops.py")
-#: The function of torch that runs a backward pass, and in it DDP's all_reduce.
+#: The function of torch that runs a backward pass, which includes DDP's all_reduce.
 _BACKWARD = "_engine_run_backward"
 
 
@@ -49,21 +49,21 @@ class _Evidence(NamedTuple):
     at: float
     standings: Sequence[Standing]
     workers: Mapping[int, float]
-    """Seconds of CPU time of child processes."""
+    """Seconds of CPU time of child processes, by pid."""
 
     def is_as(self, earlier: _Evidence) -> bool:
-        """Return whether nothing has moved since."""
+        """Return whether no rank has changed its state since `earlier`."""
         mine, others = ([(o.rank, o.state, o.doing, o.stands_in) for o in e.standings] for e in (self, earlier))
         used = sum(self.workers.values()) - sum(earlier.workers.values())
         return mine == others and self.workers.keys() == earlier.workers.keys() and used < _IDLE_WORKERS
 
 
 class Hangs:
-    """Watches the ranks of one call.
+    """Detector of hangs in one call.
 
     Args:
-        group: Whose ranks.
-        targets: Those that have got the call.
+        group: The ranks of the session.
+        targets: The ranks that run the call.
     """
 
     def __init__(self, group: Group, targets: Collection[int]) -> None:
@@ -77,9 +77,10 @@ class Hangs:
         self._over = group.recording is None or not os.path.exists("/proc/self/task")
 
     def look(self, pending: Collection[int]) -> Verdict | None:
-        """Look at ranks that have not answered. Returns why they never will, once, when that is known.
+        """Look at the ranks that have not answered. Returns, once, the reason why they never will, when it is known.
 
-        Costs a file for each rank every two seconds, until none of them has used CPU time for a while.
+        A look reads one file for each rank every two seconds. Ranks are asked for stacks only when none of them has
+        used CPU time for a while.
         """
         now = time.monotonic()
         if self._over or now < self._looked + LOOK_EVERY:
@@ -98,7 +99,7 @@ class Hangs:
         return found
 
     def _idle(self, pending: Collection[int], seconds: float) -> bool:
-        """Return whether no rank has done anything since the last look."""
+        """Return whether no rank has used CPU time or begun a collective since the last look."""
         recording = self._group.recording
         assert recording is not None
         pids = self._group.ranks.pids
@@ -147,7 +148,7 @@ class Hangs:
 
 
 def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]) -> tuple[str, str]:
-    """Return the state of a rank, as `Standing` has it, and that in words; "runs" also where nothing is known."""
+    """Return the state of a rank, as a word of `Standing`, and its description; "runs" if nothing is known."""
     if not set(waits.threads(pid).values()) <= {"S", "I"} or not frames:
         return "runs", ""
     main = [one for one in own.stands_in if one.main_thread]
@@ -157,7 +158,7 @@ def _state(pid: int, frames: Sequence[Frame], own: Standing, kids: Sequence[int]
     if bottom.name in ("serve", "join", "_join", "leave"):
         return "runs", ""
     user = stacks.of_user(inner)
-    inner = inner if user is None else inner[: inner.index(user)]  # what the user's line has called
+    inner = inner if user is None else inner[: inner.index(user)]  # the functions that the user's line has called
     if any(frame.file.endswith(_LOADER) for frame in inner):
         stuck = [kid for kid in kids if waits.stands_still(kid)]
         rest = [waits.call(kid, kid) for kid in kids if kid not in stuck]

@@ -19,20 +19,20 @@ from ...wire.protocol import Error
 
 
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
-    """The object in a rank's parcel; the notebook's own functions and classes are the very ones that were sent."""
+    """Rebuild the object in a rank's parcel. Functions and classes that were sent come back as the same objects."""
     value, error = _read(parcel, originals)
-    if error is not None:  # raised here: the frame of `_read` would keep the memory of all that has arrived
+    if error is not None:  # raised here, because the frame of `_read` would keep the whole parcel in memory
         raise error from error.__cause__
     show_figures()
     return value
 
 
 def _read(parcel: Parcel, originals: Sequence[Any]) -> tuple[Any, BaseException | None]:
-    """Return the object, or the error that says why there is none, with what could be read as its `value`."""
+    """Return the object, or the error that says why it cannot be read; its `value` holds the parts that can."""
     pickled, buffers = parcel.open(own=True)
 
     def read_by(loads: Callable[..., Any]) -> Any:
-        # What a returned function uses is added to the notebook, but nothing there is overwritten.
+        # Globals that a returned function uses are added to the notebook. Existing ones are not overwritten.
         keep: Keep = lambda key, namespace, name: name not in namespace  # noqa: E731
         return read(pickled, buffers, originals=originals, keep=keep, loads=loads)
 
@@ -49,13 +49,13 @@ def _read(parcel: Parcel, originals: Sequence[Any]) -> tuple[Any, BaseException 
 def rebuild(
     rank: int, pid: int | None, message: Error, parcel: Parcel | None, originals: Sequence[Any]
 ) -> BaseException:
-    """The exception that a rank raised, with its traceback there as the cause.
+    """Rebuild the exception that a rank raised. Its cause is the `RemoteTraceback` of the rank.
 
     Args:
-        rank, pid: Which rank, and its process.
-        message: What the rank says of it.
-        parcel: The exception.
-        originals: What was sent by number.
+        rank, pid: The number of the rank, and its process.
+        message: The rank's message: the traceback as text, and simpler exceptions for the case that `parcel` fails.
+        parcel: The pickled exception.
+        originals: The objects that were sent by number.
     """
     error = _exception(parcel, message.spare, originals)
     error.__cause__ = remote = RemoteTraceback(rank, pid, message.text, message.rendered)
@@ -66,12 +66,12 @@ def rebuild(
 
 
 def _exception(parcel: Parcel | None, spare: Sequence[bytes], originals: Sequence[Any]) -> BaseException:
-    """The exception, or the nearest that this process can make."""
+    """Return the exception, or the most similar one that this process can rebuild."""
     candidates = [] if parcel is None else [functools.partial(load, parcel, originals)]
     for make in [*candidates, *(functools.partial(pickle.loads, pickled) for pickled in spare)]:
         try:
             error = make()
-        except Exception:  # its class or its content makes sense in the rank only
+        except Exception:  # the class or the content exists only in the rank
             continue
         if isinstance(error, BaseException):
             return error

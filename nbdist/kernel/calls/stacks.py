@@ -1,4 +1,4 @@
-"""The Python stacks of ranks, and a line for each rank that says what it does."""
+"""The Python stacks of ranks, and a line of text for each rank about what it does."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from ...notebook.shell import cell_numbers
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
 _PACKAGE = str(Path(__file__).parents[2])
-#: What a rank does for itself; the frames of what it was asked to do are above these.
+#: Files of the rank's own loop. The frames of the function that it runs are above these.
 _OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
-#: Lies above them for a moment.
+#: The file whose frame is on top of the stack for a moment when an interrupt arrives.
 _INTERRUPT = os.path.join(_PACKAGE, "rank", "interrupts.py")
-#: Where it asks for what is typed.
+#: The file that asks the kernel for typed input.
 _KEYBOARD = os.path.join(_PACKAGE, "rank", "keyboard.py")
 _LIBRARIES = (
     _PACKAGE + os.sep,
     "<frozen",
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
-#: Functions that only stand between a library's function and its caller.
+#: Functions that wrap another one. They are not the function that the caller has named.
 _WRAPPERS = {"wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl", "__call__"}
 
 
-#: Up to as many ranks have a line of their own each.
+#: The number of ranks up to which each rank has a line of its own.
 _FEW = 8
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A line of a stack."""
+    """A frame of a stack: file, line and function."""
 
     file: str
     line: str
     name: str
 
     def place(self, numbers: Mapping[str, int]) -> str:
+        """Return the file or cell, and the line. `numbers`: the number of each cell by its file name."""
         number = numbers.get(self.file)
         return (
             f"{os.path.basename(self.file)}:{self.line}" if number is None else f"Cell In[{number}], line {self.line}"
@@ -49,14 +50,14 @@ class Frame:
 
 
 def take(ranks: Ranks, pending: Container[int] | None = None) -> dict[int, list[Frame] | None]:
-    """The stack of each rank's main thread, innermost first; None for a rank that is not among `pending`."""
+    """Fetch the stack of each rank's main thread, innermost frame first; None for a rank that is not in `pending`."""
     numbers = range(len(ranks.pids))
     found = ranks.stacks([rank for rank in numbers if pending is None or rank in pending])
     return {rank: main_thread(found[rank]) if rank in found else None for rank in numbers}
 
 
 def main_thread(dump: str) -> list[Frame]:
-    """The frames of the main thread in what `faulthandler` wrote, innermost first, down to the rank's own loop."""
+    """Parse a dump of `faulthandler`: the frames of the main thread, innermost first, down to the rank's own loop."""
     for thread in re.split(r"^(?=Current thread|Thread)", dump, flags=re.M):
         frames = [Frame(**match.groupdict()) for match in _FRAME.finditer(thread)]
         frames = [frame for frame in frames if frame.file != _INTERRUPT]
@@ -67,20 +68,20 @@ def main_thread(dump: str) -> list[Frame]:
 
 
 def describe(frames: list[Frame] | None) -> str:
-    """Return what a rank is doing, in a few words."""
+    """Describe in a few words what a rank does, given its stack."""
     if frames is None:
         return "has returned"
     if not frames:
         return "has not started yet, or does not answer"
     *inner, own = frames
-    if own.name == "serve":  # its answer may be on the way
+    if own.name == "serve":  # the answer may not have arrived yet
         return "has returned" if any(frame.name == "send" for frame in inner) else "waits for a call"
     if own.name in ("join", "_join"):
         return "is joining the process group"
     if own.name == "leave":
         return "is leaving the process group of the last call"
     if any(frame.file == _KEYBOARD for frame in inner):
-        return "waits for what is typed"
+        return "waits for typed input"
     user = of_user(inner)
     if user is None:
         return f"is in {inner[0].name if inner else 'the function'}"
@@ -90,26 +91,26 @@ def describe(frames: list[Frame] | None) -> str:
 
 
 def of_user(frames: Iterable[Frame]) -> Frame | None:
-    """The innermost frame that is in no library."""
+    """Return the innermost frame outside libraries, or None."""
     return next((frame for frame in frames if not frame.file.startswith(_LIBRARIES)), None)
 
 
 def raised_at(text: str) -> Frame | None:
-    """Return the innermost frame of the user's code in a traceback, given as Python prints it."""
+    """Return the innermost frame of the user's code in the text of a traceback, or None."""
     text = text[max(text.rfind("Traceback (most recent call last)"), 0) :]
     return of_user(reversed([Frame(*match.group("file", "line", "name")) for match in _FRAME.finditer(text)]))
 
 
 def report(stacks: Mapping[int, list[Frame] | None]) -> str:
-    """Return a line that says what all ranks do, then their stacks, innermost call last.
+    """Return one line about what all ranks do, then their stacks, innermost call last.
 
-    Of many ranks those that do the same are named together, and have one stack.
+    With many ranks, those with the same stack are listed together.
     """
     lines = ["; ".join(f"{who} {what}" for who, what in _together(stacks, describe))]
     numbers = cell_numbers()
 
     def stack(frames: list[Frame] | None) -> str:
-        calls = reversed(frames[:-1]) if frames else ()  # a function that is not in Python has none
+        calls = reversed(frames[:-1]) if frames else ()  # a function in C has no frame
         return "\n".join(f"  {frame.place(numbers)} in {frame.name}" for frame in calls)
 
     for who, text in _together(stacks, stack):
@@ -121,7 +122,7 @@ def report(stacks: Mapping[int, list[Frame] | None]) -> str:
 def _together(
     stacks: Mapping[int, list[Frame] | None], text: Callable[[list[Frame] | None], str]
 ) -> list[tuple[str, str]]:
-    """Return a name of ranks and the text of their stack, for each rank, or for all that have the same text."""
+    """Return pairs of a name of ranks and a text: one for each rank, or with many ranks one for each text."""
     if len(stacks) <= _FEW:
         return [(f"rank {rank}", text(frames)) for rank, frames in stacks.items()]
     groups: dict[str, list[int]] = {}

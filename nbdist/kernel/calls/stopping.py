@@ -1,4 +1,4 @@
-"""Texts for the user when a call was stopped, or a rank has left by `sys.exit`."""
+"""Messages about a call that was stopped, and about a rank that called `sys.exit`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from . import stacks
 
 #: The number of ranks up to which each is named.
 _MOST = 8
-_LOST = "What earlier calls have left in the ranks is lost; the next call starts fresh ones."
+_LOST = "The values that earlier calls left in the ranks are lost; the next call starts fresh ranks."
 
 
 @contextlib.contextmanager
 def nothing_sent() -> Iterator[None]:
-    """Guard the work before a call is sent: a stop here affects no rank, and the text of the interrupt says so."""
+    """Guard the work before a call is sent: an interrupt here affects no rank, and its text says so."""
     try:
         yield
     except KeyboardInterrupt:
@@ -25,18 +25,18 @@ def nothing_sent() -> Iterator[None]:
 
 
 def early_stop(killed: bool) -> KeyboardInterrupt:
-    """Return the interrupt of a call that was stopped before all ranks had it; `killed`: the ranks were ended."""
+    """Return the exception for a call that was stopped before all ranks had it; `killed`: the ranks were ended."""
     if not killed:
         return KeyboardInterrupt("stopped before any rank had got the call: nothing is lost")
     return KeyboardInterrupt(f"stopped while the ranks were started or given the call: they were killed.\n{_LOST}")
 
 
 def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
-    """Return the interrupt of a call that was stopped and whose `pending` ranks did not leave: they will be killed.
+    """Return the exception for a stopped call with ranks that did not end it in time and will be killed.
 
     Args:
-        ranks: Still alive: they are asked where they are.
-        pending: Those that did not leave. None of them: all had left before they were asked to.
+        ranks: The ranks of the session. They still live, so that their stacks can be fetched.
+        pending: The ranks that did not end the call; may be empty.
     """
     stuck = sorted(pending)
     if not stuck:
@@ -44,8 +44,8 @@ def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
     who = ranks_named(stuck)
     if all(ranks.pids[rank] is None for rank in stuck):
         return KeyboardInterrupt(f"stopped before {who} had started.\n{_LOST}")
-    places = ["has not begun" if ranks.pids[rank] is None else "is somewhere" for rank in stuck]
-    with contextlib.suppress(KeyboardInterrupt):  # a further one: not even that is waited for
+    places = ["has not begun" if ranks.pids[rank] is None else "is at an unknown place" for rank in stuck]
+    with contextlib.suppress(KeyboardInterrupt):  # a further interrupt ends the wait for stacks, too
         taken = stacks.take(ranks, stuck[:_MOST])
         places = [stacks.describe(taken[rank]) for rank in stuck[:_MOST]]
     where = "; ".join(f"rank {rank} {place}" for rank, place in zip(stuck[:_MOST], places, strict=False))
@@ -53,7 +53,7 @@ def unanswered_stop(ranks: Ranks, pending: Iterable[int]) -> KeyboardInterrupt:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """Return names of ranks, such as "rank 3", "ranks 0 and 2", "20 ranks"."""
+    """Return a text for some ranks, such as "rank 3", "ranks 0 and 2", "20 ranks"."""
     numbers = sorted(ranks)
     if len(numbers) > _MOST:
         return f"{len(numbers)} ranks"
@@ -62,7 +62,7 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Return which rank has left by `sys.exit`, and where: of the exception the notebook shows the number alone."""
+    """Return a notice about the rank that called `sys.exit`, and where: the notebook shows only the exit code."""
     cause = error.__cause__
     if not isinstance(cause, RemoteTraceback):
         return f"left by sys.exit({error.code!r})"

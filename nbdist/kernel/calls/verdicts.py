@@ -1,4 +1,4 @@
-"""The reasons why ranks of a call cannot go on, found in what is known of each rank, without asking any."""
+"""The reasons why ranks of a call cannot go on, derived from the known state of each rank. No rank is asked here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ...wire.recording import OF_TWO, Collective
 from .stopping import ranks_named
 
-#: Collectives for which all ranks have to give tensors of one size and type.
+#: Collectives that need a tensor of the same size and type from each rank.
 _SAME_SIZE = {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"}
 
 SAME_STEPS = (
@@ -19,38 +19,38 @@ SAME_STEPS = (
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a rank, as far as it is known."""
+    """The known state of a rank."""
 
     rank: int
     state: str
     """
     - "returned", or "absent": takes no part in the call
-    - "runs", or may go on for another reason, such as a sleep; or nothing is known
+    - "runs": runs, or may go on without another rank, for example after a sleep; or nothing is known
     - "collective": waits for other ranks
     - "lock": waits for a lock of its own process, without a timeout
     - "file lock": waits for the lock of a file
     - "loader": waits for a worker of its data loader that will not answer
-    - "pipe": it or its child writes into a pipe that is full, and that only the rank could read
-    - "stopped": by a signal
+    - "pipe": the rank or its child writes into a full pipe that only the rank can read
+    - "stopped": stopped by a signal
     """
     doing: str = ""
-    """In words, such as "waits in all_reduce at Cell In[3], line 5"."""
+    """The state in words, such as "waits in all_reduce at Cell In[3], line 5"."""
     seconds: float = 0.0
-    """For how long."""
+    """The time in this state."""
     begun: Sequence[Collective] = ()
-    """The collectives that it has begun last, as far as they are recorded."""
+    """The last collectives that the rank has begun, if they are recorded."""
     places: Mapping[int, str] = field(default_factory=dict)
-    """Where these were called, by number."""
+    """The lines that called these collectives, by the number of the collective."""
     holder: int | None = None
     """The rank that holds the file lock."""
 
     @property
     def stands_in(self) -> list[Collective]:
-        """The collectives in which threads of it stand."""
+        """The collectives in which threads of the rank wait."""
         return [one for one in self.begun if one.waits]
 
     def calls(self, one: Collective) -> str:
-        """Return a collective of its own, in words."""
+        """Describe one of the rank's collectives, with its peer and the line that called it."""
         toward = {"s": " to", "i": " to", "r": " from"}[one.kind[0]] if one.kind in OF_TWO else " by"
         toward = " from" if one.kind == "irecv" else toward
         peer = "" if one.peer < 0 else f"{toward} rank {one.peer}"
@@ -60,7 +60,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a call cannot end."""
+    """The reason why a call cannot end."""
 
     kind: str
     """The class of hang, in a word or two."""
@@ -73,10 +73,10 @@ class Verdict:
 
 
 def verdict(standings: Sequence[Standing]) -> Verdict | None:
-    """Return why a call cannot end; None where it can, or where that is not known.
+    """Return the reason why a call cannot end; None if it can, or if the reason is not known.
 
     Args:
-        standings: All ranks of the process group, by number, after a while in which none of them did anything.
+        standings: All ranks of the process group, by number, after some seconds in which none of them did anything.
     """
     pending = [one for one in standings if one.state not in ("returned", "absent")]
     if not pending or any(one.state == "runs" for one in pending):
@@ -101,7 +101,7 @@ def _all_doing(standings: Sequence[Standing]) -> str:
     return "; ".join(lines)
 
 
-#: What an explanation gives: why the call cannot end, and what helps. None where it does not apply.
+#: The result of an explanation: the reason why the call cannot end, and advice. None if it does not apply.
 _Found = tuple[str, str] | None
 
 
@@ -110,7 +110,10 @@ def _stopped(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Fou
     if not stopped:
         return None
     who = ranks_named(stopped)
-    return f"{who} {'was' if len(stopped) == 1 else 'were'} stopped by a signal", "kill -CONT with the pid goes on"
+    return (
+        f"{who} {'was' if len(stopped) == 1 else 'were'} stopped by a signal",
+        "continue the process with `kill -CONT` and its pid",
+    )
 
 
 def _pipe(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
@@ -128,8 +131,8 @@ def _loader(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
         if one.state == "loader":
             return (
                 f"a worker of rank {one.rank}'s data loader waits for a lock that a thread of the rank held when the "
-                f"worker was forked, and in the worker nobody gives it back",
-                "make the lock in the worker, or DataLoader(multiprocessing_context='spawn'), or num_workers=0",
+                f"worker was forked, and no thread of the worker releases it",
+                "make the lock in the worker, or use DataLoader(multiprocessing_context='spawn') or num_workers=0",
             )
     return None
 
@@ -142,7 +145,7 @@ def _file_lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _F
             return (
                 f"rank {one.rank} waits for the lock of a file that rank {holder.rank} holds, and rank {holder.rank} "
                 f"{holder.doing}, for which it needs rank {one.rank}",
-                "give the lock back before the collective: let the `with` end above it",
+                "release the lock before the collective: end the `with` block above it",
             )
     return None
 
@@ -154,7 +157,7 @@ def _lock(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Found:
             return (
                 f"rank {one.rank}'s main thread waits for another thread of it, which stands in "
                 f"{one.calls(threads[-1])}, and the other ranks do not come there",
-                "hold no lock across a collective, and let one thread of each rank make all collectives",
+                "hold no lock across a collective, and make all collectives of a rank in one thread",
             )
     return None
 
@@ -168,22 +171,22 @@ def _difference(standings: Sequence[Standing], pending: Sequence[Standing]) -> _
         calls: dict[str, list[int]] = {}
         for rank, one in ways.items():
             calls.setdefault(standings[rank].calls(one), []).append(rank)
-        told = "; ".join(f"{ranks_named(who)} in {what}" for what, who in calls.items())
+        texts = "; ".join(f"{ranks_named(who)} in {what}" for what, who in calls.items())
         kinds = {one.kind for one in ways.values()}
         advice = SAME_STEPS if len(kinds) > 1 else "give the same sizes, types and roots on all ranks"
-        return f"{_whose(ranks, standings)} {_th(number)} collective is not the same on all of them: {told}", advice
+        return f"{_whose(ranks, standings)} {_th(number)} collective is not the same on all of them: {texts}", advice
     return None
 
 
 def _groups(pending: Iterable[Standing]) -> dict[tuple[int, ...], str]:
-    """The process groups in which ranks stand: the names by the ranks."""
+    """Return the process groups in which ranks wait: names by members."""
     return {
         tuple(sorted(c.ranks)): c.group for one in pending for c in one.stands_in if c.kind not in OF_TWO and c.ranks
     }
 
 
 def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Collective]:
-    """Return by rank the first collectives of one number in a process group that do not fit together, if any."""
+    """Return, by rank, the first collectives of a process group that have the same number and do not match."""
     by_rank = {
         one.rank: {c.place_in_group: c for c in one.begun if c.group == group and c.place_in_group} for one in standings
     }
@@ -195,7 +198,7 @@ def first_difference(standings: Sequence[Standing], group: str) -> dict[int, Col
 
 
 def _shape(one: Collective) -> tuple[object, ...]:
-    """Return what has to be the same on all ranks."""
+    """Return the properties of a collective that must be equal on all ranks."""
     return (one.kind, one.peer, *((one.elements, one.dtype) if one.kind in _SAME_SIZE else ()))
 
 
@@ -208,9 +211,9 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
             others = [standings[c.peer]] if 0 <= c.peer < len(standings) else [o for o in standings if o is not one]
             if any(_answers(other, one.rank, receives) for other in others):
                 continue
-            told = "; ".join(f"rank {other.rank} {_elsewhere(other)}" for other in others)
+            texts = "; ".join(f"rank {other.rank} {_elsewhere(other)}" for other in others)
             verb = "receives" if receives else "sends"
-            return f"rank {one.rank} {verb} in {one.calls(c)}, and {told}", (
+            return f"rank {one.rank} {verb} in {one.calls(c)}, and {texts}", (
                 "let each send have its recv on the other rank: where both send first, or both receive first, use "
                 "isend and irecv, or batch_isend_irecv"
             )
@@ -218,7 +221,7 @@ def _of_two(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Foun
 
 
 def _answers(other: Standing, rank: int, receives: bool) -> bool:
-    """Return whether a rank stands in what fits."""
+    """Return whether a rank waits in the matching operation."""
     return any(c.kind in OF_TWO and ("recv" in c.kind) != receives and c.peer in (rank, -1) for c in other.stands_in)
 
 
@@ -232,16 +235,16 @@ def _missing(standings: Sequence[Standing], pending: Sequence[Standing]) -> _Fou
             ]
             late = [other for other in late if (_count(other, c) or 0) < c.place_in_group and other is not one]
             if late:
-                told = "; ".join(
+                texts = "; ".join(
                     f"rank {o.rank} {_elsewhere(o)} after {_collectives(_count(o, c) or 0)} of this group" for o in late
                 )
-                return f"rank {one.rank} stands in its {_th(c.place_in_group)}, {one.calls(c)}, and {told}", SAME_STEPS
+                return f"rank {one.rank} stands in its {_th(c.place_in_group)}, {one.calls(c)}, and {texts}", SAME_STEPS
     return None
 
 
 def _count(standing: Standing, one: Collective) -> int | None:
-    """Return how many collectives of the same process group a rank has begun; None where that is not known."""
-    if standing.state == "collective" and not standing.stands_in:  # in one that is not recorded
+    """Return the number of collectives that a rank has begun in the same process group; None if it is not known."""
+    if standing.state == "collective" and not standing.stands_in:  # it waits in a collective that is not recorded
         return None
     return max((c.place_in_group for c in standing.begun if c.group == one.group), default=0)
 
@@ -254,8 +257,8 @@ def _unrecorded(standings: Sequence[Standing], pending: Sequence[Standing]) -> _
         others = [o for o in standings if o is not one and (o.stands_in or o.state != "collective")]
         others = others or [o for o in standings if o.doing.partition(" at ")[0] != one.doing.partition(" at ")[0]]
         if others:
-            told = "; ".join(f"rank {o.rank} {_elsewhere(o)}" for o in others)
-            return f"rank {one.rank} {one.doing}, for which it needs all ranks, and {told}", SAME_STEPS
+            texts = "; ".join(f"rank {o.rank} {_elsewhere(o)}" for o in others)
+            return f"rank {one.rank} {one.doing}, for which it needs all ranks, and {texts}", SAME_STEPS
     return None
 
 
@@ -272,7 +275,7 @@ def _collectives(number: int) -> str:
 
 
 def _th(number: int) -> str:
-    """Return a number as text, such as "1st", "12th"."""
+    """Return an ordinal number, such as "1st" or "12th"."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number:,}{ending}"
 

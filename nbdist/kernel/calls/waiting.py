@@ -1,4 +1,4 @@
-"""Waiting for ranks: their answers, their output, their deaths, an interrupt, a timeout; the first failure ends all."""
+"""Waiting for the ranks of one call: answers, output, deaths, an interrupt, a timeout. The first failure ends all."""
 
 from __future__ import annotations
 
@@ -27,42 +27,41 @@ from .keyboard import Keyboard
 from .outcomes import load, rebuild
 from .stopping import unanswered_stop
 
-#: Seconds that the other ranks get to leave by themselves after the first failure: enough to tell their own errors.
+#: Seconds that the other ranks get to end the call after the first failure: enough to send their own errors.
 GRACE_AFTER_FAILURE = 0.8
-#: As many for ranks with a GPU: what they wait for ends when the GPU has done all that it was asked before.
+#: The same for ranks with a GPU: a wait of theirs ends when the GPU has finished all work that was queued before.
 GRACE_WITH_GPU = 5.0
-#: Seconds that one of them gets to begin the call, which it does to leave: on a busy machine it may still be joining.
+#: Seconds that a rank gets to begin the call, which it must do to leave it: on a busy machine it may still be joining.
 GRACE_TO_BEGIN = 5.0
-#: Seconds that a rank which has raised gets to tell what: a traceback with its source takes a while to render. As many
-#: gets one each time that it says that it still does what is not to be left by half, such as an import.
-GRACE_TO_TELL = 5.0
+#: Seconds that a rank gets to send its exception: rendering a traceback with source lines takes time. A rank gets the
+#: same time again whenever it reports an uninterruptible step, such as an import.
+GRACE_TO_REPORT = 5.0
 #: Seconds that ranks get to clean up after an interrupt of the cell.
 GRACE_AFTER_INTERRUPT = 5.0
-#: Seconds after which it breaks off what they wait for in their process groups, unless one has left these before.
+#: Seconds from an interrupt to the abort of the ranks' process groups, unless a rank has left its group before.
 GRACE_BEFORE_ABORT = 2.0
 
-#: Seconds from one look at a rank's output to the next: live for an eye, and ranks that print once a batch, or have a
-#: progress bar, are spared a kernel that wakes up each time, on a core that they need. The first line after a pause is
-#: seen at once.
+#: Seconds between two looks at a rank's output. It looks live, and ranks that print at each batch, or have a progress
+#: bar, do not wake the kernel each time, on a core that they need. The first line after a pause is shown at once.
 OUTPUT_INTERVAL = 0.3
 
-#: Seconds for which one waits at a time. Python hears of a signal between two steps of its own: of one that comes right
-#: before a wait, or in another thread, only at the end of that.
+#: The longest single wait, in seconds. CPython runs signal handlers between bytecodes only, so a signal that comes just
+#: before a wait, or in another thread, is noticed when the wait ends.
 AT_A_TIME = 1.0
 
-#: Seconds after which a call is told where ranks are that have got it and have not begun.
+#: Seconds after which the cell shows where ranks are that have received a call and not begun it.
 LONG_START = 30.0
 
-#: Seconds from which on a call is told that ranks waited for others, and the share of its time from which on.
+#: The cell shows that ranks waited for others if a call took more than these seconds and waited more than this share.
 LONG_CALL, MUCH_WAITING = 10.0, 0.2
 
-#: What a rank says when a peer has gone: a consequence, and not the cause of a failure.
+#: The error of a rank that has lost its peer: a consequence of a failure, not its cause.
 _LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket closed"
     r"|ncclRemoteError|remote process exit|NCCL communicator was aborted",
     re.I,
 )
-#: A line of a traceback: the exception that a rank raises first when it loses its peer or is asked to leave.
+#: The line of a traceback with the first exception of a rank that has lost its peer or was asked to leave.
 _FOLLOWS = re.compile(
     rf"^(KeyboardInterrupt|[\w.]*(?:Error|Exception): .*({_LOST_PEER.pattern})).*\n\n", re.M | _LOST_PEER.flags
 )
@@ -73,24 +72,26 @@ class _Failure:
     rank: int | None
     error: BaseException
     asked: bool = False
-    """Whether the rank had been asked to leave by then."""
+    """True if the rank had been asked to leave before it failed."""
 
     def is_consequence(self) -> bool:
-        """Return whether this failure follows from another rank's: the rank was asked to leave, or lost its peer.
+        """Return whether another rank's failure caused this one: the rank was asked to leave, or lost its peer.
 
-        A function may raise another exception then; the traceback has the one that it follows from.
+        The function may turn the first exception into another one. The traceback still shows the first one.
         """
         lost_peer = isinstance(self.error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(text_of(self.error)))
         cause = self.error.__cause__
-        told = self.asked and isinstance(cause, RemoteTraceback) and bool(_FOLLOWS.search(cause.text))
-        return lost_peer or told or isinstance(self.error, KeyboardInterrupt)
+        follows = self.asked and isinstance(cause, RemoteTraceback) and bool(_FOLLOWS.search(cause.text))
+        return lost_peer or follows or isinstance(self.error, KeyboardInterrupt)
 
 
 class Waiting:
-    """One call being waited for, until each of its ranks has answered, failed, died or been given up.
+    """The wait for one call, until each of its ranks has answered, failed, died or been given up.
 
-    Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave, or
-    cannot take another call. `ended`, why one of these has ended after its answer, if one has.
+    Attributes:
+        pending: The ranks that have not answered. After `wait` has raised: the ranks that did not end the call, or
+            cannot take another one.
+        ended: The reason why one of these has ended after its answer; empty if none has.
     """
 
     def __init__(
@@ -108,57 +109,57 @@ class Waiting:
     ) -> None:
         """
         Args:
-            group: Whose ranks have got the call.
-            targets: The ranks that have.
-            what: The name of what they run.
-            timeout: Seconds that they may take.
-            originals: What was sent by number, as `capture.Call.originals` has it.
-            stop: Lets another thread interrupt the call.
-            keyboard: Gives the lines that ranks ask for. None: what the user types.
-            once: Whether the ranks end after the call, so that nothing of them needs to stay whole.
-            on_hang: Where the ranks wait for what cannot come: "raise" fails with `RankStuck`, "say" writes why into
-                the cell.
+            group: The ranks of the session.
+            targets: The ranks to which the call was sent.
+            what: The name of the function.
+            timeout: The longest time of the call, in seconds; None: no limit.
+            originals: The objects that were sent by number, as in `capture.Call.originals`.
+            stop: Interrupts the call from another thread.
+            keyboard: The source of lines that ranks ask for. None: the user types them.
+            once: Whether the ranks end after the call, so that their state may be lost.
+            on_hang: What happens when the ranks can never go on: "raise" fails with `RankStuck`, "say" shows the reason
+                in the cell.
         """
         self._once = once
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._originals, self._stop = timeout, originals, stop
-        refusal = "" if stop is None else "a call in the background has no cell that could ask"
+        refusal = "" if stop is None else "a call in the background has no cell that can ask"
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)
         self._hangs, self._on_hang = Hangs(group, self.pending), on_hang
         self._begun: set[int] = set()
-        self._explained = False  # that a stop waits for the end of what it would leave by half
+        self._explained = False  # whether the cell shows that the stop waits for an uninterruptible step
         self._begin = time.monotonic()
-        self._tells_of_late_ones = True
+        self._warns_of_late_ranks = True
         self._deadline = None if timeout is None else self._begin + timeout
-        self._interrupted = False  # by the user, or by what a signal's handler has raised:
+        self._interrupted = False  # by the user, or by the exception of a signal handler, which is:
         self._raised: BaseException | None = None
-        self._leaving = False  # the ranks were asked to leave: what they do then is no failure of theirs
-        self._aborted = False  # what the ranks that are left wait for in their process groups was broken off
-        self._grace = 0.0  # seconds that they get after that
+        self._leaving = False  # the ranks were asked to end the call: errors from then on are consequences
+        self._aborted = False  # the process groups of the remaining ranks were aborted
+        self._grace = 0.0  # seconds that the ranks get after the abort
         self._given_up = False
         self.ended = ""
-        self._patient = False  # the loss of a rank was waited for
-        self._unfit: set[int] = set()  # not waited for any more, and not fit for another call
+        self._patient = False  # the extra time in which the loss of a rank may be reported has been given
+        self._unfit: set[int] = set()  # ranks that are not waited for any more, and cannot take another call
         self._answers: dict[int, Parcel | None] = {}
-        self._waited: dict[int, float] = {}  # seconds for other ranks, where that was more than a moment
-        self._copied: dict[int, list[memoryview]] = {}  # big buffers of answers that are about to come
+        self._waited: dict[int, float] = {}  # seconds that each rank waited for others
+        self._copied: dict[int, list[memoryview]] = {}  # big buffers, copied before their answer arrives
         self._failures: list[_Failure] = []
         for rank in self.pending:
             group.note(rank, "running", what)
 
     def wait(self, interrupted: bool = False) -> list[Any]:
-        """The answers by rank, None where no value was asked for.
+        """Wait for all ranks, and return their values in the order of the ranks; None for a rank that returns none.
 
         Args:
-            interrupted: Whether the user has pressed stop already, while the call was sent.
+            interrupted: Whether an interrupt came while the call was sent.
 
-        Raises the failure that came first, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. When it raises, and no
-        rank is `pending` or dead, the ranks can take calls again, in a new process group.
+        Raises the first failure, `RankTimeout`, `RankStuck` or `KeyboardInterrupt`. If no rank is `pending` or dead
+        then, the ranks can take calls again, in a new process group.
         """
         try:
-            self._hear(interrupted)
+            self._listen_until_done(interrupted)
             self.pending |= self._unfit
             self._relay.drain()
             self._relay.flush()
@@ -166,7 +167,7 @@ class Waiting:
                 raise self._raised
             if self._interrupted or self._failures:
                 raise self._failure()
-            self._tell_of_waiting()
+            self._show_waiting_shares()
             answers = [self._answers[rank] for rank in sorted(self._answers)]
             try:
                 return [None if parcel is None else load(parcel, self._originals) for parcel in answers]
@@ -177,7 +178,7 @@ class Waiting:
                 error = CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})")
                 raise error.with_value(getattr(exc, "value", None)) from exc
         except KeyboardInterrupt as exc:
-            if self.pending and not exc.args and exc.__cause__ is None:  # a press that came between two steps
+            if self.pending and not exc.args and exc.__cause__ is None:  # an interrupt between two steps
                 raise unanswered_stop(self._ranks, self.pending) from None
             raise
         finally:
@@ -188,11 +189,11 @@ class Waiting:
                 if parcel is not None:
                     parcel.close()
 
-    def _hear(self, interrupted: bool) -> None:
-        """Hear the ranks until all have answered, or have had their chance."""
+    def _listen_until_done(self, interrupted: bool) -> None:
+        """Handle events until all ranks have answered, or their time to end the call is over."""
         with contextlib.ExitStack() as stack:
             listener: Listening | None = None
-            while True:  # again after an interrupt, wherever it comes
+            while True:  # once more after an interrupt, which may come anywhere in the block
                 try:
                     if interrupted:
                         self._interrupted = True
@@ -203,27 +204,27 @@ class Waiting:
                         self._step(listener)
                     return
                 except BaseException as exc:
-                    if not isinstance(exc, KeyboardInterrupt):  # of a handler of SIGALRM, say: a timeout of the user's
+                    if not isinstance(exc, KeyboardInterrupt):  # from the user's signal handler, such as for SIGALRM
                         self._raised = self._raised or exc
-                    if self._interrupted:  # a second one: no more patience
+                    if self._interrupted:  # the second interrupt ends the wait at once
                         return
                     interrupted = True
 
-    def _tell_of_waiting(self) -> None:
-        """Say that ranks of a long call waited for another, if they did so for much of the time."""
+    def _show_waiting_shares(self) -> None:
+        """Show in the cell that ranks of a long call waited for another rank, if they did so for much of the time."""
         took = time.monotonic() - self._begin
         shares = {rank: self._waited.get(rank, 0.0) / took for rank in self._answers}
         most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
         if took > LONG_CALL and shares[most] > MUCH_WAITING and most != least:
             one = shares[least] < shares[most] / 2
-            whom = "it is the one that they wait for" if one else "for none of them more than for the rest"
+            reason = "it is the one that they wait for" if one else "for none of them more than for the rest"
             self._relay.cell.notice(
                 f"rank {most} waited {100 * shares[most]:.0f} % of the time for others, rank {least} "
-                f"{100 * shares[least]:.0f} %: {whom}. session.profile shows what {'it does' if one else 'they do'}"
+                f"{100 * shares[least]:.0f} %: {reason}. session.profile shows what {'it does' if one else 'they do'}"
             )
 
     def _failure(self) -> BaseException:
-        """The exception to raise: the root cause, with the other ranks' failures listed under it."""
+        """Return the exception to raise: the root cause, with the failures of the other ranks listed under it."""
         if self._interrupted:
             errors = [f.error for f in self._failures if isinstance(f.error, KeyboardInterrupt)]
             return errors[0] if errors and not self.pending else unanswered_stop(self._ranks, self.pending)
@@ -259,7 +260,7 @@ class Waiting:
     def _step(self, listener: Listening) -> None:
         left = AT_A_TIME if self._deadline is None else min(AT_A_TIME, self._deadline - time.monotonic())
         if left > 0:
-            self._tell_of_late_ones()
+            self._warn_of_late_ranks()
             self._look_for_hang()
             listener.select(self._page.soon(self._keyboard.soon(left)))
             self._relay.show_unfinished()
@@ -269,40 +270,40 @@ class Waiting:
             self._abort()
         elif self._leaving and self._cause_may_follow():
             self._patient, self._deadline = True, time.monotonic() + self._ranks.patience
-        elif self._leaving:  # they had their chance
+        elif self._leaving:  # the time to end the call is over
             self._given_up = True
         else:
             where = stacks.take(self._ranks, self.pending)
             self._fail(None, RankTimeout(f"not done after {self._timeout:g} s: {stacks.report(where)}"))
 
-    def _tell_of_late_ones(self) -> None:
-        """Say once where ranks are that have not begun for long."""
-        self._tells_of_late_ones = self._tells_of_late_ones and not self._leaving and not self.pending <= self._begun
-        if not self._tells_of_late_ones or time.monotonic() < self._begin + LONG_START:
+    def _warn_of_late_ranks(self) -> None:
+        """Show once where the ranks are that have not begun the call after `LONG_START` seconds."""
+        self._warns_of_late_ranks = self._warns_of_late_ranks and not self._leaving and not self.pending <= self._begun
+        if not self._warns_of_late_ranks or time.monotonic() < self._begin + LONG_START:
             return
         if starting := self._ranks.starting():
-            self._tells_of_late_ones = False
+            self._warns_of_late_ranks = False
             self._relay.cell.notice(
                 f"no ranks after {LONG_START:g} s: {starting}. If it never ends, stop the call: later calls do without"
             )
         late = {rank for rank in self.pending - self._begun if self._ranks.pids[rank] is not None}
         if late:
-            self._tells_of_late_ones = False
+            self._warns_of_late_ranks = False
             taken = stacks.take(self._ranks, late)
             where = stacks.report({rank: taken[rank] for rank in sorted(late)})
             self._relay.cell.notice(f"not begun after {LONG_START:g} s: {where}")
 
     def _look_for_hang(self) -> None:
-        """Say once why the ranks wait for what cannot come, or fail with that."""
+        """Show once why the ranks can never go on, or fail with this reason."""
         found = None if self._leaving else self._hangs.look(self.pending)
         if found is not None and self._on_hang == "raise":
             where = stacks.report(stacks.take(self._ranks, self.pending))
             self._fail(None, RankStuck(f"{found}\n\n{where}"))
         elif found is not None:
-            self._relay.cell.notice(f"{found}. The stop button ends the call, on_hang='raise' would have ended it")
+            self._relay.cell.notice(f"{found}. The stop button ends the call; on_hang='raise' would have ended it")
 
     def _ask_user(self) -> None:
-        """Let the user type what a rank waits for, if one does. The time that he takes is not the call's."""
+        """Ask the user for a line if a rank waits for one. The time until the answer does not count as the call's."""
         if self._keyboard.ready():
             begin = time.monotonic()
             try:
@@ -312,7 +313,7 @@ class Waiting:
                     self._deadline += time.monotonic() - begin
 
     def _cause_may_follow(self) -> bool:
-        """Whether all that is known follows from the loss of a rank, which takes a while to be noticed elsewhere."""
+        """Return whether all known failures follow from the loss of a rank that has not been reported yet."""
         lost = bool(self._failures) and all(failure.is_consequence() for failure in self._failures)
         return lost and self._ranks.patience > 0 and not self._patient and not self._interrupted
 
@@ -322,9 +323,9 @@ class Waiting:
         self._group.leave()
         with self._ranks.together():
             for rank in list(self.pending):
-                if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+                if self._ranks.pids[rank] is None:  # not started, so there is nothing to wait for
                     self.pending.discard(rank)
-                    self._unfit.add(rank)  # it has got the call, and may still begin it
+                    self._unfit.add(rank)  # the call was sent to it, and it may still begin
                 else:
                     self._ranks.signal(rank, signal.SIGINT)
         with self._ranks.together():
@@ -337,24 +338,24 @@ class Waiting:
             self._deadline = time.monotonic() + before_abort
 
     def _abort(self) -> None:
-        """Let the ranks that are left break off what they wait for in their process groups."""
+        """Abort the collectives in which the remaining ranks wait."""
         if not self._aborted:
             self._aborted = True
             with self._ranks.together():
                 for rank in self.pending:
                     self._ranks.abort(rank, self._group.number, self._peers[rank])
-            # From here on: many ranks have many connections to be found.
+            # The time counts from here: finding the connections of many ranks takes long.
             grace = self._grace if self.pending <= self._begun else max(self._grace, GRACE_TO_BEGIN)
             self._deadline = time.monotonic() + grace
 
     def _dismiss(self, rank: int) -> None:
-        """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
+        """Make a rank that is done leave the process group, so that ranks that wait for it there fail and leave too."""
         self._group.send(rank, protocol.Leave(self._peers[rank]))
         self._abort()
 
     @functools.cached_property
     def _peers(self) -> list[list[Address]]:
-        """By rank: the other ends of the connections at which other ranks wait for it."""
+        """The connections of each rank to others, by rank: the addresses of the other ends."""
         return between(self._ranks.connections())
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
@@ -372,7 +373,7 @@ class Waiting:
             case protocol.Begun():
                 self._on_begun(rank)
             case protocol.Raised():
-                self._give_time_to_tell()
+                self._extend_deadline()
             case protocol.Finishing():
                 self._on_finishing(rank, message)
             case protocol.Prompt():
@@ -389,12 +390,12 @@ class Waiting:
             if self._deadline is not None:
                 self._deadline = max(self._deadline, time.monotonic() + self._grace)
 
-    def _give_time_to_tell(self) -> None:
+    def _extend_deadline(self) -> None:
         if self._leaving and self._deadline is not None:
-            self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_TELL)
+            self._deadline = max(self._deadline, time.monotonic() + GRACE_TO_REPORT)
 
     def _on_finishing(self, rank: int, message: protocol.Finishing) -> None:
-        self._give_time_to_tell()
+        self._extend_deadline()
         if self._once:
             self.pending.discard(rank)
             self._unfit.add(rank)
@@ -430,19 +431,22 @@ class Waiting:
             self._dismiss(rank)
 
     def _copy(self, rank: int, buffers: Sequence[rank_memory.RankBuffer]) -> None:
-        """Copy the big buffers of a rank's answer, which waits for that; or let it send them."""
+        """Copy the big buffers of a rank's answer out of its memory, and report to the rank whether that worked.
+
+        The rank waits for the report. It sends the buffers itself if they could not be copied.
+        """
         pid = self._ranks.pids[rank]
         try:
             if rank in self.pending and pid is not None:
-                with contextlib.suppress(OSError, MemoryError):  # the rank then says which
+                with contextlib.suppress(OSError, MemoryError):  # the rank then sends them, or an error
                     self._copied[rank] = rank_memory.copy(pid, buffers)
-        finally:  # an interrupt, too, must not leave it waiting
+        finally:  # the rank waits for the report after an interrupt, too
             self._group.send(rank, protocol.Copied(rank in self._copied))
 
     def _on_exit(self, exit: Exit) -> None:
         if exit.rank in self._unfit:  # as expected
             return
         died = self._group.record_death(exit)
-        told = exit.rank in self._answers or any(failure.rank == exit.rank for failure in self._failures)
-        if exit.rank in self.pending or not (told or self._leaving):  # also one that only had to join the process group
+        known = exit.rank in self._answers or any(failure.rank == exit.rank for failure in self._failures)
+        if exit.rank in self.pending or not (known or self._leaving):  # also a rank that only joined the process group
             self._fail(exit.rank, died)

@@ -1,4 +1,4 @@
-"""The cell (or terminal) that a call's output goes to."""
+"""The cell, or the terminal, that shows the output of a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...wire.frames import STDERR, STDOUT
 
 
 class Cell:
-    """The cell (or terminal) that output goes to.
+    """The cell, or the terminal, that shows output.
 
-    That is the one that runs, from the thread that runs it. For a call in the `background` it is the cell in which
-    this object was made, from any thread, whichever cell runs then; but where no page shows the notebook, as under
-    nbconvert and papermill, which take no messages of a cell once it is done, it is the one that runs then.
+    By default it is the running cell, used from the thread that runs it. For a call in the `background` it is the cell
+    in which this object was made, used from any thread, whichever cell runs. If no page shows the notebook, as under
+    nbconvert and papermill, messages of a finished cell are ignored: then output goes to the running cell.
     """
 
     def __init__(self, background: bool = False) -> None:
@@ -28,7 +28,7 @@ class Cell:
         self._gap = Gap(self._shell) if self._background and self._parent is None else None
 
     def later(self) -> Cell:
-        """The same cell, from any thread, also when it is done."""
+        """Return the same cell for use from any thread, even when the cell is done."""
         if self._background or self._shell is None:
             return self
         cell = Cell()
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def in_notebook(self) -> bool:
-        """Return whether output goes to a notebook's cell, and not to a terminal."""
+        """Return whether output goes to a notebook's cell; otherwise it goes to a terminal."""
         return self._shell is not None
 
     def text(self, text: str, kind: int) -> None:
@@ -51,11 +51,11 @@ class Cell:
                 stream.flush()
 
     def notice(self, text: str) -> None:
-        """Say something to the user, on standard error."""
+        """Print a line for the user on standard error."""
         self.text(f"nbdist: {text}\n", STDERR)
 
     def message(self, kind: str, content: dict[str, Any]) -> None:
-        """Show a display, or clear what is shown."""
+        """Send a display, or a request to clear the output."""
         if self._shell is None:
             if kind == "display" and not content["update"]:
                 self.text(content["data"].get("text/plain", "") + "\n", STDOUT)
@@ -75,7 +75,7 @@ class Cell:
 
     @property
     def parent(self) -> Any:
-        """The message of the front end that had the cell run."""
+        """Return the message of the front end that started the cell."""
         return self._parent or self._shell.kernel.get_parent()
 
     def send(self, kind: str, content: dict[str, Any], parent: Mapping[str, Any] | None = None, **parts: Any) -> None:
@@ -91,13 +91,13 @@ class Cell:
             self._gap.bridge(send)
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Mark the end of the output."""
         if self._gap is not None:
             self._gap.close()
 
 
 def _write(stream: Any, text: str) -> None:
-    """Write to a stream whose encoding may lack some of the characters."""
+    """Write to a stream, with substitutes for characters that its encoding lacks."""
     try:
         stream.write(text)
     except UnicodeEncodeError as exc:
@@ -105,7 +105,7 @@ def _write(stream: Any, text: str) -> None:
 
 
 class Gap:
-    """The time between two cells of a notebook that a program runs: the program does not receive what is sent then."""
+    """The time between two cells of a notebook that a program runs: the program ignores messages that are sent then."""
 
     def __init__(self, shell: Any) -> None:
         self._events = shell.events
@@ -123,7 +123,7 @@ class Gap:
             self._send_all()
 
     def close(self) -> None:
-        """Nothing follows, but for what the call itself may still say in this moment."""
+        """Mark the end of the output, except for messages that the call itself sends until it returns."""
         self._closed = True
 
     def _begin(self, *args: Any) -> None:

@@ -1,6 +1,6 @@
-"""Comms of ranks: what their widgets say goes to the page, what is done to them there to the ranks.
+"""The connections (comms) between widgets of ranks and the page, in both directions.
 
-The kernel has a model of each such widget. A page that is loaded again, also while a call runs, finds it there.
+The kernel has a model of each such widget. A page that is reloaded, even during a call, gets the state from it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _View(NamedTuple):
 
 
 class Comms:
-    """The comms of the ranks of a session, as long as the ranks live.
+    """The comms of the ranks of a session, while the ranks live.
 
     Args:
-        ranks: Whose they are.
+        ranks: The ranks of the session.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -59,17 +59,17 @@ class Comms:
             str, list[Mapping[str, Any]]
         ] = {}  # by comm id, what the page has said that is not echoed yet
         self._cell: Cell | None = None  # of the last widget: it shows what handlers print
-        self._over = self._kept = self._told = False
+        self._over = self._kept = self._notified = False
         self.between: Callable[[], Between | None] = lambda: None
 
     def live(self) -> bool:
-        """Return whether the page may send something to these ranks."""
+        """Return whether the page may send messages to these ranks."""
         return bool(self._models or self._shared)
 
     # ----------------------------------------------------------------------------------------- from ranks to the page
 
     def pass_on(self, rank: int, kind: str, content: dict[str, Any], cell: Cell, shown: bool) -> None:
-        """Take what a widget of a rank says, and pass it on to the page if that rank's output is shown."""
+        """Receive a message of a rank's widget, and send it to the page if the rank's output is shown."""
         comm_id, data = content["comm_id"], content["data"]
         if kind == "comm_open" and rank not in self._owners.setdefault(comm_id, []):
             self._owners[comm_id].append(rank)
@@ -90,11 +90,13 @@ class Comms:
             if kind == "comm_open":
                 self._share(comm_id, own)
             elif kind == "comm_msg" and data.get("method") != "echo_update":
-                heard = own._msg_callback
-                (heard.heard if isinstance(heard, _Shared) else heard)({"content": content, "buffers": buffers})
+                callback = own._msg_callback
+                (callback.callback if isinstance(callback, _Shared) else callback)(
+                    {"content": content, "buffers": buffers}
+                )
                 cell.send(kind, content, **parts)
             return
-        self._widgets.hear(kind, comm_id, data, buffers)
+        self._widgets.handle(kind, comm_id, data, buffers)
         if kind == "comm_open":
             self._new.append(comm_id)
             self._models[comm_id] = Model(self, comm_id, content["target_name"])
@@ -104,7 +106,7 @@ class Comms:
         cell.send(kind, content, self._echoed(comm_id, state) if data.get("method") == "echo_update" else None, **parts)
 
     def _echoed(self, comm_id: str, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """The message of the page that a rank echoes: by that the page knows that it is no news."""
+        """Return the message of the page that a rank echoes, so that the page can ignore its own change."""
         moved = self._moved.get(comm_id, [])
         while moved:
             message = moved.pop(0)
@@ -113,7 +115,7 @@ class Comms:
         return None
 
     def note_view(self, content: dict[str, Any], cell: Cell) -> None:
-        """Keep in mind where a widget is shown."""
+        """Store where a widget is shown."""
         transient, view = content["transient"], content["data"].get(VIEW)
         if view is not None:
             shown = _View(cell, view["model_id"], content["data"].get("text/plain", ""))
@@ -122,20 +124,20 @@ class Comms:
             self._views.pop(transient.get("display_id", ""), None)
 
     def _share(self, comm_id: str, own: Any) -> None:
-        """Pass messages of the page to a widget of the notebook and to these ranks."""
-        heard = own._msg_callback
-        if not isinstance(heard, _Shared):
-            heard = _Shared(heard)
-            own.on_msg(heard)
+        """Send the page's messages to a widget of the notebook and also to these ranks."""
+        callback = own._msg_callback
+        if not isinstance(callback, _Shared):
+            callback = _Shared(callback)
+            own.on_msg(callback)
         if comm_id not in self._shared:
-            self._shared[comm_id] = heard
-            heard.comms.append(self)
+            self._shared[comm_id] = callback
+            callback.comms.append(self)
 
     # ----------------------------------------------------------------------------------------- from the page to ranks
 
     def take(self, message: Mapping[str, Any]) -> bool:
-        """Pass on what the page says while a call runs; False where the notebook has to get it, too, which it does
-        when its cell is done."""
+        """Send a message of the page to its ranks during a call. Returns False if the notebook must handle it, too,
+        after its cell."""
         comm_id = message["content"].get("comm_id")
         if comm_id in self._models:
             if message["msg_type"] == "comm_msg":
@@ -146,47 +148,48 @@ class Comms:
         return False
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Pass on what was done to a widget in the page. From any thread."""
+        """Send a change of a widget in the page to its ranks. Works in any thread."""
         content, buffers = message["content"], [bytes(buffer) for buffer in message.get("buffers") or ()]
         comm_id, data = content["comm_id"], content["data"]
         if comm_id in self._models:
             if data.get("method") == "request_state":  # of a page that is loaded again
                 send_state(comm_id, self.state(comm_id), message)
                 return
-            self._widgets.hear("comm_msg", comm_id, data, buffers)
+            self._widgets.handle("comm_msg", comm_id, data, buffers)
             if data.get("method") == "update":
                 self._moved.setdefault(comm_id, []).append(message)
         if self._over:
-            self._tell_that_it_is_over()
+            self._notify_of_the_end()
             return
         between = self.between()
-        said = {"comm_id": comm_id, "data": data}
+        event = {"comm_id": comm_id, "data": data}
         for rank in self._owners.get(comm_id, ()):
             assert self._cell is not None
             try:
-                if between is not None and between(rank, said, buffers, self._cell.later()):
+                if between is not None and between(rank, event, buffers, self._cell.later()):
                     continue
-                why = "" if self._ranks.tell_widget(rank, said, buffers) else "it hears nothing now"
+                sent = self._ranks.deliver_widget_event(rank, event, buffers)
+                why = "" if sent else "the rank reads no messages now"
             except Exception as exc:  # the rank's end; there is no cell that could raise it
                 why = summary(exc)
             if why:
-                self._cell.later().notice(f"rank {rank} has not heard what was done to its widget: {why}")
+                self._cell.later().notice(f"a change of rank {rank}'s widget did not reach the rank: {why}")
 
     def state(self, comm_id: str) -> dict[str, Any]:
-        """Return the state for a page that asks: it may be away when pictures replace the views, and ask again."""
+        """Return the state of a widget for a page that asks. Its pictures stay interactive from then on, as the page
+        may ask again."""
         self._kept = True
         return self._widgets.state(comm_id)
 
-    def _tell_that_it_is_over(self) -> None:
-        if not self._told and self._cell is not None:
-            self._told = True
-            self._cell.later().notice("the ranks of this widget have ended: what is done to it reaches nobody any more")
+    def _notify_of_the_end(self) -> None:
+        if not self._notified and self._cell is not None:
+            self._notified = True
+            self._cell.later().notice("the ranks of this widget have ended: changes of it have no effect any more")
 
     # ------------------------------------------------------------------------------------------------------ the end
 
     def end_call(self) -> None:
-        """A call is over. Where something takes input from somebody, it lives as long as its ranks; mere bars and texts
-        become pictures."""
+        """End a call. Widgets that take input live as long as their ranks; other widgets become pictures."""
         for shared in self._shared.values():
             shared.comms.remove(self)
         self._shared = {}
@@ -199,15 +202,15 @@ class Comms:
         self._owners = {comm_id: ranks for comm_id, ranks in self._owners.items() if comm_id in self._models}
 
     def close(self) -> None:
-        """The ranks end: all widgets become pictures of their last state."""
+        """End the ranks' widgets: all become pictures of their last state."""
         if not self._over:
             self._over = True
             self._freeze(list(self._views), list(self._models), Cell())
 
     def _freeze(self, displays: Sequence[str], models: Sequence[str], cell: Cell | None = None) -> None:
-        """Replace views by pictures and drop the models, unless they are still needed.
+        """Replace views by pictures and drop the models that are not needed any more.
 
-        `cell` shows that; None: those that show the views.
+        `cell` shows the pictures; None: the cells that show the views.
         """
         for display_id in displays:
             shown_in, model_id, text = self._views.pop(display_id)
@@ -232,7 +235,7 @@ class Comms:
 
 
 class Model:
-    """The kernel's stand-in for a widget of a rank: for its comm manager a comm, for ipywidgets a widget."""
+    """The kernel's substitute for a widget of a rank: a comm for the comm manager, a widget for ipywidgets."""
 
     def __init__(self, comms: Comms, comm_id: str, target_name: str) -> None:
         self._comms, self.comm_id, self.model_id, self.target_name = comms, comm_id, comm_id, target_name
@@ -257,23 +260,23 @@ class Model:
 
 
 class _Shared:
-    """A receiver of messages of the page, in the place of a widget of the notebook that ranks have, too."""
+    """The receiver of the page's messages to a widget of the notebook that was also sent to ranks."""
 
-    def __init__(self, heard: Callable[[Mapping[str, Any]], None]) -> None:
-        self.heard = heard
+    def __init__(self, callback: Callable[[Mapping[str, Any]], None]) -> None:
+        self.callback = callback
         self.comms: list[Comms] = []
 
     def __call__(self, message: Mapping[str, Any]) -> None:
         for comms in list(self.comms):
             comms.say(message)
-        self.heard(message)
+        self.callback(message)
 
 
 class Page:
-    """The page, whose messages are read while a call makes the kernel's main thread wait.
+    """Reader of the page's messages while a call blocks the kernel's main thread.
 
     Args:
-        comms: Of the call's ranks.
+        comms: The comms of the call's ranks.
         foreground: Whether the call has the cell wait.
     """
 
@@ -286,7 +289,7 @@ class Page:
         return min(_LOOK, seconds) if self._listens and self._comms.live() else seconds
 
     def look(self) -> None:
-        """Take what the page has to say to ranks, and what it asks to be loaded again; nothing else."""
+        """Handle the page's messages to ranks, and requests of a page that is reloaded. Leave all other messages."""
         if self._listens and self._comms.live():
             if self._requests is None:
                 self._requests = Requests(self._comms.take)

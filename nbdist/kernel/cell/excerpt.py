@@ -1,4 +1,4 @@
-"""The excerpt that a cell shows of a call with much output: the head, the tail, and the number of lines."""
+"""The part of a call's output that a cell shows: the first lines, the last lines, and the number of lines."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _INTERVAL = 1.0
 
 
 class Excerpt:
-    """Passes text on to a cell up to a number of lines; from then on, the cell shows the last lines and a count.
+    """Output that is passed on to a cell up to a number of lines. Of more lines, the cell shows the last ones and a
+    count.
 
-    All that was written is in a file then, until the notebook's process ends, if there is room for it on the disk. In
-    a terminal everything is passed on.
+    The whole output is then in a file, until the notebook's process ends, if the disk has space for it. In a terminal
+    all output is passed on.
 
     Args:
-        cell: Where it is shown.
-        lines: How many are passed on. None: all.
+        cell: The cell that shows it.
+        lines: The number of lines that are passed on. None: all.
     """
 
     def __init__(self, cell: Cell, lines: int | None) -> None:
@@ -82,7 +83,7 @@ class Excerpt:
             self._give_up(exc)
 
     def _keep(self, text: str = "") -> None:
-        """Write to the file, if there is one; with no text, all that waits to be written."""
+        """Write to the file, if it exists; without text, write all pending output."""
         if self._file is not None:
             try:
                 self._file.write(text) if text else self._file.flush()
@@ -90,7 +91,7 @@ class Excerpt:
                 self._give_up(exc)
 
     def _give_up(self, why: OSError) -> None:
-        """Go on without the file, and leave its room to others: output ends no call."""
+        """Continue without the file and delete it: a full disk must not end the call."""
         file, self._file = self._file, None
         self._kept = f"the others are in no file: {why.strerror or why}"
         if file is not None:
@@ -100,13 +101,13 @@ class Excerpt:
                 file.close()
 
     def interrupt(self) -> None:
-        """Something else is shown: what follows comes below it."""
+        """Continue below another output of the cell."""
         if self._kept:
             self.show()
             self._display = ""
 
     def show(self) -> None:
-        """Show the tail as it is now."""
+        """Show the current last lines."""
         if not self._kept or not self._waits:
             return
         self._keep()
@@ -125,7 +126,7 @@ _folder: tuple[int, str] = 0, ""
 
 
 def _new_file() -> IO[str]:
-    """A file that goes with this process, however that ends. Raises `OSError`."""
+    """Create a file that is removed when this process ends in any way. Raises `OSError`."""
     global _folder
     if _folder[0] != os.getpid() or not os.path.isdir(_folder[1]):
         _folder = os.getpid(), tempfile.mkdtemp(prefix="nbdist-output-")

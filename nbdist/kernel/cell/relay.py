@@ -1,4 +1,4 @@
-"""The output of ranks: kept in a log for each rank, and passed on to the cell as far as the cell shows it."""
+"""The output of ranks: stored in a log for each rank, and passed on to the cell if the cell shows it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WIDTH = 120
 
 
 class Log:
-    """The last text that one rank wrote."""
+    """The last output of one rank."""
 
     def __init__(self) -> None:
         self._chunks: collections.deque[str] = collections.deque()
@@ -64,7 +64,7 @@ class _Line:
         return "".join(self._parts)
 
     def state(self) -> str:
-        """The end of what is seen of it: a carriage return goes back to the beginning."""
+        """Return the visible end of the line, and move to its start for a carriage return."""
         end = ""
         for part in reversed(self._parts):
             end = part[-4 * _WIDTH :] + end
@@ -74,7 +74,7 @@ class _Line:
 
 
 class Relay:
-    """Takes what all ranks write, and passes on what belongs in the cell."""
+    """The receiver of all output of ranks, which passes on the part for the cell."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -87,11 +87,11 @@ class Relay:
         self._looked_at = 0.0
 
     def begin(self, cell: Cell, show: str, first: int, lines: int | None = LINES) -> None:
-        """From now on, output goes to `cell`.
+        """Send output to `cell` from now on.
 
-        `show` says whose: "rank0" (the rank `first`, which stands for all), "all" (each line with its rank
-        before it), "lines" (the same without the rank), "tabs" (each rank in a column of its own; in a terminal like
-        "all") or "none". `lines` are shown at most, and then the last ones; None: all.
+        `show` selects the output: "rank0" (the rank `first`, for all), "all" (each line with its rank in front),
+        "lines" (the same without the rank), "tabs" (a column for each rank; in a terminal like "all") or "none".
+        `lines` is the number of lines that are shown in full; of more lines the last ones are shown. None: all.
         """
         self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
         self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
@@ -100,23 +100,23 @@ class Relay:
         self._seen = {STDOUT: "", STDERR: ""}  # what the cell shows of unfinished lines, at the end of its text
 
     def take(self, rank: int, which: int, data: bytes) -> None:
-        """Pass on what a rank has written to its standard output (0) or standard error (1); no bytes at the end."""
+        """Receive output of a rank from standard output (0) or standard error (1); empty bytes mean the end."""
         for kind, what in _without_overtaken(list(self._readers[rank][which].feed(data))):
             self._pass_on(rank, kind, what)
         if not data:
             self._end_line(rank)
 
     def take_last(self, rank: int, which: int, data: bytes) -> None:
-        """Pass on what a rank writes that leaves. The cell may be gone."""
+        """Receive the last output of a rank that exits. The cell may not exist any more."""
         with contextlib.suppress(Exception):
             self.take(rank, which, data)
 
     def say_goodbye(self) -> None:
-        """From now on, output goes to the cell that runs, whose ranks' it was before."""
+        """Send later output to the cell that runs at that time: the ranks leave the cell of their last call."""
         self.begin(Cell(), self._show, self._first)
 
     def drain(self, rank: int | None = None) -> None:
-        """Pass on all that a rank, or every rank, has written so far."""
+        """Receive all output so far of a rank, or of every rank."""
         for number in range(len(self._readers)) if rank is None else (rank,):
             self._ranks.drain(number, self.take)
 
@@ -156,14 +156,14 @@ class Relay:
                 self._lines.setdefault((rank, kind), _Line()).write(rest)
 
     def _show_lines(self, rank: int, kind: int, lines: list[str]) -> None:
-        """Show lines that are finished, in the place of what is seen of those that are not."""
+        """Show finished lines, in place of the unfinished parts that were shown."""
         erased, self._seen[kind] = self._seen[kind], ""
         before = f"\r{' ' * len(erased)}\r" if erased else ""
         label = self._label.format(rank)
         self._excerpt.text(before + "".join(f"{label}{line}\n" for line in lines), kind)
 
     def show_unfinished(self) -> None:
-        """Show what there is of lines that ranks have begun a while ago and not finished: bars, dots."""
+        """Show lines that have been unfinished for a while, such as progress bars and dots."""
         now = time.monotonic()
         if not self._lines or now < self._looked_at + UNFINISHED / 3:
             return
@@ -180,19 +180,19 @@ class Relay:
                     self._seen[kind] = text
 
     def failed(self, rank: int) -> None:
-        """A rank has raised, or died."""
+        """Note that a rank has raised or died."""
         if self._columns is not None:
             self._columns.failed(rank)
 
     def _end_line(self, rank: int) -> None:
-        """Show what a rank has written of a line that it has not finished."""
+        """Show the unfinished line of a rank."""
         for kind in (STDOUT, STDERR):
             line = self._lines.pop((rank, kind), None)
             if line is not None:
                 self._show_lines(rank, kind, [line.text()])
 
     def flush(self) -> None:
-        """At the end of a call: what is half written is written."""
+        """Show all unfinished lines at the end of a call."""
         for rank in range(len(self.logs)):
             self._end_line(rank)
         self._excerpt.show()
@@ -201,7 +201,7 @@ class Relay:
 
 
 def _without_overtaken(frames: list[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Yield the frames without updates of a display that is updated again later."""
+    """Yield frames, without updates of a display that a later frame updates again."""
     updates = {}
     for number, (kind, what) in enumerate(frames):
         if kind == MESSAGE and what[0] == "display" and what[1]["update"]:

@@ -1,4 +1,4 @@
-"""Output and displays of ranks side by side: a column for each rank, in one display of HTML without a script."""
+"""Output and displays of ranks side by side: a column for each rank, in one HTML display without a script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRID = "display: grid; grid-template-columns: repeat(auto-fit, minmax(22em, 1fr
 
 
 class _Text:
-    """Text that a rank has written: what is left of it when lines are drawn over, as bars do."""
+    """The visible text of a rank's output after lines were overwritten, such as by progress bars."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque([""], _LINES)
@@ -38,13 +38,13 @@ class _Text:
 
 
 def _drawn(line: str) -> str:
-    """Return the visible part of a line; with the carriage return at its end where the next text is drawn over it."""
+    """Return the visible part of a line, with the carriage return at its end if the next text overwrites it."""
     *_, before, last = ["", *line.split("\r")]
     return (last or (f"{before}\r" if before else ""))[-_WIDTH:]
 
 
 class _Column:
-    """The output of one rank, in order: texts, and displays by their ids."""
+    """The output of one rank in order: texts, and displays by their ids."""
 
     def __init__(self) -> None:
         self.parts: list[_Text | tuple[str, Mapping[str, Any]]] = []
@@ -69,7 +69,7 @@ class Columns:
 
     Args:
         cell: A notebook's.
-        ranks: How many there are.
+        ranks: The number of ranks.
     """
 
     def __init__(self, cell: Cell, ranks: int) -> None:
@@ -86,18 +86,18 @@ class Columns:
         self._changed()
 
     def message(self, rank: int, kind: str, content: dict[str, Any]) -> None:
-        """Take a display, or what a widget says to its view."""
+        """Receive a display, or a message of a widget to its view."""
         column = self._columns[rank]
         if kind == "display":
             column.display(content["transient"].get("display_id", ""), content["data"], content["update"])
         elif kind == "clear_output":
             column.parts.clear()
         else:
-            self._widgets.hear(kind, content["comm_id"], content["data"])
+            self._widgets.handle(kind, content["comm_id"], content["data"])
         self._changed()
 
     def failed(self, rank: int) -> None:
-        """The first rank that fails comes to the front."""
+        """Move the first rank that fails to the front."""
         if self._failed is None:
             self._failed, self._waits = rank, True
 
@@ -109,7 +109,7 @@ class Columns:
             self.show()
 
     def show(self) -> None:
-        """Show them as they are now."""
+        """Show the current columns."""
         if not self._waits:
             return
         self._waits, self._shown_at = False, time.monotonic()

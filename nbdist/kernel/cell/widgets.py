@@ -1,4 +1,4 @@
-"""The widgets of ranks in the kernel: their state, and a picture of it that needs no widget."""
+"""The state of the ranks' widgets in the kernel, and pictures of them that need no widget."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _PASSIVE = {
 _PARTS = {None, "LayoutView", "StyleView"}
 _CONTROLS = "@jupyter-widgets/controls"
 _FRAME = "border: 1px solid #bbb; border-radius: 2px; padding: 0 0.5em; margin: 0.1em 0.3em"
-_OVER = "The ranks of this widget have ended: what is done to it here reaches nobody. Run the cell again."
+_OVER = "The ranks of this widget have ended: changes of it have no effect. Run the cell again."
 
 
 class Widgets:
-    """The models behind the widgets of ranks, by their ids."""
+    """The models behind the widgets of ranks, by id."""
 
     def __init__(self) -> None:
         self._models: dict[str, dict[str, Any]] = {}
 
-    def hear(self, kind: str, comm_id: str, data: Mapping[str, Any], buffers: Sequence[bytes] = ()) -> None:
-        """Take over what a rank says to the view of a widget, or the other way round."""
+    def handle(self, kind: str, comm_id: str, data: Mapping[str, Any], buffers: Sequence[bytes] = ()) -> None:
+        """Update the state from a message that a rank sends to a widget's view, or the view to the rank."""
         state = data.get("state")
         if not isinstance(state, Mapping):
             return
@@ -45,19 +45,19 @@ class Widgets:
             self._models[comm_id].update(state)
 
     def state(self, model_id: str) -> dict[str, Any]:
-        """A copy of a model's state, with what is binary in its place."""
+        """Return a copy of a model's state, with its buffers inserted."""
         return dict(self._models.get(model_id, {}))
 
     def forget(self, model_id: str) -> None:
-        """Forget a model, if there is one of that id."""
+        """Drop a model, if it exists."""
         self._models.pop(model_id, None)
 
     def take_input(self, model_ids: Iterable[str]) -> bool:
-        """Return whether some of these widgets take input."""
+        """Return whether any of these widgets takes input."""
         return any(_takes_input(self._model(model_id)) for model_id in model_ids)
 
     def picture(self, model_id: str) -> str | None:
-        """Return a widget as HTML, which says that input has no effect any more. None for widgets of other packages."""
+        """Return a widget as HTML with a note that input has no effect any more; None for widgets of other packages."""
         drawn = self._drawn(model_id)
         if drawn is None or not any(_takes_input(model) for model in self._with_children(model_id)):
             return drawn
@@ -108,7 +108,7 @@ def _bar(model: Mapping[str, Any]) -> str:
 
 
 def _control(model: Mapping[str, Any]) -> str | None:
-    """A button, slider, field or selection as it stands; None for what holds other widgets, such as tabs."""
+    """Return a button, slider, field or selection as HTML; None for a container, such as tabs."""
     label = html.escape(str(model.get("description", "")))
     if "children" in model:
         return None
@@ -127,7 +127,7 @@ def _control(model: Mapping[str, Any]) -> str | None:
 
 
 def _with_buffers(state: Mapping[str, Any], paths: Iterable[Sequence[Any]], buffers: Sequence[bytes]) -> dict[str, Any]:
-    """Return the state with its buffers, which were sent apart, put in; containers on the way are copied."""
+    """Insert buffers, which were sent separately, into a state; containers on the way are copied."""
     whole = dict(state)
     for path, buffer in zip(paths, buffers, strict=False):
         place: Any = whole

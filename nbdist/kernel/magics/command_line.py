@@ -29,7 +29,7 @@ def _lines(text: str) -> int | None:
 
 
 class _Variable(Action):
-    """Collects the variables of several `--env NAME=VALUE` in a dict."""
+    """An option that collects several `--env NAME=VALUE` in a dict."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
         name, equals, value = str(values).partition("=")
@@ -60,21 +60,21 @@ _START: dict[str, dict[str, Any]] = {
 
 
 def numbers(text: str) -> list[int]:
-    """Ranks as people write them: `0,2-3`."""
+    """Parse numbers of ranks, such as `0,2-3`."""
     found: list[int] = []
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")
             found += range(int(first), int(last if dash else first) + 1)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no list of ranks: write them like 0,2-3") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of ranks: write them like 0,2-3") from None
     if not found:
         raise ArgumentTypeError(f"{text!r} names no rank")
     return found
 
 
 class Parser(ArgumentParser):
-    """Says how it is used when it is used wrongly."""
+    """A parser that raises an error with the usage for a wrong line."""
 
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"invalid choice: '?([^' ]*)'? \(|unrecognized arguments: (\S*)", message)
@@ -88,7 +88,7 @@ class Parser(ArgumentParser):
 
 
 def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of `%ddp`, and the parsers of its commands, which `magics` carries out."""
+    """Return the parser of `%ddp`, and the parsers of its commands, by name."""
     parser = Parser("%ddp", add_help=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -120,7 +120,7 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
 
 
 def start_options(arguments: Namespace) -> dict[str, Any]:
-    """Return the options of a session that a line `%ddp start` gives, by their names."""
+    """Return the options of a session from a line `%ddp start`, by name."""
     return {name: value for name, value in vars(arguments).items() if name in _START}
 
 

@@ -1,4 +1,4 @@
-"""`%ddp` and `%%ddp`: a session, and cells that run on its ranks, without a function around them."""
+"""`%ddp` and `%%ddp`: a session, and cells that run on its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OWN = ("%%", "%ddp", "%autoddp", "%load_ext", "%unload_ext", "%reload_ext")
 
 
 def load(shell: Any) -> None:
-    """Carry out `%load_ext nbdist`: warm the fork server, and add the magics to the notebook."""
+    """Load the extension for `%load_ext nbdist`: start the fork server, and register the magics."""
     warm()
     unload(shell)  # loaded again, it has one session, and checks each cell once
     magics = DdpMagics(shell)
@@ -39,7 +39,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Carry out `%unload_ext nbdist`: end the session of the magics."""
+    """Unload the extension for `%unload_ext nbdist`: end the session of the magics."""
     magics = shell.magics_manager.registry.get("DdpMagics")
     if magics is not None and magics.undo:
         magics.stop(Namespace())
@@ -112,9 +112,10 @@ class DdpMagics(Magics):
     @line_magic
     @entry
     def autoddp(self, line: str) -> None:
-        """`%autoddp`: from now on every cell runs on the ranks, as if `%%ddp` stood above it; `%autoddp off` ends that.
+        """Run every later cell on the ranks, as if `%%ddp` were its first line; `%autoddp off` ends this.
 
-        A cell that begins with `%%local` runs in the notebook; so do those that begin with another `%%magic` or `%ddp`.
+        A cell that begins with `%%local` runs in the notebook, and so does a cell that begins with another `%%magic` or
+        `%ddp`.
         """
         if line.strip() not in ("", "on", "off"):
             raise UsageError("%autoddp, or %autoddp off")
@@ -122,7 +123,7 @@ class DdpMagics(Magics):
         self._auto = line.strip() != "off"
 
     def send_cell(self, lines: list[str]) -> list[str]:
-        """Put `%%ddp` above a cell under `%autoddp`, and take `%%local` off it. A transformer of IPython's."""
+        """Transform a cell for IPython under `%autoddp`: add `%%ddp` above it, and remove `%%local`."""
         first = next((line for line in lines if line.strip()), "")
         if first.startswith("%%local"):
             return ["\n" if line is first else line for line in lines]
@@ -138,7 +139,7 @@ class DdpMagics(Magics):
 
     def _running(self) -> Session:
         if self.session is None:
-            raise UsageError("there are no ranks yet: %ddp start 2")
+            raise UsageError("no session is running: start one with %ddp start 2")
         return self.session
 
     def start(self, arguments: Namespace) -> Session:
@@ -188,7 +189,7 @@ class DdpMagics(Magics):
     def use(self, arguments: Namespace) -> None:
         session = self.shell.user_ns.get(arguments.name)  # type: ignore[union-attr]
         if not isinstance(session, Session):
-            raise UsageError(f"{arguments.name} is no nbdist.Session of this notebook")
+            raise UsageError(f"{arguments.name} is not an nbdist.Session of this notebook")
         if self.session not in (None, session):
             raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
         self.session = session
@@ -202,9 +203,9 @@ class DdpMagics(Magics):
             session.close()
 
     def check_syntax(self, lines: list[str]) -> list[str]:
-        """Reject a `%%ddp` cell that is not valid Python as IPython does: before it runs, without a traceback.
+        """Refuse a `%%ddp` cell with a syntax error as IPython does: before it runs, without a traceback.
 
-        A transformer of IPython's, which must raise `SyntaxError` for that.
+        This is a transformer of IPython, which must raise `SyntaxError` for an invalid cell.
         """
         if lines and lines[0].startswith("get_ipython().run_cell_magic('ddp', "):
             call: Any = ast.parse("".join(lines)).body[0]

@@ -1,1 +1,1 @@
-"""Processes of the notebook that are no ranks: contexts, pools, `parallel_map`."""
+"""Processes of the notebook that are not ranks: contexts, pools, `parallel_map`."""

@@ -1,4 +1,4 @@
-"""`nbdist.context`: `multiprocessing` and `multiprocess` with processes that come from the warm server."""
+"""`nbdist.context`: `multiprocessing` and `multiprocess` with processes from the fork server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...errors import NbdistError, entry
 from ..calls.arguments import check_platform
 from ..cell.cell import Cell
 from .pool import make_pool
-from .processes import follow_cells, heed_interrupts
+from .processes import follow_cells, watch_interrupts
 from .starting import Starter
 
 #: Seconds from one look at the processes to the next, while a queue is waited for.
@@ -29,13 +29,13 @@ _PATIENCE = 1.0
 
 @entry
 def context(package: str = "multiprocess") -> Any:
-    """A context of `multiprocess` or `multiprocessing` whose processes come from the warm server.
+    """Return a context of `multiprocess` or `multiprocessing` whose processes come from the fork server.
 
-    It has what every such context has (`Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and so
-    on), with the package's own code behind them. Nothing is forked from the kernel. Functions, classes and values of
-    cells are pickled as for `in_ddp`, as arguments and in messages. What the processes write appears in the cell that
-    started them; an interrupt of the notebook reaches them; they end with the kernel. A pool that has lost a worker
-    raises `WorkerDied`. From the first call on, `get_context("nbdist")` of the package gives the same.
+    It has the attributes of every context (`Process`, `Pool`, `Queue`, `Pipe`, `Event`, `Lock`, `Value`, `Manager` and
+    so on), with the package's own code. Nothing is forked from the kernel. Functions, classes and values of cells are
+    pickled as for `in_ddp`, as arguments and in messages. Output of the processes appears in the cell that started
+    them. An interrupt of the notebook reaches them, and they end with the kernel. A pool that has lost a worker raises
+    `WorkerDied`. After the first call, `get_context("nbdist")` of the package returns the same context.
 
     Args:
         package: "multiprocess", which `pip install "nbdist[multiprocess]"` brings, or "multiprocessing": the standard
@@ -44,7 +44,7 @@ def context(package: str = "multiprocess") -> Any:
 
     Raises:
         ValueError: For another package.
-        NbdistError: Where `multiprocess` is not installed.
+        NbdistError: `multiprocess` is not installed.
         NotImplementedError: On Windows.
 
     Examples:
@@ -66,16 +66,17 @@ def context(package: str = "multiprocess") -> Any:
         Cell().notice("the processes of a context run on this machine, not on the cluster; parallel_map runs there")
     made = _make(package)
     messages.install(package)
-    heed_interrupts()
+    watch_interrupts()
     follow_cells()
     return made
 
 
 @functools.cache
 def _make(library: str) -> Any:
-    """The context of a library, and the classes that it is made of.
+    """Make the context of a library, and its classes.
 
-    In the processes themselves their places are taken by the library's own, of its `fork` method: those are clean.
+    In the processes themselves the library's own classes of its `fork` method are used: these processes are safe to
+    fork.
     """
     base: Any = {
         name: importlib.import_module(f"{library}.{name}")
@@ -132,8 +133,8 @@ def _make(library: str) -> Any:
             self._deaths: int = starter.deaths
 
         def get(self, block: bool = True, timeout: float | None = None) -> Any:
-            """Get as the library does, but end a wait of some seconds when a process has died: loaders look at their
-            workers then. What was lost with its sender raises when that is known to have died."""
+            """Get an item as the library does, but return early when a process has died, so that data loaders check
+            their workers. Raises if the item was lost with its sender."""
             deadline = time.monotonic() + timeout if block and timeout is not None else math.inf
             while True:
                 try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ... import engines
 from ...capture.call import Call, capture_call
-from ...capture.depth import deeply
+from ...capture.depth import with_large_stack
 from ...capture.diagnosis import explain_failure
 from ...capture.imports import modules_named
 from ...capture.need import Names, given_names
@@ -26,7 +26,7 @@ from ...checks import check_count, check_flag, shown
 from ...engines.contract import Exit, Listening, Ranks
 from ...errors import CaptureError, RemoteTraceback, WorkerDied, entry, text_of
 from ...system.cores import usable_cores
-from ...system.interrupts import heard_interrupts
+from ...system.interrupts import interruptible
 from ...wire import protocol
 from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
@@ -60,14 +60,13 @@ def parallel_map(
 ) -> list[R]:
     """`list(map(fn, items))`, on all cores.
 
-    The workers are fresh processes from the warm server, or on the cluster that `nbdist.use` has named. Functions,
-    classes and variables of the notebook that `fn` uses travel with it, once; big arrays, tensors and frames are shared
-    and not copied. What workers print or draw appears in the cell. The first exception ends the call, and so does the
-    stop button.
+    The workers are fresh processes from the fork server, or on the cluster of `nbdist.use`. Functions, classes and
+    variables of the notebook that `fn` uses are sent once; big arrays, tensors and frames are shared and not copied.
+    Output of the workers appears in the cell. The first exception ends the call, and so does the stop button.
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
-        items: What it is called with, each by itself.
+        items: The items, each of which is the argument of a call.
         more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
             shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
@@ -84,7 +83,7 @@ def parallel_map(
         TypeError, ValueError, NameError, CaptureError: For arguments that make no sense, unknown names, and objects
             that cannot be pickled.
         WorkerDied: When a worker's process ends without an answer; it says at which item.
-        BaseException: What `fn` raised; the cause is the traceback in the worker, with the item.
+        BaseException: The exception of `fn`; the cause is the traceback in the worker, with the item.
 
     Examples:
         >>> scale = 10
@@ -120,7 +119,7 @@ def parallel_map(
             return []
         engine = engines.resolve(None)
         if workers is None and not engine.local:
-            raise ValueError("workers=None: on a cluster, say how many there are to be")
+            raise ValueError("workers must be a number on a cluster, got None")
         with contextlib.closing(SentCache()) as cache:
             call = capture_call(fn, (), {}, block, names, cache)
             with contextlib.closing(call.parcel):
@@ -131,7 +130,7 @@ def parallel_map(
 
 
 def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str, Any], advance: Any) -> list[R]:
-    """The values, without workers."""
+    """Compute the values in this process, without workers."""
     values = []
     with given_names(block, names):
         for item in items:  # not `map`: a StopIteration of `fn` would be its end
@@ -142,7 +141,7 @@ def _here(fn: Callable[..., R], items: list[Any], block: str, names: Mapping[str
 
 @contextlib.contextmanager
 def _bar(total: int, wanted: bool) -> Iterator[Callable[[int], object]]:
-    """Gives a function that takes how many further items are done."""
+    """Return a function that advances a progress bar by a number of items."""
     if not (wanted and total and importlib.util.find_spec("tqdm")):
         yield lambda count: None
         return
@@ -181,7 +180,7 @@ class _Map:
         self._board = Board.create(len(self._has))
 
     def run(self) -> list[Any]:
-        """The values. Raises the first failure, or `KeyboardInterrupt`."""
+        """Return the values. Raises the first failure, or `KeyboardInterrupt`."""
         self._relay.begin(Cell(), "lines", 0)
         with contextlib.closing(self._ranks), contextlib.closing(self._board):
             listener = self._ranks.listen(
@@ -190,7 +189,7 @@ class _Map:
                 on_exit=self._on_exit,
                 pause=OUTPUT_INTERVAL,
             )
-            with contextlib.closing(listener), heard_interrupts():
+            with contextlib.closing(listener), interruptible():
                 try:
                     self._begin()
                     while self._error is None and (self._next < len(self._items) or any(self._has)):
@@ -222,7 +221,7 @@ class _Map:
             self._ranks.send(worker, message, **parts)
 
     def _give(self, worker: int) -> None:
-        """Send a worker more items, if there are any."""
+        """Send more items to a worker, if any are left."""
         if self._next == len(self._items):
             return
         chunk = _Chunk(self._next, min(self._next + self._size(), len(self._items)))
@@ -253,7 +252,7 @@ class _Map:
             return pickler
 
         try:
-            pickler = deeply(write)
+            pickler = with_large_stack(write)
         except Exception as exc:
             raise explain_failure(
                 exc, {f"items[{number}]": item for number, item in enumerate(items, chunk.start)}
@@ -261,7 +260,7 @@ class _Map:
         return pack(pickler.file.getbuffer(), pickler.buffers, self._cache, "the items that a worker gets at once")
 
     def _let_finish(self, listener: Listening, grace: float) -> None:
-        """Interrupt the workers, and give them `grace` seconds to clean up."""
+        """Interrupt the workers, and wait `grace` seconds for them to clean up."""
         self._board.end()
         self._next = len(self._items)
         for worker, has in enumerate(self._has):

@@ -1,4 +1,5 @@
-"""`multiprocessing.Pool` over the context's processes: functions travel once, and a lost worker is an exception."""
+"""`multiprocessing.Pool` over processes of a context: functions are sent once, and a lost worker raises an
+exception."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from typing import Any
 from ...capture.call import Call
 from ...rank.process import PoolFunction, PoolMapper, work
 from ..cell.cell import Cell
-from .processes import Role, Running, hearing
+from .processes import Role, Running, process_reader
 from .starting import Starter
 
 _numbers = itertools.count(1)
 
 
 def make_pool(library: ModuleType, starter: Starter) -> Any:
-    """The `Pool` of a context, made of the library's own."""
+    """Make the `Pool` class of a context from the library's own."""
 
     class Pool(library.Pool):  # type: ignore[name-defined]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -99,12 +100,12 @@ def make_pool(library: ModuleType, starter: Starter) -> Any:
             super()._check_running()
 
         def _check_lost(self) -> None:
-            """After a job was submitted: the worker may have been lost before."""
+            """Check for a lost worker after a job was submitted: the loss may have happened before."""
             if self._lost is not None:
                 self._fail()
 
         def _on_exit(self, running: Running) -> None:
-            """A worker has ended: unless it was done, its task is lost, and maybe a lock of the queues."""
+            """Handle the end of a worker. Unless it was done, its task is lost, and perhaps a lock of the queues."""
             if running.returned or running.asked_to_end or self._state == library.TERMINATE:
                 return
             if self._lost is None:
@@ -150,7 +151,7 @@ def make_pool(library: ModuleType, starter: Starter) -> Any:
 
 
 def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, ctx: Any, **options: Any) -> Any:
-    """The `Process` of a worker."""
+    """Make the `Process` object of a worker."""
     pool = pool_ref()
     target, args = options.pop("target"), options.pop("args")
     process = ctx.Process(target=work, args=(target, *args), **options)
@@ -170,7 +171,7 @@ def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, c
 
 
 def _give_up(pool_ref: weakref.ref[Any]) -> None:
-    """In the place of a start that was under way when the pool's other workers were given up."""
+    """Start nothing: the pool's other workers were given up while this worker was about to start."""
     pool = pool_ref()
     if pool is not None and threading.current_thread() is getattr(pool, "_worker_handler", None):
         raise SystemExit  # ends that thread, which would look for a process, without a word
@@ -178,7 +179,9 @@ def _give_up(pool_ref: weakref.ref[Any]) -> None:
 
 def _workers(pool: Any) -> list[Running]:
     return [
-        running for running in hearing.processes() if running.role.owner is not None and running.role.owner() is pool
+        running
+        for running in process_reader.processes()
+        if running.role.owner is not None and running.role.owner() is pool
     ]
 
 

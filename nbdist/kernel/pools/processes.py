@@ -1,4 +1,4 @@
-"""The processes of contexts while they run: a thread reads their output and messages, and notes their ends."""
+"""The running processes of contexts: a thread reads their output and messages, and records their ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...engines.listening import Listener
 from ...engines.local import start_workers
 from ...errors import WorkerDied
 from ...notebook.shell import shell
-from ...system.processes import forget_in_children
+from ...system.processes import register_after_fork
 from ...wire import protocol
 from ...wire.messages import Setting
 from ...wire.parcel import Parcel
@@ -32,7 +32,7 @@ _UNKNOWN = 255
 
 @dataclass
 class Role:
-    """The purpose of a process: by itself, or for a pool."""
+    """The purpose of a process: a process by itself, or a worker of a pool."""
 
     cell: Cell
     """The cell that its output goes to."""
@@ -59,7 +59,7 @@ class Running:
     Args:
         name: As the library calls it.
         modules: Modules that it will import.
-        role: What it is for.
+        role: The purpose of the process.
         on_exit: Called when it has ended.
     """
 
@@ -92,7 +92,7 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """The process number. Waits for the start; raises `OSError` where the process cannot be started."""
+        """Return the process number. Waits for the start; raises `OSError` if the process cannot be started."""
         self._started.wait()
         if self._pid is None:
             raise OSError(f"{self.name} {self._reason}")
@@ -120,7 +120,7 @@ class Running:
         self.signal(signal.SIGKILL)
 
     def show(self, cell: Cell | None = None) -> None:
-        """Pass on all that it has written so far; what it writes from now on goes to `cell`."""
+        """Show all output so far; later output goes to `cell`."""
         with self._lock:
             if self._exited is None:
                 self._relay.drain()
@@ -128,19 +128,19 @@ class Running:
                     self._relay.begin(cell, "rank0", 0)
 
     def mute(self) -> None:
-        """Show nothing any more: the cell cannot take it."""
+        """Show no more output, because the cell cannot receive it."""
         with self._lock:
             self._relay.begin(self._relay.cell, "none", 0)
 
     def died(self, doing: str = "") -> WorkerDied:
-        """The exception for its end."""
+        """Return the exception for the end of the process."""
         status = None if self.status == _UNKNOWN else self.status
         return WorkerDied(self.name, self._pid, status, self._relay.logs[0].tail(), doing, self._reason)
 
     # What follows is called by the thread.
 
     def step(self) -> bool:
-        """Pass on what has come; whether there will be more."""
+        """Pass on the messages and output that have arrived, and return whether more may follow."""
         with self._lock:
             self.listener.select(0.0)
             if self._exited is None:
@@ -176,17 +176,18 @@ class Running:
         self._exited = exit
 
 
-class Hearing:
-    """The thread that reads from all processes of contexts; it runs as long as there are any."""
+class ProcessReader:
+    """The thread that reads from all processes of contexts. It runs while such processes exist."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[Running, None] = {}
         self._wake = -1
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: the processes are not its own, and there is no thread."""
+        """Forget the processes in a child of this process: they belong to its parent, and the child has no such
+        thread."""
         self.__init__()  # type: ignore[misc]
 
     def add(self, running: Running) -> None:
@@ -205,25 +206,25 @@ class Hearing:
             return list(self._running)
 
     def _serve(self, wake: int) -> None:
-        heard: set[Running] = set()
+        watched: set[Running] = set()
         with selectors.DefaultSelector() as selector:
             selector.register(wake, selectors.EVENT_READ)
             while True:
-                for running in set(self.processes()) - heard:
-                    heard.add(running)
+                for running in set(self.processes()) - watched:
+                    watched.add(running)
                     selector.register(running.listener, selectors.EVENT_READ, running)
-                ready = {key.data for key, _ in selector.select(self._due(heard))}
+                ready = {key.data for key, _ in selector.select(self._due(watched))}
                 if None in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wake, 4096)
-                for running in [one for one in heard if one in ready or one.listener.due() == 0.0]:
+                for running in [one for one in watched if one in ready or one.listener.due() == 0.0]:
                     if not self._step(running, selector):
-                        heard.discard(running)
-                if not heard and self._leave(wake):
+                        watched.discard(running)
+                if not watched and self._leave(wake):
                     return
 
-    def _due(self, heard: set[Running]) -> float | None:
-        return min((due for one in heard if (due := one.listener.due()) is not None), default=None)
+    def _due(self, watched: set[Running]) -> float | None:
+        return min((due for one in watched if (due := one.listener.due()) is not None), default=None)
 
     def _step(self, running: Running, selector: selectors.BaseSelector) -> bool:
         try:
@@ -240,7 +241,7 @@ class Hearing:
         return more
 
     def _leave(self, wake: int) -> bool:
-        """End the thread, unless there is a new process."""
+        """End the thread, unless a new process has been added."""
         with self._lock:
             if self._running:
                 return False
@@ -250,18 +251,18 @@ class Hearing:
             return True
 
 
-hearing = Hearing()
+process_reader = ProcessReader()
 
 
 def show_output(*args: Any) -> None:
-    """Pass on what processes have written so far: at the end of a cell, and of the program."""
-    for running in hearing.processes():
+    """Show the output of processes so far, at the end of a cell or of the program."""
+    for running in process_reader.processes():
         running.show()
 
 
 def interrupt() -> None:
-    """Pass an interrupt on to the processes, as if they were in the notebook's process group."""
-    for running in hearing.processes():
+    """Send an interrupt to the processes, as if they were in the notebook's process group."""
+    for running in process_reader.processes():
         if running.role.busy():
             running.signal(signal.SIGINT)
 
@@ -269,11 +270,11 @@ def interrupt() -> None:
 _interrupts: tuple[int, int] | None = None
 
 
-def heed_interrupts() -> None:
-    """From now on, an interrupt of the notebook reaches the processes, whatever the notebook waits for.
+def watch_interrupts() -> None:
+    """Make interrupts of the notebook reach the processes from now on, even while the notebook waits.
 
-    Python writes the number of each signal to a descriptor before any handler is called, and IPython changes the
-    handler with each cell. Where somebody else has a descriptor there, theirs stays.
+    Python writes the number of each signal to a descriptor before it calls a handler, and IPython changes the handler
+    with each cell. If another library has set such a descriptor, it stays.
     """
     global _interrupts
     if _interrupts is not None or threading.current_thread() is not threading.main_thread():
@@ -299,13 +300,13 @@ def heed_interrupts() -> None:
 
 
 def _heed_no_interrupts() -> None:
-    """In a child of this process: its interrupts are its own, and the descriptor leads to its parent."""
+    """Stop following interrupts in a child of this process: the descriptor belongs to its parent."""
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
 
 def follow_cells() -> None:
-    """Make each cell show what processes have written until its end."""
+    """Make each cell show the output of processes until its end."""
     found = shell()
     if found is not None and show_output not in found.events.callbacks["post_run_cell"]:
         found.events.register("post_run_cell", show_output)

@@ -1,4 +1,4 @@
-"""Starts the processes of a context: what a `Process` is, pickled and sent to a fork of the server."""
+"""The start of a context's processes: a `Process` object is pickled and sent to a fork of the server."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from ...capture import messages, reading
 from ...capture.call import Call, capture_call
 from ...engines.forkserver import remove_if_killed
 from ...system.cores import usable_cores
-from ...system.processes import forget_in_children, own_pidfd
+from ...system.processes import own_pidfd, register_after_fork
 from ...wire import protocol
 from ...wire.cache import SentCache
 from ...wire.messages import ProcessStart
 from ..cell.cell import Cell
-from .processes import Role, Running, hearing
+from .processes import Role, Running, process_reader
 
 #: What the server imports of a library, since every process needs it.
 _PARTS = ("context", "connection", "pool", "popen_fork", "queues", "resource_tracker", "spawn", "synchronize", "util")
 
 
 class Starter:
-    """Starts the processes of a library's context."""
+    """The starter of processes of a library's context."""
 
     def __init__(self, library: str) -> None:
         self.library = library
@@ -42,19 +42,19 @@ class Starter:
         self._capturing = threading.RLock()  # pools start processes in a thread of theirs
         self._modules = [f"{library}.{part}" for part in _PARTS]
         self._make_pickler = functools.partial(messages.MessagePickler, library)
-        forget_in_children(self)
+        register_after_fork(self)
 
     def after_fork(self) -> None:
-        """In a child of this process: another thread may have held this."""
+        """Replace the lock in a child of this process: another thread may have held it."""
         self._capturing = threading.RLock()
 
     def capture(self, fn: Callable[..., Any], *args: Any) -> Call:
-        """A function and its arguments, as a call; big data are shared with what was sent before."""
+        """Capture a function and its arguments as a call; big data that was sent before is shared."""
         with self._capturing:
             return capture_call(fn, args, {}, "", {}, self._cache, make_pickler=self._make_pickler)
 
     def start(self, process: Any, descriptors: list[int]) -> Running:
-        """Start what a `Process` describes; pickling it adds to the `descriptors` that it is to have."""
+        """Start the process of a `Process` object; pickling the object adds to the `descriptors` to send."""
         messages.install_for_joblib()
         role = self.roles.pop(process, None) or Role(Cell(background=True))
         trackers = self._trackers()
@@ -83,12 +83,12 @@ class Starter:
             running.send(protocol.Process(running.setting(), start, call.header), parcel=call.parcel)
         with self._capturing:
             self._left += 1
-        hearing.add(running)
+        process_reader.add(running)
         return running
 
     def _preparation(self, name: str) -> dict[str, Any]:
-        """Return what the library's `spawn.prepare` is given. Not `__main__`: functions come by value without the
-        notebook's file. Nor a start method: what a process starts itself is forked."""
+        """Return the argument of the library's `spawn.prepare`. It has no `__main__`, because functions are sent by
+        value without the notebook's file, and no start method, because processes of the process are forked."""
         process, util = (importlib.import_module(f"{self.library}.{part}") for part in ("process", "util"))
         preparation = {
             "name": name,
@@ -101,7 +101,7 @@ class Starter:
         return preparation
 
     def _trackers(self) -> dict[str, int]:
-        """The resource trackers of this process, started for this library: a descriptor for each."""
+        """Start the resource trackers of this process for this library, and return a descriptor for each."""
         importlib.import_module(f"{self.library}.resource_tracker").ensure_running()
         modules = {name: sys.modules.get(f"{name}.resource_tracker") for name in ("multiprocessing", "multiprocess")}
         fds = {name: module._resource_tracker._fd for name, module in modules.items() if module is not None}
@@ -118,10 +118,10 @@ class Starter:
 
 
 def _seeds(number: int) -> tuple[int, int, int]:
-    """Seeds for `random`, NumPy and torch in the process of this number.
+    """Return seeds for `random`, NumPy and torch in the process with this number.
 
-    They follow from the notebook's own random state, which stays as it is: what a notebook computes must not depend on
-    the number of a loader's workers.
+    They depend on the notebook's random state, and do not change it: results of a notebook must not depend on the
+    number of a loader's workers.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     for_random = abs(hash(random.getstate()))

@@ -34,7 +34,7 @@ class Profile:
 
     @functools.cached_property
     def _traces(self) -> dict[int, Trace]:
-        """Read when somebody looks: it takes longer than the recording."""
+        """Read the traces at first use, because reading takes longer than recording."""
         return {rank: Trace(*recorded) for rank, recorded in self._recorded.items()}
 
     @functools.cached_property
@@ -42,8 +42,8 @@ class Profile:
         return steps(self._traces)
 
     def shares(self) -> dict[int, dict[str, float]]:
-        """By rank: the share of the profiled time that went to its loader, to computing, to communication, and to
-        waiting for others."""
+        """Return, by rank, the shares of the profiled time for the loader, computing, communication, and waiting for
+        others."""
         found = {}
         for rank in self._traces:
             own = [step for step in self.steps if step.rank == rank]
@@ -53,7 +53,8 @@ class Profile:
         return found
 
     def hint(self) -> str:
-        """Sentences about ranks that waited for more than a fifth of the time: for which rank, and why; else empty."""
+        """Return sentences about ranks that waited more than a fifth of the time: for which rank, and why; otherwise an
+        empty text."""
         shares = self.shares()
         rank = max(shares, key=lambda rank: shares[rank]["waiting"], default=None)
         if rank is None or shares[rank]["waiting"] <= LEAST:
@@ -76,7 +77,7 @@ class Profile:
         return f"{said} for rank {slow}: {what} took {_time(took)} of a step of {_time(whole)}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the traces of all ranks as one, for https://ui.perfetto.dev or chrome://tracing.
+        """Write the traces of all ranks to one file, for https://ui.perfetto.dev or chrome://tracing.
 
         Args:
             path: A file whose name ends in `.json`, or in `.json.gz`, which both open as well.
@@ -127,7 +128,7 @@ def profiled(
     steps: int,
     **options: Any,
 ) -> Profile:
-    """The profile of a call that a session's `call` makes with these `options`; see `Session.profile`."""
+    """Return the profile of a call that the session's `call` makes with these `options`; see `Session.profile`."""
     from ...rank import profiling  # which imports torch
 
     check_count(skip, least=0, name="skip")
@@ -144,7 +145,7 @@ _NOTHING = (
 
 
 def _bar(step: Step, y: int, scale: float) -> str:
-    """Draw a step: its parts in a row, each as wide as its total time."""
+    """Draw a step: its parts in a row, with their total time as width."""
     parts, x = [], _LEFT + step.start * scale
     for kind in KINDS:
         width = step.parts[kind] * scale

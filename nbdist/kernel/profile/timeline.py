@@ -25,7 +25,7 @@ _HANDING_OVER = re.compile(r"c10d::|record_param_comms")
 
 
 class Span(NamedTuple):
-    """A part of the time, in microseconds of the machine's clock."""
+    """A time span in microseconds of the machine's clock."""
 
     start: float
     end: float
@@ -51,7 +51,7 @@ class Trace:
 
     Args:
         compressed: The trace that `rank.profiling.run` returns.
-        whole: How many steps were made to their end. What comes after these counts only where there is nothing else.
+        whole: The number of complete steps. What comes after these counts only where there is nothing else.
     """
 
     def __init__(self, compressed: bytes, whole: int) -> None:
@@ -92,7 +92,7 @@ class Trace:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not overlap, in order."""
+    """Merge spans into ordered ones that do not overlap."""
     found: list[Span] = []
     for span in sorted(spans):
         if found and span.start <= found[-1].end:
@@ -103,7 +103,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
-    """Return the parts of `spans`, which do not overlap, that lie in `whole`."""
+    """Return the parts of `spans`, which do not overlap, inside `whole`."""
     first = max(0, bisect.bisect_right(spans, whole.start, key=lambda span: span.start) - 1)
     found = []
     for span in itertools.islice(spans, first, None):
@@ -115,7 +115,7 @@ def inside(whole: Span, spans: Sequence[Span]) -> list[Span]:
 
 
 def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """Return the parts of spans that lie in none of the others; neither overlap among themselves."""
+    """Return the parts of `spans` outside `others`; the spans of each list do not overlap."""
     found = []
     for span in spans:
         start = span.start
@@ -129,16 +129,16 @@ def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
 
 
 def total(spans: Iterable[Span]) -> float:
-    """Seconds."""
+    """Return the total length of spans, in seconds."""
     return sum(span.end - span.start for span in spans) / 1e6
 
 
 def steps(traces: Mapping[int, Trace]) -> list[Step]:
-    """The steps of all ranks, by number and rank.
+    """Return the steps of all ranks, by number and rank.
 
-    A moment of a rank belongs to its loader while that makes a batch; else to computing while an operator runs (on a
-    GPU: a kernel); else, while a collective is under way, to waiting until the last rank has come to it, and to
-    communication from then on; and all the rest to computing: it is Python's. The clocks are taken to agree, as they do
+    Each moment of a rank counts as one kind. Loader: while the loader makes a batch. Otherwise compute: while an
+    operator runs (on a GPU: a kernel). Otherwise, during a collective, waiting: until the last rank has come to it, and
+    communication from then on. The rest is compute: it is Python's time. The clocks of the ranks must agree, as they do
     on one machine.
     """
     waits = _waits(traces)
@@ -167,7 +167,7 @@ def steps(traces: Mapping[int, Trace]) -> list[Step]:
 
 
 def _waits(traces: Mapping[int, Trace]) -> dict[int, list[tuple[int, Span]]]:
-    """By rank: for each collective, which rank came last to it, and the time from one's own arrival to that."""
+    """Return, by rank, for each collective, the rank that came last and the time until it came."""
     by_name: dict[str, dict[int, list[Span]]] = {}
     for rank, trace in traces.items():
         for name, span in trace.collectives:

@@ -1,4 +1,4 @@
-"""Ratings to train recommenders on: MovieLens from disk or the network, and invented ones; see `Ratings`."""
+"""Ratings to train recommenders on: MovieLens from disk or the network, and synthetic ratings; see `Ratings`."""
 
 from .grouplens import movielens
 from .ratings import Ratings

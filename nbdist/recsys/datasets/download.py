@@ -1,4 +1,5 @@
-"""A folder from a zip file on the web, whole or not at all: resumed when broken off, checked, unpacked safely."""
+"""Download of a zip file into a folder: continued after an interruption, checked, unpacked safely, complete or
+absent."""
 
 from __future__ import annotations
 
@@ -41,15 +42,15 @@ def holds(folder: Path, files: Sequence[str]) -> bool:
 def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) -> None:
     """Make `target` the folder of its name in the zip file at `url`.
 
-    The part of a download that was interrupted is kept next to `target`, as ``<name>.zip.part``: this call goes on
-    from there several times, and so does the next one. Of processes that want the same, one downloads and the others
-    wait. `target` only ever appears with all that the archive has.
+    The part of an interrupted download is kept next to `target`, as ``<name>.zip.part``. This call continues it several
+    times, and a later call continues it, too. If several processes want the same file, one downloads it and the others
+    wait. `target` appears only with all files of the archive.
 
     Args:
         url: http(s) address of the zip file.
         md5: Its MD5 sum, as hexadecimal digits. None: it is replaced at times, so only its parts are checked.
         target: The folder to make.
-        files: What has to be in it.
+        files: The files that it must contain.
 
     Raises:
         Unreachable: No server answered.
@@ -82,7 +83,7 @@ def fetch_folder(url: str, md5: str | None, target: Path, files: Sequence[str]) 
 
 
 def _download(url: str, file: BinaryIO) -> None:
-    """Add to `file` what it lacks."""
+    """Append the missing bytes to `file`."""
     reason: Exception | None = None
     for attempt in range(ATTEMPTS):
         try:
@@ -94,8 +95,8 @@ def _download(url: str, file: BinaryIO) -> None:
                 raise
             reason = error
     raise ConnectionError(
-        f"the download of {url} broke off {ATTEMPTS} times, the last time with: {reason}. The {file.tell():,} bytes "
-        f"that came are in {file.name}: call again to go on from there"
+        f"the download of {url} failed {ATTEMPTS} times, the last time with: {reason}. The {file.tell():,} bytes "
+        f"received so far are in {file.name}: call again to continue from there"
     )
 
 
@@ -143,8 +144,8 @@ def _verify(file: BinaryIO, md5: str, url: str) -> None:
         digest.update(chunk)
     if digest.hexdigest() != md5:
         raise ValueError(
-            f"what came from {url} has the MD5 sum {digest.hexdigest()} and not {md5}: it is damaged, or another file. "
-            "It was removed; call again to download it anew"
+            f"the file from {url} has the MD5 sum {digest.hexdigest()} instead of {md5}: it is damaged, or another "
+            "file. It was removed; call again to download it"
         )
 
 

@@ -48,14 +48,14 @@ def movielens(
     synthetic: bool = False,
     url: str | None = None,
 ) -> Ratings:
-    """A set of MovieLens: every rating, in the order of its file, and every movie with title and genres.
+    """Load a MovieLens set: every rating, in the order of its file, and every movie with title and genres.
 
-    The first of these that is there is used: `path`; the folder that the environment variable ``NBDIST_DATA`` names;
-    fastai's cache (``~/.fastai/data``, or where ``FASTAI_HOME`` and its ``config.ini`` put it); a download, which is
-    kept in that cache. A download that breaks off is resumed; see `nbdist.recsys.datasets.download`.
+    The first existing source is used: `path`; the folder in the environment variable ``NBDIST_DATA``; fastai's cache
+    (``~/.fastai/data``, or the folder set by ``FASTAI_HOME`` and its ``config.ini``); a download, which is kept in this
+    cache. An interrupted download is continued; see `nbdist.recsys.datasets.download`.
 
-    A folder of `path` or ``NBDIST_DATA`` may hold a part of the set, such as the ratings of some users; a warning and
-    `source` say how many there are. Titles may be in UTF-8, or in Latin-1, as in GroupLens' own 100k and 1m.
+    The folder of `path` or ``NBDIST_DATA`` may contain a part of the set, such as the ratings of some users; a warning
+    and `source` give the number. Titles may be in UTF-8, or in Latin-1, as in GroupLens' own 100k and 1m.
 
     Args:
         name: "100k", "1m", "10m", "20m", "25m", "32m" or "latest-small".
@@ -63,7 +63,7 @@ def movielens(
         download: False never uses the network.
         synthetic: Whether, where the server cannot be reached, to return `synthetic_ratings` of the same size with a
             warning that says so.
-        url: Where to download it from. None: from GroupLens. It must have GroupLens's checksum.
+        url: The address of the download. None: from GroupLens. It must have GroupLens's checksum.
 
     Raises:
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
@@ -81,7 +81,7 @@ def movielens(
         ['movie', 'title', 'genres']
     """
     if name not in EDITIONS:
-        raise ValueError(f"{name!r} is no MovieLens set that is known here; there are {', '.join(EDITIONS)}")
+        raise ValueError(f"{name!r} is not a MovieLens set that nbdist knows; choose one of {', '.join(EDITIONS)}")
     edition = EDITIONS[name]
     files = " and ".join(edition.files)
     for given, what in ((path, ""), (os.environ.get("NBDIST_DATA") or None, "NBDIST_DATA: ")):
@@ -94,7 +94,7 @@ def movielens(
                 if frame.height == edition.ratings or edition.md5 is None:
                     return Ratings(frame, movies, f"{source}.")
                 source = f"A part of {source}: {frame.height:,} of {edition.ratings:,} ratings."
-                warnings.warn(f"{source} If nobody has chosen these, the files are not whole.", stacklevel=2)
+                warnings.warn(f"{source} If you have not made these files yourself, they are incomplete.", stacklevel=2)
                 return Ratings(frame, movies, source)
         raise FileNotFoundError(f"{what}neither {given} nor its folder {edition.folder} holds {files}")
 
@@ -130,7 +130,7 @@ def _fastai_data() -> Path:
 
 
 def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Ratings and movies, and that they are whole; or, with `part`, no more than there should be."""
+    """Read ratings and movies, and check that they are complete; with `part`, that there are not too many."""
     edition = EDITIONS[name]
     data, item = (folder / file for file in edition.files)
     frame, movies = edition.read(data, item)
@@ -145,7 +145,7 @@ def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl
             f"downloaded or unpacked. Remove {folder} and get it again"
         )
     if movies.null_count().sum_horizontal().item() or movies["movie"].is_duplicated().any():
-        raise ValueError(f"{item}: some lines have no number, no title or a number that is not their own")
+        raise ValueError(f"{item}: some lines have no number, no title or a number of another line")
     unknown = frame.select(pl.col("movie").unique().sort()).join(movies, on="movie", how="anti", maintain_order="left")
     if unknown.height:
         raise ValueError(f"{item}: no title for {unknown.height} rated movies, the first of them {unknown.item(0, 0)}")
@@ -153,7 +153,7 @@ def _read(name: str, folder: Path, part: bool = False) -> tuple[pl.DataFrame, pl
 
 
 def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> pl.DataFrame:
-    """A file of columns, with text, if any, in UTF-8 or else in Latin-1."""
+    """Read a file of columns; text is UTF-8, or else Latin-1."""
     source: Any = path
     if len(separator) > 1:  # polars takes one byte
         source, separator = path.read_bytes().replace(separator.encode(), b"\t"), "\t"
@@ -170,7 +170,8 @@ def _csv(path: Path, separator: str, schema: dict[str, Any], **options: Any) -> 
 
 
 def _utf8(text: bytes) -> bytes:
-    """Text as UTF-8, without a byte order mark. Latin-1 with letters beyond ASCII is no UTF-8, but by rare chance."""
+    """Convert text to UTF-8, without a byte order mark. Latin-1 text with letters beyond ASCII is almost never valid
+    UTF-8."""
     for encoding in ("utf-8-sig", "cp1252"):  # the latter is Latin-1 with quotation marks and dashes
         with contextlib.suppress(UnicodeDecodeError):
             return text.decode(encoding).encode()
@@ -178,7 +179,7 @@ def _utf8(text: bytes) -> bytes:
 
 
 def _genres(text: pl.Expr) -> pl.Expr:
-    """Lists of what stands between bars; empty for "(no genres listed)" and for nothing."""
+    """Return the lists of genres between bars; empty for "(no genres listed)" and for an empty text."""
     listed = text.fill_null("").str.replace("(no genres listed)", "", literal=True)
     return listed.str.extract_all(r"[^|]+").alias("genres")
 
@@ -207,7 +208,7 @@ def _read_csv(data: Path, item: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def _named(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
-    """Columns of a file whose first line names them, in any order, maybe among others."""
+    """Read columns of a file by the names in its first line, in any order."""
     source = _utf8(path.read_bytes()) if pl.String in schema.values() else path
     try:
         names = pl.read_csv(source, n_rows=0, infer_schema=False).columns

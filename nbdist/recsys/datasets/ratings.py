@@ -1,4 +1,4 @@
-"""The form that all ratings come in."""
+"""The common form of all ratings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GENRES = (
 
 
 class Ratings(NamedTuple):
-    """Ratings, the movies they are of, and where both came from: ``ratings, movies, source = movielens("25m")``.
+    """Ratings, their movies, and the source of both: ``ratings, movies, source = movielens("25m")``.
 
     Examples:
         >>> from nbdist.recsys.datasets import synthetic_ratings
@@ -54,5 +54,6 @@ class Ratings(NamedTuple):
     """The source of the rows, in a sentence to print with the results."""
 
     def with_titles(self) -> pl.DataFrame:
-        """The ratings, in their order, with the movies' titles as a further column. `.to_pandas()` for fastai."""
+        """Return the ratings, in their order, with the movies' titles in a further column. Use `.to_pandas()` for
+        fastai."""
         return self.frame.join(self.movies.select("movie", "title"), on="movie", how="left", maintain_order="left")

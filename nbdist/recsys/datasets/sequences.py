@@ -1,4 +1,4 @@
-"""Synthetic histories whose next item follows, by a rule, from their last two items."""
+"""Synthetic histories with a rule: their last two items determine the next one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import polars as pl
 def synthetic_sequences(
     n_users: int = 1000, n_items: int = 100, length: int = 20, *, habits: int = 2, seed: int = 42
 ) -> pl.DataFrame:
-    """Histories of users who each have one of some habits: always to go from an item to the same next one.
+    """Make histories of users with habits: a user with a habit always goes from an item to the same next item.
 
-    A habit is a cycle over all items, in an order of its own, and a user walks along the cycle of their habit from
-    any item on. The last two items of a history determine the habit, and so the next item (but where two cycles
-    share a step, which about one item in `n_items` does). The last item alone leaves as many as there are habits: who
-    goes by that is right once in `habits` times, and who goes by what is popular once in `n_items` times.
+    A habit is a cycle over all items, in an order of its own, and a user walks along the cycle of their habit from any
+    item on. The last two items of a history determine the habit, and so the next item (except where two cycles share a
+    step, which happens for about one item in `n_items`). The last item alone leaves one possibility for each habit: a
+    prediction from it is right once in `habits` times, and a prediction by popularity once in `n_items` times.
 
     Args:
         n_users: Numbered from 1.
         n_items: Numbered from 1.
         length: Items of each history; longer than `n_items`, it goes round again.
-        habits: How many there are.
+        habits: The number of habits.
         seed: Equal seeds give equal histories.
 
     Returns:

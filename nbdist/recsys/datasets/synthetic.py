@@ -1,4 +1,4 @@
-"""Invented data with the shape of known sets, and with something in it to learn."""
+"""Synthetic data with the shape of known sets, and with a structure to learn."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _Integers = NDArray[np.int64]
 
 
 def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 100_000, *, seed: int = 42) -> Ratings:
-    """Ratings with MovieLens-like popularity and a planted structure that a model can learn.
+    """Make ratings with MovieLens-like popularity and a structure that a model can learn.
 
-    A rating is ``3.5 + user bias + movie bias + <user taste, movie character> + noise``, rounded and clipped
-    to 1..5; tastes and characters have 4 dimensions. About half of the variance is structure. Half of a movie's
-    character comes from its one to three genres, half is its own. A pair of user and movie occurs once at most, every
-    user and every movie at least once, and the rows are in random order. Who rates what has a long tail: few busy
-    users, few popular movies; popular movies are liked more.
+    A rating is ``3.5 + user bias + movie bias + <user taste, movie character> + noise``, rounded and clipped to 1..5;
+    tastes and characters have 4 dimensions. About half of the variance is structure. Half of a movie's character comes
+    from its one to three genres, half is its own. A pair of user and movie occurs at most once, every user and every
+    movie at least once, and the rows are in random order. The numbers of ratings have a long tail: few busy users, few
+    popular movies. Popular movies are liked more.
 
-    Takes 30 bytes per rating while it is made, 20 of them the result, and no Python object per rating: 25 million by
-    162,541 users of 59,047 movies take some ten seconds of one core.
+    Uses 30 bytes per rating while it runs, 20 of them for the result, and no Python object per rating: 25 million
+    ratings by 162,541 users of 59,047 movies take some ten seconds on one core.
 
     Args:
         n_users: users, numbered from 1.
@@ -83,9 +83,9 @@ def synthetic_ratings(n_users: int = 943, n_items: int = 1682, n_ratings: int = 
 def _popularity(n_users: int, n_items: int, n_ratings: int) -> _Floats:
     """The probability of each movie to be drawn, not normalized, the most popular first; shape (n_items,).
 
-    In MovieLens 100k, 1m and 25m alike, about half of the users have rated the most popular movie, one user the least
-    popular, and the counts between are roughly ``users / 2 * exp(-steep * x ** bend)`` for x from 0 to 1, with the
-    bend that makes them add up to the number of ratings: 0.8 for the two small sets, 0.35 for the large one.
+    In MovieLens 100k, 1m and 25m, about half of the users have rated the most popular movie, and one user the least
+    popular. The counts between are roughly ``users / 2 * exp(-steep * x ** bend)`` for x from 0 to 1, with a bend such
+    that they add up to the number of ratings: 0.8 for the two small sets, 0.35 for the large one.
     """
     top = max(n_users / 2, 2.0)
     x = np.linspace(0.0, 1.0, n_items)
@@ -119,7 +119,7 @@ def _pairs(rate: _Floats, n_users: int, n_ratings: int, rng: np.random.Generator
 
 
 def _shares(weight: _Floats, least: _Integers, most: int, total: int) -> _Integers:
-    """Whole numbers near to proportional to `weight`, each in least..most, that add up to `total`."""
+    """Return integers nearly proportional to `weight`, each in least..most, that add up to `total`."""
     low, high = 0.0, most / weight.min()
     for _ in range(100):
         scale = (low + high) / 2
@@ -130,11 +130,11 @@ def _shares(weight: _Floats, least: _Integers, most: int, total: int) -> _Intege
 
 
 def _draw(counts: _Integers, pairs: _Integers, rate: _Floats, rng: np.random.Generator) -> _Integers:
-    """Draw `counts` different movies for each of some users, by `rate`, one after the other.
+    """Draw `counts` different movies for each of some users, weighted by `rate`.
 
     Args:
-        counts: How many for each user, shape (users,).
-        pairs: Those that they have already, as ``user * n_items + item``.
+        counts: The number of movies for each user, shape (users,).
+        pairs: The pairs that exist already, as ``user * n_items + item``.
         rate: Shape (n_items,).
 
     Returns:
@@ -164,7 +164,7 @@ def _draw(counts: _Integers, pairs: _Integers, rate: _Floats, rng: np.random.Gen
 
 
 def _movies(n: int, rng: np.random.Generator) -> tuple[pl.DataFrame, _Floats]:
-    """`n` movies as in `Ratings`, and what their genres are like, shape (n, 4), of unit variance."""
+    """Make `n` movies as in `Ratings`, and the characters of their genres, shape (n, 4), with unit variance."""
     weight = rng.permutation(np.linspace(0.0, 3.0, len(GENRES)))  # log: some genres have many movies
     order = np.argsort(-(weight + rng.gumbel(size=(n, len(GENRES)))), axis=1)[:, :3]  # (n, 3)
     counts = rng.integers(1, 4, n)
@@ -179,7 +179,7 @@ def _movies(n: int, rng: np.random.Generator) -> tuple[pl.DataFrame, _Floats]:
 
 
 def _titles(n: int, rng: np.random.Generator) -> list[str]:
-    """`n` different invented titles."""
+    """Make `n` different synthetic titles."""
     adjectives = (
         "Amber Borrowed Brittle Careful Copper Crooked Distant Drowsy Empty Faded Folded Gentle Hollow "
         "Honest Idle Ivory Jagged Late Lopsided Mild Narrow Northern Painted Patient Quiet Restless "
@@ -199,7 +199,7 @@ def _titles(n: int, rng: np.random.Generator) -> list[str]:
 
 
 class MultiSlot(NamedTuple):
-    """Samples of several slots (feature fields), each with equally many keys, and a label each.
+    """Samples with several slots (feature fields), the same number of keys in each, and a label.
 
     Examples:
         >>> from nbdist.recsys.datasets import synthetic_multislot
@@ -219,17 +219,17 @@ class MultiSlot(NamedTuple):
 def synthetic_multislot(
     samples: int = 245_760, slots: int = 100, keys_per_slot: int = 10, vocabulary: int = 8192, *, seed: int = 42
 ) -> MultiSlot:
-    """Samples as of the DenseDemo of NVIDIA's SparseOperationKit, with labels that a model can learn.
+    """Make samples as in the DenseDemo of NVIDIA's SparseOperationKit, with labels that a model can learn.
 
-    As there (``generate_random_samples`` in its ``utils.py``), each slot has an equal part of the vocabulary to itself:
-    with v keys a slot, slot s has the keys ``s * v .. (s + 1) * v - 1``, uniformly drawn, and sorted in each sample,
-    the largest first. The labels there are random. Here every key has a weight and every slot another, and the log odds
-    of a label of 1 are 3 times the normalised sum of their products. Who knows the weights has an AUC of about 0.9.
+    As there (``generate_random_samples`` in its ``utils.py``), each slot has an equal part of the vocabulary: with v
+    keys in a slot, slot s has the keys ``s * v .. (s + 1) * v - 1``, drawn uniformly, and sorted in each sample in
+    descending order. The labels there are random. Here every key and every slot has a weight, and the log odds of a
+    label of 1 are 3 times the normalized sum of their products. With the true weights the AUC is about 0.9.
 
-    At its full size it takes 1 GB and some seconds.
+    The full size takes 1 GB and some seconds.
 
     Args:
-        samples: How many.
+        samples: The number of samples.
         slots: Feature fields of each.
         keys_per_slot: Keys of each of those.
         vocabulary: Different keys, of all slots together; what is left over is not used.

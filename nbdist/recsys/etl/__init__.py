@@ -1,4 +1,4 @@
-"""From ratings on disk to files that models are trained from: join, categorify, label, shuffle; on one rank or many."""
+"""Preparation of training files from raw ratings: join, categorify, label, shuffle; on one rank or many."""
 
 from .histories import sequences, with_history, write_history
 from .ops.categorify import Categorify

@@ -15,7 +15,7 @@ _COUNT = "count (nbdist)"  # no column of the user's
 def count_values(
     name: str, dtype: pl.DataType, table: pl.DataFrame | None = None, on: Sequence[str] = ()
 ) -> Callable[[pl.LazyFrame], pl.LazyFrame]:
-    """The query that counts the values of a column, or of its lists: `value`, null too, and `count`.
+    """Return a query that counts the values of a column, or of its lists: `value`, null included, and `count`.
 
     Args:
         table: A table that the column is joined from, by the key `on`. The column is not joined for the count: keys are
@@ -41,12 +41,12 @@ def count_values(
 
 
 def _explode(frame: pl.LazyFrame, name: str) -> pl.LazyFrame:
-    """A row for each element of the lists, and one with null for a list that is null; none for an empty one."""
+    """Return a row for each element of the lists, one row with null for a null list, and none for an empty list."""
     return frame.filter(pl.col(name).list.len().ne_missing(0)).explode(name)
 
 
 class Counts:
-    """Counts of each value: in some rows, then in others, in the end by all ranks."""
+    """The count of each value: of some rows, of more rows, and at the end of all ranks."""
 
     def __init__(self) -> None:
         self._frames: list[pl.DataFrame] = []
@@ -60,7 +60,7 @@ class Counts:
             self._room = max(self._room, 2 * self._frames[0].height)
 
     def everywhere(self) -> pl.DataFrame:
-        """The counts of all ranks together, on each of them; in no particular order."""
+        """Return the counts of all ranks together, on each rank, in no particular order."""
         mine = _merge(self._frames).write_ipc(None).getvalue() if self._frames else None  # a rank may have no rows
         return _merge([pl.read_ipc(data) for data in ranks.all_gather(mine) if data is not None])
 

@@ -1,4 +1,4 @@
-"""A table whose rows are found by position, by an integer key: several times as fast as a join, which hashes."""
+"""A table with rows at the positions of integer keys: several times as fast as a join, which hashes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import polars as pl
 
 @dataclass(frozen=True, eq=False)
 class DirectTable:
-    """Columns with a row for every integer from the least to the greatest key."""
+    """Columns with a row for every integer from the smallest to the largest key."""
 
     low: int
     """The least key."""
@@ -19,7 +19,7 @@ class DirectTable:
 
     @classmethod
     def of(cls, keys: pl.Series, columns: pl.DataFrame) -> DirectTable | None:
-        """Make a table of columns by unique keys. None where keys are no integers, or leave many gaps."""
+        """Make a table of columns by unique keys. None if the keys are not integers, or leave many gaps."""
         if not keys.dtype.is_integer() or not len(keys):
             return None
         low, high = keys.min(), keys.max()
@@ -33,7 +33,7 @@ class DirectTable:
         return cls(low, by_position.rechunk())  # polars takes seven times as long where there are two chunks
 
     def get(self, column: str, key: pl.Expr) -> pl.Expr:
-        """Look up `column` for each key; null for null, and for a key that is not in the table."""
+        """Look up `column` for each key; null for null, and for an unknown key."""
         position = key.cast(pl.Int64, strict=False) - self.low
         inside = pl.when(position.is_between(0, self.columns.height - 1)).then(position).cast(pl.UInt32)
         return pl.lit(self.columns[column]).gather(inside)

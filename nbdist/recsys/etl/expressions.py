@@ -1,4 +1,4 @@
-"""Polars expressions as JSON: what can be kept in a file and read from one without running code that is in it."""
+"""Polars expressions as JSON: a file keeps them, and reading it runs no code in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .expression_nodes import NODES, RANDOM, SELECTING
 
 
 def check(expression: Any, where: str) -> None:
-    """Raise for what is no expression that gives one column and can be written as JSON.
+    """Raise for an object that is not an expression with one column, or that cannot be written as JSON.
 
     Raises:
         TypeError: It is not an expression.
@@ -29,12 +29,12 @@ def check(expression: Any, where: str) -> None:
 
 
 def check_rows(expression: pl.Expr, schema: pl.Schema, where: str) -> None:
-    """Raise `ValueError` where an expression over columns of that schema cannot be computed, or not row by row.
+    """Raise `ValueError` if an expression over columns of this schema cannot be computed, or not row by row.
 
-    Or where it is something else in each process.
+    The same holds for an expression whose result differs between processes.
 
-    Polars moves the choice of some rows to before the expression only if that makes no difference to them. (What
-    `Expr.meta.is_row_separable` says cannot be used: in polars 2.1 it is true of ``x - x.mean()``.)
+    Polars moves the selection of rows before the expression only if that does not change its values.
+    (`Expr.meta.is_row_separable` cannot be used: in polars 2.1 it is true for ``x - x.mean()``.)
     """
     if any(_gives_physical(node, schema) for node in _nodes(to_json(expression, where))):
         raise ValueError(
@@ -54,12 +54,12 @@ def check_rows(expression: pl.Expr, schema: pl.Schema, where: str) -> None:
 
 
 def reads(expression: pl.Expr) -> list[str]:
-    """The columns that an expression is computed from, each once."""
+    """Return the columns that an expression reads, each once."""
     return sorted({*expression.meta.root_names()} - {""})  # as which polars 1.35 counts pl.element()
 
 
 def to_json(expression: pl.Expr, where: str) -> Any:
-    """Polars' own JSON of an expression, as plain data. Raises `ValueError` for one with Python functions in it."""
+    """Return polars' own JSON of an expression, as plain data. Raises `ValueError` for one with Python functions."""
     try:
         data = json.loads(expression.meta.serialize(format="json"))
         unknown = _unknown(data)
@@ -74,13 +74,13 @@ def to_json(expression: pl.Expr, where: str) -> Any:
 
 
 def from_json(data: Any, where: str, version: str) -> pl.Expr:
-    """The expression that `to_json` has made `data` of.
+    """Return the expression from the `data` of `to_json`.
 
-    Polars would unpickle, and so run, what the JSON holds of Python functions, and load libraries that it names. So
-    data with any node that is not in `NODES` is refused before polars sees it.
+    Polars would unpickle, and so run, Python functions in the JSON, and load libraries that it names. So data with any
+    node that is not in `NODES` are refused before polars reads them.
 
     Args:
-        version: Of polars, that `data` was made by; for the message.
+        version: The version of polars that has made `data`, for the message.
     """
     unknown = _unknown(data)
     if unknown:
@@ -100,7 +100,8 @@ def from_json(data: Any, where: str, version: str) -> pl.Expr:
 
 
 def _gives_physical(node: Any, schema: pl.Schema) -> bool:
-    """Return whether a node of an expression's JSON makes numbers of categoricals: polars numbers them as they come."""
+    """Return whether a node of an expression's JSON makes numbers of categoricals, which polars numbers in order of
+    appearance."""
     if not isinstance(node, dict) or node.get("function") != "ToPhysical":
         return False
     try:
@@ -124,7 +125,7 @@ def _unknown(data: Any) -> str:
 
 
 def _nodes(data: Any) -> Iterator[Any]:
-    """All dicts and lists in plain data."""
+    """Yield all dicts and lists in plain data."""
     if isinstance(data, (dict, list)):
         yield data
         for item in data.values() if isinstance(data, dict) else data:

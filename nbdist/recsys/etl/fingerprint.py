@@ -1,4 +1,4 @@
-"""A fingerprint of rows in their order: the same however they are divided among parts and ranks, or typed."""
+"""A fingerprint of rows in order: it does not depend on their division among parts and ranks, or on their types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Fingerprint:
 
 
 def _hash(column: pl.Series) -> pl.Series:
-    """The hash of each value, uint64: of a float its bits, the same for 0.0 and -0.0, and for null and NaN."""
+    """Return the hash of each value, uint64: of a float its bits, with one hash for 0.0 and -0.0, and one for null and
+    NaN."""
     if column.dtype.is_float():
         values = column.cast(pl.Float64).fill_nan(None) + 0.0
         bits = pl.Series(np.ascontiguousarray(values.fill_null(0.0).to_numpy()).view(np.uint64))

@@ -1,4 +1,4 @@
-"""Rows whose columns have other types than in `fit`, but mean the same: ids that are int64, and were int32."""
+"""Rows whose columns have other types than in `fit`, but the same meaning: ids that are int64 now and were int32."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=None\)")
 
 
 def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Expr]:
-    """The columns that have to be cast, so that steps take them as they took the rows of `fit`.
+    """Return the casts of columns that steps need to treat the rows like the rows of `fit`.
 
-    Integers that may not fit into the type of `fit` stay as they are: an id that is too large is one that is not known.
-    Floats stand for integers, as pandas has a column of integers where one is missing; NaN is null then.
+    Integers that may not fit into the type of `fit` are not cast: an id that is too large is an unknown one. Floats may
+    stand for integers, as in pandas for a column with missing integers; NaN is null then.
 
     Args:
-        schema: Of the rows.
+        schema: The schema of the rows.
         needs: The columns that are needed, and the names of their types in `fit`.
-        where: What messages begin with.
+        where: The begin of error messages.
 
     Raises:
         ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`. When the
@@ -63,14 +63,14 @@ def _whole(where: str, kind: pl.DataType) -> Callable[[pl.Series], pl.Series]:
 
 
 def declared(frame: pl.LazyFrame, outputs: Mapping[str, str], columns: Collection[str]) -> pl.LazyFrame:
-    """A frame whose integers are of the types that a fitted workflow's `outputs` name."""
+    """Cast the integers of a frame to the types in a fitted workflow's `outputs`."""
     schema = frame.collect_schema()
     types = {name: type_of(outputs[name]) for name in columns}
     return frame.cast({name: dtype for name, dtype in types.items() if dtype is not None and dtype != schema[name]})
 
 
 def type_of(kind: str) -> pl.DataType | None:
-    """The type of that name; None for a name that is not of numbers, strings, booleans or lists of them."""
+    """Return the type with this name; None for other types than numbers, strings, booleans and lists of them."""
     if kind.startswith("list["):
         inner = type_of(kind[len("list[") : -1])
         return None if inner is None else pl.List(inner)
@@ -78,7 +78,7 @@ def type_of(kind: str) -> pl.DataType | None:
 
 
 def _cast(dtype: pl.DataType, kind: str) -> pl.DataType | None:
-    """The type to cast to, or `dtype` itself; None where the one cannot stand for the other."""
+    """Return the type to cast to, or `dtype` itself; None if one cannot stand for the other."""
     if isinstance(dtype, pl.List) and kind.startswith("list[") and isinstance(dtype.inner, pl.DataType):
         inner = _cast(dtype.inner, kind[len("list[") : -1])
         return None if inner is None else pl.List(inner)

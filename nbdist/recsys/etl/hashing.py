@@ -1,6 +1,6 @@
-"""Hashes of values that are the same in every process, version and machine; `triton/served/preprocess.py` has them too.
+"""Hashes of values that are equal in every process, version and machine; `triton/served/preprocess.py` has them too.
 
-polars' own `hash` is another with another version of polars, and codes that a model was trained with have to stay.
+polars' own `hash` changes between versions of polars, and the codes of a trained model must not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _ADD, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 
 def hashed(value: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-    """The hash of each value, uint64; null for null.
+    """Return the hash of each value, uint64; null for null.
 
     Args:
         value: Integers, booleans, strings or dates.
-        dtype: Their type.
+        dtype: The type of the values.
     """
     if dtype == pl.String:
         return value.map_batches(_checksums, return_dtype=pl.UInt64, is_elementwise=True)
@@ -26,12 +26,12 @@ def hashed(value: pl.Expr, dtype: pl.DataType) -> pl.Expr:
 
 
 def combined(first: pl.Expr, second: pl.Expr) -> pl.Expr:
-    """A hash of two hashes, in this order."""
+    """Combine two hashes, in this order."""
     return _mixed(first * pl.lit(_FIRST, pl.UInt64) + second)
 
 
 def _mixed(value: pl.Expr) -> pl.Expr:
-    """SplitMix64's next number."""
+    """Return SplitMix64's next number."""
     mixed = value + pl.lit(_ADD, pl.UInt64)  # modulo 2**64, as the products
     mixed = (mixed ^ (mixed // 2**30)) * pl.lit(_FIRST, pl.UInt64)
     mixed = (mixed ^ (mixed // 2**27)) * pl.lit(_SECOND, pl.UInt64)
@@ -39,7 +39,7 @@ def _mixed(value: pl.Expr) -> pl.Expr:
 
 
 def _checksums(values: pl.Series) -> pl.Series:
-    """CRC-32 of the UTF-8 of each string, computed once for those that are equal."""
+    """Return the CRC-32 of each string's UTF-8, computed once for equal strings."""
     distinct = values.unique().drop_nulls()
     sums = pl.Series([zlib.crc32(value.encode()) for value in distinct.to_list()], dtype=pl.UInt64)
     return values.replace_strict(distinct, sums, default=None, return_dtype=pl.UInt64)

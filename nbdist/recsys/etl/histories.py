@@ -1,4 +1,4 @@
-"""Histories: what users took, in the order of time, as lists: of each user, or for each row of what came before it."""
+"""Histories: the items of each user, ordered by time, as a list for each user or for each row."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _NUMBER = 8  # bytes of a row's number
 def sequences(
     rows: Frame, *columns: str, by: str | Sequence[str] = "user", time: str = "timestamp", length: int | None = None
 ) -> Frame:
-    """A row for each user, with lists of what their rows have, in the order of time.
+    """Return a row for each user, with lists of the values in their rows, ordered by time.
 
-    Rows of the same time keep their order; a time that is null or NaN is before all others. Users come in the order in
-    which they first appear.
+    Rows with the same time keep their order; a null or NaN time comes before all others. Users are in the order of
+    their first row.
 
     Args:
         rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
-        *columns: What to make lists of, such as the movie.
+        *columns: Columns to make lists of, such as the movie.
         by: The column of users, or several whose values together are a user.
         time: The column that rows are ordered by.
-        length: How many rows of a user count, the last ones. None: all.
+        length: The number of last rows of a user that count. None: all.
 
     Raises:
         ValueError: There is no such column, or none is named; or a length below 1.
@@ -65,16 +65,17 @@ def with_history(
     length: int = 50,
     name: str = "history",
 ) -> Frame:
-    """The rows with a further column: for each of them, what its user took before it, in the order of time.
+    """Add a column with the earlier items of the row's user, ordered by time, to each row.
 
-    Order as in `sequences`; the rows stay where they are. It is made in memory: `write_history` is for more rows.
+    The order is as in `sequences`; the rows keep their places. This works in memory: use `write_history` for more
+    rows.
 
     Args:
         rows: As for `sequences`.
-        column: What to make lists of, such as the movie.
+        column: Columns to make lists of, such as the movie.
         by: The column of users, or several whose values together are a user.
         time: The column that rows are ordered by.
-        length: How many count, the last ones.
+        length: The number of last rows that count.
         name: The new column.
 
     Raises:
@@ -124,16 +125,16 @@ def write_history(
 ) -> list[Path]:
     """Add histories to rows that may be larger than memory, and write them to ``folder/part-00000.parquet`` ...
 
-    Ranks divide users and files among them; what is written does not depend on their number, nor on `memory_bytes`. The
-    rows stay in their order, over all files. The disk of `folder` needs as much room as the histories take in memory.
+    Ranks divide users and files among them; the result does not depend on their number, nor on `memory_bytes`. The rows
+    keep their order over all files. The disk of `folder` needs as much space as the histories take in memory.
 
     Args:
         source: As for `Workflow.fit`.
         folder: Appears when all files are whole; all ranks see it.
         column, by, time, length, name: As for `with_history`.
-        num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+        num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
         row_group_size: Rows per row group.
-        compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+        compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
         overwrite: Whether to replace a folder of such files.
         memory_bytes: Bytes that a rank may use for rows. The rows of one user, without their histories, have to fit.
         progress: Whether to show a progress bar; in ranks, rank 0 shows one.
@@ -186,7 +187,7 @@ def _write(
     length: int,
     name: str,
 ) -> None:
-    """First all rows of some users come together, then the histories of rows that follow each other in the output."""
+    """Write the files: first all rows of some users are gathered, then the histories of consecutive output rows."""
     columns = list(dict.fromkeys([*by, time, column]))
     sample = given.head(given.schema.names())
     history_width = length * row_bytes(sample.select(column))
@@ -227,13 +228,13 @@ def _write(
     def rows_of(number: int) -> pl.DataFrame:
         bucket = buckets[number]
         rows = given.read(bucket.start, bucket.stop, given.schema.names(), whole_size, "streaming")
-        return rows.hstack(places.in_order(lists.read(number)))
+        return rows.hstack(places.ordered(lists.read(number)))
 
     write_buckets(rows_of, buckets, files, scratch, progress)
 
 
 class _Histories:
-    """The history of each row; made on request, because histories are larger than the rows."""
+    """The history of each row, made when it is read, because histories are larger than the rows."""
 
     def __init__(self, rows: pl.DataFrame, column: str, by: list[str], time: str, length: int) -> None:
         number = pl.int_range(pl.len())
@@ -246,7 +247,7 @@ class _Histories:
         self._lengths = np.minimum(place, length)[self._ends]
 
     def of(self, start: int, stop: int) -> pl.Series:
-        """The lists of the rows `start` to `stop` - 1."""
+        """Return the lists of the rows `start` to `stop` - 1."""
         lengths = self._lengths[start:stop]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         # Value j of the lists belongs to row i, and is value ends[i] - lengths[i] + (j - offsets[i]) of all.
@@ -270,7 +271,7 @@ def _check(
     time: str,
     length: int | None,
 ) -> list[str]:
-    """The columns of users; raises `ValueError` for arguments that make no sense."""
+    """Return the columns of users; raise `ValueError` for invalid arguments."""
     if not columns:
         raise ValueError("no columns are named")
     keys = names_of(by)

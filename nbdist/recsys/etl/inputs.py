@@ -33,7 +33,7 @@ Source: TypeAlias = Paths | Tabular
 
 @dataclass(frozen=True)
 class Reading:
-    """Options of everything that reads rows."""
+    """Options for reading rows."""
 
     size: int
     """Rows to have in memory at a time."""
@@ -57,18 +57,19 @@ class Part:
     rows: int
 
     def scan(self) -> pl.LazyFrame:
-        """The rows, in order."""
+        """Return the rows, in order, as a lazy frame."""
         return self.slice(self.start, self.rows)
 
     def collect(self, queries: Sequence[pl.LazyFrame], engine: Any) -> list[pl.DataFrame]:
-        """The results of queries on `scan`; raises `ValueError` naming the part where it cannot be read."""
+        """Return the results of queries on `scan`; raise `ValueError` with the name of the part if it cannot be
+        read."""
         try:
             return pl.collect_all(queries, engine=engine)
         except pl.exceptions.PolarsError as error:
             raise ValueError(f"{self}: {error}") from error
 
     def read(self, columns: Sequence[str], engine: Any) -> pl.DataFrame:
-        """Some columns of the rows, in order; raises `ValueError` where they cannot be read, or are not there now."""
+        """Read some columns of the rows, in order; raise `ValueError` if they cannot be read, or have changed."""
         (rows,) = self.collect([self.scan().select(columns)], engine)
         if rows.height != self.rows:
             raise ValueError(f"{self}: there were more rows when it was first looked at")
@@ -83,7 +84,7 @@ class Input:
 
     Attributes:
         schema: Names and types of the columns.
-        rows: How many rows there are, at least one.
+        rows: The number of rows, at least one.
 
     Raises:
         FileNotFoundError: for what does not exist.
@@ -131,7 +132,7 @@ class Input:
         return Input(schema, [changed(slice) for slice in self._slices], self._names, self._groups)
 
     def numbered(self, name: str) -> Input:
-        """The rows with their numbers, from 0 on, in a further column; int64."""
+        """Return the rows with their numbers, from 0 on, in a further int64 column."""
 
         def with_numbers(slice: _Slice, first: int) -> _Slice:
             def run(start: int, rows: int) -> pl.LazyFrame:
@@ -144,7 +145,8 @@ class Input:
         return Input(pl.Schema({**self.schema, name: pl.Int64()}), slices, self._names, self._groups)
 
     def filtered(self, condition: pl.Expr, reading: Reading) -> Input:
-        """Keep the rows for which a condition is true. All ranks have to call it: each counts the rows of its share.
+        """Keep the rows for which a condition is true. All ranks must call it, because each counts the rows of its
+        share.
 
         Raises:
             ValueError: There are none.
@@ -168,8 +170,8 @@ class Input:
         groups = [RowGroup(i, 0, counts[i], 0) for i in range(len(parts))]
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
-    def beside(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """The rows with more columns, which are computed from rows up to `shifts` before (above 0) or after (below)."""
+    def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
+        """Add columns that are computed from rows up to `shifts` before a row (above 0) or after it (below 0)."""
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:
@@ -186,30 +188,30 @@ class Input:
         return Input(schema, slices, self._names, self._groups)
 
     def _offsets(self) -> list[int]:
-        """The position of each file's first row in the input."""
+        """Return the position of each file's first row in the input."""
         rows = [0] * len(self._slices)
         for group in self._groups:
             rows[group.file] += group.rows
         return [0, *itertools.accumulate(rows)][:-1]
 
     def head(self, columns: Sequence[str]) -> pl.DataFrame:
-        """Some columns of the first rows, of at most a thousand, at least one."""
+        """Read some columns of the first rows: at least one row, at most a thousand."""
         return self.parts(0, min(1000, self.rows), 1000)[0].read(columns, "streaming")
 
     def read(self, first: int, stop: int, columns: Sequence[str], size: int, engine: Any) -> pl.DataFrame:
-        """Some columns of the rows `first` to `stop` - 1, read `size` rows at a time."""
+        """Read some columns of the rows `first` to `stop` - 1, `size` rows at a time."""
         return pl.concat(part.read(columns, engine) for part in self.parts(first, stop, size))
 
     def share(self, size: int) -> list[Part]:
-        """The rows of this rank, in parts of at most `size` rows.
+        """Yield the rows of this rank, in parts of at most `size` rows.
 
-        Ranks have equally many rows, or one more or less, and all together each row once.
+        The numbers of rows of the ranks differ by at most one, and each row belongs to one rank.
         """
         first, stop = (self.rows * rank // ranks.world_size() for rank in (ranks.rank(), ranks.rank() + 1))
         return self.parts(first, stop, size)
 
     def parts(self, first: int, stop: int, size: int) -> list[Part]:
-        """The rows `first` to `stop` - 1 in parts of at most `size` rows that end where row groups do, if they can."""
+        """Yield the rows `first` to `stop` - 1 in parts of at most `size` rows that end at row groups, if possible."""
         begins = [0]
         for group in self._groups:
             begins.append(begins[-1] + group.rows)
@@ -242,18 +244,19 @@ def row_bytes(frame: pl.DataFrame) -> int:
 
 
 def rows_in(memory_bytes: int, width: int) -> int:
-    """Rows of `width` bytes to work on at a time, so that they and what is made of them take `memory_bytes`."""
+    """Return the number of rows of `width` bytes to process at a time, so that they and their results fit into
+    `memory_bytes`."""
     return max(1, memory_bytes // (_COPIES * width))
 
 
 @contextlib.contextmanager
 def opened(source: Source) -> Iterator[Input]:
-    """The input that `source` means: a frame of any kind that `frame_of` takes, or files.
+    """Open the input of `source`: a frame of any kind that `frame_of` takes, or files.
 
     The rows of a lazy frame are kept in a temporary file as long.
 
-    A lazy frame need not know how many rows it has, nor give the same ones twice: rank 0 computes it once, streamed to
-    a Parquet file, and machines that do not see that file get a copy.
+    A lazy frame may not know its number of rows, and may return other rows the second time. So rank 0 computes it once,
+    streamed to a Parquet file, and machines that cannot read this file get a copy.
     """
     frame = frame_of(source, "the rows")
     if isinstance(frame, pl.DataFrame):
@@ -275,7 +278,7 @@ def opened(source: Source) -> Iterator[Input]:
 
 
 def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
-    """A file of rank 0's, or the copy of it on this rank's machine; those there are go away with `stack`."""
+    """Return a file of rank 0, or its copy on this rank's machine; the copies are removed with `stack`."""
     machine, sees = os.environ.get("NODE_RANK", "0"), os.path.exists(path)
     everyone = ranks.all_gather((machine, sees))
     # Machine → the first rank there that has to write a copy, for itself and its neighbours.
@@ -302,7 +305,7 @@ def _on_every_machine(path: str, stack: contextlib.ExitStack) -> str:
 
 
 def _look(file: Found) -> tuple[pl.LazyFrame | remote.RemoteFile, pl.Schema, pq.FileMetaData]:
-    """A Parquet file, its columns and its footer."""
+    """Read the columns and the footer of a Parquet file."""
     path = file.location
     if isinstance(path, str):
         there = remote.RemoteFile(path)

@@ -1,4 +1,4 @@
-"""Steps as a server does them, as plain data: a call of something in `triton/served/preprocess.py`."""
+"""Steps for the server as plain data: a call of a function in `triton/served/preprocess.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import polars as pl
 
 @dataclass(frozen=True)
 class Kernel:
-    """Columns of a request that become other columns, or new ones."""
+    """A step of the server: columns of a request that are replaced or added."""
 
     kind: str
     """The name of a function or class in `triton/served/preprocess.py`."""
@@ -32,7 +32,7 @@ def lookup(
         on: The columns of a request that are the key.
         keys: The same of the table, in this order; each key occurs once.
         columns: The columns to add.
-        defaults: What a key that the table does not have gets. None: nulls.
+        defaults: The values for a key that the table lacks. None: nulls.
     """
     last = {name: [None if defaults is None else defaults[name]] for name in columns.columns}
     every = pl.concat([columns, pl.DataFrame(last, schema=columns.schema)]).get_columns()

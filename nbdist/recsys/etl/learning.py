@@ -1,4 +1,4 @@
-"""Steps fitted one after the other to the rows of all ranks."""
+"""Fitting of steps, one after the other, to the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def learn(
     Args:
         schemas: The columns before each of the steps.
         given: The rows; they are read once for each step that learns.
-        previous: What is known before.
+        previous: The earlier state.
     """
     state = State()
     done = 0  # steps that are in `given`
@@ -37,7 +37,7 @@ def learn(
 
 @dataclass(frozen=True)
 class _Rows(TrainingRows):
-    """Rows of an input, changed by the steps that are not in it yet."""
+    """Rows of an input after further steps that are not part of it yet."""
 
     given: Input
     state: State
@@ -68,10 +68,10 @@ def with_rows(
     reading: Reading,
     fitting: bool = False,
 ) -> Input:
-    """The rows as they are after `steps`, none of them a `RowStep`, and then `step`; all ranks have to call it.
+    """Return the rows after `steps`, none of them a `RowStep`, and then `step`; all ranks must call it.
 
     Args:
-        columns: Those that there are to be before `step`.
+        columns: The columns that must exist before `step`.
         training: Whether the rows are those that the steps are fitted to.
         fitting: Whether that is known, because they are being fitted.
     """
@@ -83,10 +83,10 @@ def with_rows(
 
 
 def numbered(given: Input, steps: Sequence[Step], state: State, columns: Sequence[str], reading: Reading) -> Input:
-    """The rows that some steps were fitted to, with the column `ROW`; all ranks have to call it.
+    """Return the rows to which some steps were fitted, with the column `ROW`; all ranks must call it.
 
     Args:
-        columns: Those that there are to be after the steps.
+        columns: The columns that must exist after the steps.
 
     Raises:
         ValueError: They are other rows, or in another order.

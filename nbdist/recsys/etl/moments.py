@@ -1,7 +1,7 @@
-"""Counts, sums, squares and extremes of a column for each value of some keys: the same however rows are divided.
+"""Counts, sums, squares and extremes of a column for each key, independent of the division of the rows.
 
-Floats added in another order have another sum, and files have to be the same for any number of ranks. So each float is
-cut into integers, which any order adds up alike, and only the sums become floats again.
+The sum of floats depends on their order, and files must not depend on the number of ranks. So each float is split into
+integers, whose sum does not depend on the order, and only the sums become floats again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGEST = 1e150  # whose square is a number
 
 @dataclass(frozen=True)
 class Aggregate:
-    """An aggregate to compute: of a column, for each combination of keys."""
+    """An aggregate to compute: a column, and the keys whose combinations it is computed for."""
 
     keys: tuple[str, ...]
     """Empty: all rows together."""
@@ -46,7 +46,7 @@ def key(name: str) -> str:
 
 
 def columns_of(keys: Sequence[str]) -> dict[str, pl.DataType | None]:
-    """The columns of a table, with their types; the type of a key is None."""
+    """Return the columns of a table, with their types; the type of a key is None."""
     counts, numbers = (ROWS, COUNT), (SUM, SQUARES, LEAST, MOST)
     return {
         **dict.fromkeys(map(key, keys)),
@@ -56,21 +56,21 @@ def columns_of(keys: Sequence[str]) -> dict[str, pl.DataType | None]:
 
 
 def known(column: pl.Expr) -> pl.Expr:
-    """The values that count, as float64: null for null, NaN, and what is beyond 1e150 on either side."""
+    """Return the values to use, as float64: null instead of null, NaN, and values beyond 1e150 in size."""
     values = column.cast(pl.Float64)
     return pl.when(values.abs() <= _LARGEST).then(values)
 
 
 def mean() -> pl.Expr:
-    """The mean that a table has; where values are all the same, it is that value, whatever their sum rounds to."""
+    """Return the mean in a table; if all values are equal, this value, without the rounding of their sum."""
     return (pl.col(SUM) / pl.col(COUNT)).clip(pl.col(LEAST), pl.col(MOST))
 
 
 class Sums:
-    """An `Aggregate` of some rows, then of others, in the end of all ranks.
+    """The sums of an `Aggregate`: of some rows, of more rows, and at the end of all ranks.
 
     Args:
-        keys: Of the rows, as `key` calls them.
+        keys: The keys of the rows, with the names in `key`.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -79,7 +79,7 @@ class Sums:
         self._room = 1 << 20
 
     def add(self, rows: pl.DataFrame) -> None:
-        """Add rows with the keys and `VALUE`: float64, null where there is none, and never NaN or infinite."""
+        """Add rows with the keys and `VALUE`: float64, null for a missing value, never NaN or infinite."""
         value = pl.col(VALUE)
         counted = self._grouped(
             rows,
@@ -94,7 +94,7 @@ class Sums:
             self._room = max(self._room, 2 * self._frames[0][1].height)
 
     def everywhere(self) -> pl.DataFrame:
-        """The table of all ranks' rows together, on each of them, sorted by the keys; without `SQUARES`."""
+        """Return the table of all ranks' rows together, on each rank, sorted by the keys; without `SQUARES`."""
         mine = None  # a rank may have no rows
         if self._frames:
             mine = [frame.write_ipc(None).getvalue() for frame in self._merged(self._frames)]
@@ -114,8 +114,8 @@ class Sums:
         return counted.select(*self._keys, ROWS, COUNT, pl.Series(SUM, sums), LEAST, MOST)
 
     def _cut(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """Values as integers: each is ``(high * 2**30 + low) * 2**(8 * exponent - 53)``; those with the same exponent
-        and the same keys added up."""
+        """Split values into integers, ``(high * 2**30 + low) * 2**(8 * exponent - 53)``, and sum those with equal
+        exponents and keys."""
         mantissas, exponents = np.frexp(rows[VALUE].to_numpy())
         windows = exponents // _WINDOW
         whole = np.ldexp(mantissas, 53 + exponents - _WINDOW * windows).astype(np.int64)
@@ -141,7 +141,7 @@ class Sums:
 
 
 def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """The keys of rows, and as `VALUE` the square of its distance from the mean that `table` has for them."""
+    """Return the keys of rows, and as `VALUE` the squared distance from the mean that `table` has for the keys."""
     names = [key(name) for name in keys]
     means = table.select(*names, mean().alias("mean"))
     joined = rows.join(means, on=names, how="left", nulls_equal=True) if names else rows.join(means, how="cross")
@@ -149,7 +149,7 @@ def squared_distances(rows: pl.DataFrame, table: pl.DataFrame, keys: Sequence[st
 
 
 def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
-    """Tables of different rows as one, sorted by the keys."""
+    """Merge tables of different rows into one, sorted by the keys."""
     rows = pl.concat(tables)
     names = [key(name) for name in keys]
     # Between one and the next of them, as Chan, Golub and LeVeque (1979) have it; of a single one, 0.
@@ -166,9 +166,9 @@ def merged(tables: Sequence[pl.DataFrame], keys: Sequence[str]) -> pl.DataFrame:
 
 
 def overall(table: pl.DataFrame) -> dict[str, float]:
-    """The statistics of all rows of a table together: `mean`, `std`, `var`, `min`, `max`; 0 where there are none.
+    """Return the statistics of all rows of a table together: `mean`, `std`, `var`, `min`, `max`; 0 for an empty table.
 
-    Of a sample: var is of one degree of freedom less than there are values, and 0 of a single one.
+    They are sample statistics: var divides by the number of values minus one, and is 0 for a single value.
     """
     table = table.filter(pl.col(COUNT) > 0)
     count = int(table[COUNT].sum())

@@ -1,4 +1,4 @@
-"""Rows that are larger than memory, written to Parquet files in a random order that only the seed decides."""
+"""Writing of rows that are larger than memory to Parquet files, in a random order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OutputFiles:
     """The seed of the rows' order. None: rows stay in the order of the input."""
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for what makes no sense."""
+        """Raise `ValueError` for invalid options."""
         for name, value in (("num_files", self.num_files), ("row_group_size", self.row_group_size)):
             if value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
@@ -54,12 +54,12 @@ class OutputFiles:
 
     @property
     def names(self) -> list[str]:
-        """The names of the files, in order."""
+        """Return the names of the files, in order."""
         return [f"part-{number:05d}.parquet" for number in range(self.num_files)]
 
 
 class Bucket(NamedTuple):
-    """Rows that come one after the other in an output file, few enough to be in memory together."""
+    """Consecutive rows of an output file, few enough to fit into memory together."""
 
     file: int
     start: int
@@ -78,12 +78,12 @@ def write(
     engine: Any,
     progress: bool,
 ) -> None:
-    """Write this rank's share of the files, to ``scratch/whole``; all ranks have to.
+    """Write this rank's share of the files, to ``scratch/whole``; all ranks must call it.
 
     Args:
         given: The rows.
-        columns: Those that are needed.
-        apply: What makes output rows of some input rows, in order.
+        columns: The needed columns.
+        apply: Makes output rows from some input rows, in order.
         scratch: A folder, with ``whole`` in it, that all ranks see.
         size: Rows to have in memory at a time.
         whole: Whether all rows may be there as they are in the input, in addition to these.
@@ -115,7 +115,7 @@ def write(
         ranks.barrier()
 
         def rows_of(number: int) -> pl.DataFrame:
-            return places.in_order(spill.read(number))
+            return places.ordered(spill.read(number))
 
     write_buckets(lambda number: apply(rows_of(number)), buckets, files, scratch, progress)
 
@@ -135,10 +135,10 @@ def write_buckets(
 
 
 def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket]:
-    """The buckets of an output, in order.
+    """Return the buckets of an output, in order.
 
     Args:
-        rows: Of the output. OutputFiles have equally many, or one more or less.
+        rows: The number of rows of the output. The sizes of files differ by at most one row.
         row_group_size: A bucket ends where a row group does.
         size: Rows that a bucket may have; one row group at least.
     """
@@ -152,7 +152,7 @@ def divide(rows: int, files: int, row_group_size: int, size: int) -> list[Bucket
 
 
 class Places:
-    """The places of rows in an output: the bucket of each, and its place in the bucket, in a further column.
+    """The positions of rows in an output: the bucket of each row, and in a further column its position in the bucket.
 
     Args:
         buckets: All of them.
@@ -162,39 +162,39 @@ class Places:
         self._starts = np.array([bucket.start for bucket in buckets], dtype=np.uint64)
 
     def schema(self, columns: pl.Schema) -> pl.Schema:
-        """The schema of rows with that column."""
+        """Return the schema of rows with this column."""
         return pl.Schema({**columns, _POSITION: pl.UInt32()})
 
     def of(self, rows: pl.DataFrame, position: npt.NDArray[np.uint64]) -> Placed:
-        """Rows by their places in the whole output."""
+        """Return the bucket and the position of rows, given their positions in the whole output."""
         bucket = np.searchsorted(self._starts, position, side="right") - 1
         inside = pl.Series(_POSITION, (position - self._starts[bucket]).astype(np.uint32))
         return Placed(rows.with_columns(inside), bucket)
 
-    def in_order(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """All rows of a bucket, each at its place."""
+    def ordered(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Return the rows of a bucket in their final order."""
         order = np.empty(rows.height, dtype=np.uint32)
         order[rows[_POSITION].to_numpy()] = np.arange(rows.height, dtype=np.uint32)
         return rows.drop(_POSITION)[order]
 
 
 class Placed(NamedTuple):
-    """Rows, and the number of each one's bucket."""
+    """Rows, and the number of the bucket of each row."""
 
     rows: pl.DataFrame
     bucket: npt.NDArray[np.int64]
 
 
 class Spill:
-    """Rows of all ranks on disk, to be read bucket by bucket.
+    """Rows of all ranks on disk, which are read bucket by bucket.
 
     Each rank writes Arrow IPC files, with a record batch for each bucket out of each frame that it has.
 
     Args:
-        folder: Where; all ranks see it.
-        name: What the files begin with.
-        schema: Of the rows.
-        buckets: How many there are.
+        folder: A folder that all ranks see.
+        name: The begin of the names of the files.
+        schema: The schema of the rows.
+        buckets: The number of buckets.
     """
 
     def __init__(self, folder: Path, name: str, schema: pl.Schema, buckets: int) -> None:
@@ -203,7 +203,7 @@ class Spill:
         self._kept = pl.Schema({name: plain(dtype) for name, dtype in schema.items()})
 
     def write(self, tasks: Sequence[_Task], placed: Callable[[_Task], Iterable[Placed]], progress: _Progress) -> None:
-        """Write this rank's rows: what `placed` makes of each of some tasks, which are done at the same time."""
+        """Write this rank's rows: the results of `placed` for some tasks, which run at the same time."""
         smallest = np.min_scalar_type(self._buckets)  # NumPy sorts 16 bits in linear time
         schema = _arrow(pl.DataFrame(schema=self._kept)).schema
 
@@ -220,7 +220,7 @@ class Spill:
         _in_threads(write, range(_THREADS), progress)
 
     def read(self, number: int) -> pl.DataFrame:
-        """The rows of a bucket, in no particular order; all ranks must have written."""
+        """Read the rows of a bucket, in no particular order; all ranks must have written."""
         batches: list[pa.RecordBatch] = []
         for path in self._folder.glob(f"{self._name}-*.arrow"):
             with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
@@ -230,7 +230,7 @@ class Spill:
 
 
 def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: _Progress) -> pl.DataFrame:
-    """The rows of all parts, in one piece."""
+    """Read the rows of all parts."""
     frames = []
     for part in parts:
         frames.append(part.read(columns, engine))
@@ -239,7 +239,7 @@ def _read(parts: Sequence[Part], columns: Sequence[str], engine: Any, progress: 
 
 
 def _inverse(permutation: Permutation) -> npt.NDArray[np.uint32]:
-    """The row at each position."""
+    """Return the row at each position."""
     order = np.empty(permutation.rows, dtype=np.uint32)
     for first in range(0, len(order), _CHUNK):
         rows = np.arange(first, min(first + _CHUNK, len(order)), dtype=np.uint32)
@@ -273,7 +273,7 @@ def _write(path: Path, frames: Iterable[pl.DataFrame], files: OutputFiles, progr
 
 
 def _in_threads(do: Callable[[int, _Progress], None], numbers: Iterable[int], progress: _Progress) -> None:
-    """Call `do` with each number and a callback for its progress, which raises once another call has failed."""
+    """Call `do` with each number, and with a callback for its progress, which raises after another call has failed."""
     stop, one_at_a_time = threading.Event(), threading.Lock()
 
     def done(rows: int) -> None:
@@ -299,7 +299,7 @@ def _leaf(name: str, dtype: pa.DataType) -> tuple[str, pa.DataType]:
 
 
 def plain(dtype: pl.DataType) -> pl.DataType:
-    """A type with strings for categories, in lists too."""
+    """Return a type with strings for categories, in lists too."""
     if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
         return pl.List(plain(dtype.inner))
     return pl.String() if isinstance(dtype, (pl.Categorical, pl.Enum)) else dtype

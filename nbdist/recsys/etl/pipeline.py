@@ -12,7 +12,7 @@ from .ops.step import ROW, Stage, State, Step, chained
 
 
 def needed(steps: Sequence[Step], wanted: Iterable[str], training: bool = False) -> list[set[str]]:
-    """The columns that have to be there before each step, and after the last, for `wanted` to be there in the end.
+    """Return the columns that must exist before each step, and after the last one, to get the `wanted` columns.
 
     Args:
         training: Whether the rows have to be compared with the rows that the steps were fitted to.
@@ -25,14 +25,15 @@ def needed(steps: Sequence[Step], wanted: Iterable[str], training: bool = False)
 
 
 def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], training: bool = False) -> Stage:
-    """The steps as one function from lazy frame to lazy frame, which gives the `wanted` columns.
+    """Return the steps as one function from lazy frame to lazy frame, with the `wanted` columns.
 
-    The order of the rows is kept, and so are all of them: a `Filter` does nothing here. Columns that nothing wanted is
-    made of need not be there. Where rows are those that the steps are fitted to (`training`), the frame has the column
-    `ROW` too, if `uses_row_numbers`.
+    The order and the number of the rows do not change: a `Filter` does nothing here. Columns that no wanted column
+    depends on may be missing. For the rows of `fit` (`training`), the frame has the column `ROW` too, if
+    `uses_row_numbers`.
 
-    One thing is not left to each step by itself: a joined column that is categorified later, and not changed before
-    that, is coded once for each row of the joined table, and the codes are joined. There are more ratings than movies.
+    Steps are independent, with one exception: a joined column that a later step categorifies, and no step changes
+    before, gets its codes once for each row of the joined table, and the codes are joined. There are more ratings than
+    movies.
     """
     steps = [step for step in steps if not step.selects]
     columns = needed(steps, wanted)
@@ -54,7 +55,7 @@ def pipeline(steps: Sequence[Step], state: State, wanted: Sequence[str], trainin
 
 
 def _coded_later(steps: Sequence[Step], index: int, columns: Sequence[set[str]]) -> list[str]:
-    """The columns of a join, step `index`, that are replaced by codes as they are; `columns` are those `needed`."""
+    """Return the columns of a join, step `index`, that codes replace unchanged; `columns` are the `needed` ones."""
     return [
         name
         for i, later in enumerate(steps)

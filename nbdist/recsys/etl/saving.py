@@ -1,4 +1,4 @@
-"""A fitted workflow in a folder: JSON, and Parquet for what may be large. No pickle; readable without polars.
+"""A fitted workflow in a folder: JSON, and Parquet for large parts. No pickle; readable without polars.
 
 ``workflow.json``::
 
@@ -54,7 +54,7 @@ def write(folder: Path, description: Mapping[str, Any], steps: Sequence[Step], s
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
-    """Description, steps, and what they have learned, as `write` has written them.
+    """Return description, steps and learned state, as `write` has written them.
 
     Raises:
         FileNotFoundError: A file is not there.
@@ -82,7 +82,7 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Step], State]:
 
 
 def _check(description: Any) -> None:
-    """Raise for a description whose parts are not of the types that `describe` gives them."""
+    """Raise for a description whose parts do not have the types of `describe`."""
     if description["format"] != _FORMAT:
         raise ValueError(f"its format is {description['format']!r}")
     for name, least in (("version", 1), ("rows", 0)):
@@ -104,10 +104,10 @@ def _check(description: Any) -> None:
 
 
 def _compare(said: Any, restored: Any, where: str) -> None:
-    """Raise `ValueError` where a file says something else of a step than the step that was made of it does.
+    """Raise `ValueError` if a file describes a step differently than the restored step describes itself.
 
-    What an older version did not say is not compared, and no expressions: another version of polars writes them
-    otherwise.
+    Parts that an older version did not write are not compared, and neither are expressions, which other versions of
+    polars write differently.
     """
     if isinstance(said, dict) and isinstance(restored, dict):
         for name in said.keys() & restored.keys() - {"expression"}:

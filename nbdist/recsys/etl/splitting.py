@@ -1,4 +1,4 @@
-"""Training, validation and test rows of histories: by each user's last rows, or by time."""
+"""Training, validation and test rows of histories: split by each user's last rows, or by time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRAIN, _VALID, _TEST = 0, 1, 2
 
 @dataclass(frozen=True)
 class Split(Generic[Frame]):
-    """Rows in three parts, each in the order that they had.
+    """Rows in three parts, each in the original order.
 
     Examples:
         >>> import polars as pl
@@ -39,10 +39,10 @@ class Split(Generic[Frame]):
 
 
 def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = "timestamp") -> Split[Frame]:
-    """The last row of each user for testing, the one before it for validation, all others for training.
+    """Take the last row of each user for testing, the one before it for validation, and all others for training.
 
-    Users with fewer than three rows are in the training rows alone. Of rows of the same time, the later one in `rows`
-    is the later one; a time that is null or NaN is before all others.
+    Rows of users with fewer than three rows are all training rows. Among rows with the same time, the later one in
+    `rows` counts as later; a null or NaN time comes before all others.
 
     Args:
         rows: A frame of polars or pandas, an Arrow table, or a dict of columns. A lazy frame stays lazy.
@@ -78,10 +78,10 @@ def leave_one_out(rows: Frame, *, by: str | Sequence[str] = "user", time: str = 
 def time_split(
     rows: Frame, *, time: str = "timestamp", valid: float | Any = 0.1, test: float | Any = 0.1
 ) -> Split[Frame]:
-    """The latest rows for testing, those before them for validation, the earliest for training: as in use.
+    """Take the latest rows for testing, the rows before them for validation, and the earliest for training.
 
-    Rows of the same time are in the same part, where the first of them belongs. A time that is null or NaN is before
-    all others.
+    Rows with the same time are in the same part, the one of the first of them. A null or NaN time comes before all
+    others.
 
     Args:
         rows: As for `leave_one_out`.
@@ -136,12 +136,12 @@ def time_split(
 
 
 def _is_part(value: Any) -> bool:
-    """Say whether `value` is a part of the rows, and no time."""
+    """Return whether `value` is a part of the rows; otherwise it is a time."""
     return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)
 
 
 def known_time(rows: pl.DataFrame | pl.LazyFrame, time: str) -> pl.Expr:
-    """The column of times, NaN being null."""
+    """Return the column of times, with null for NaN."""
     column = pl.col(time)
     return column.fill_nan(None) if rows.collect_schema()[time].is_float() else column
 
@@ -158,7 +158,7 @@ def as_frame(rows: Frame) -> Frame:
 
 
 def check_columns(rows: pl.DataFrame | pl.LazyFrame, *columns: str) -> None:
-    """Raise `ValueError` for a column that is not there."""
+    """Raise `ValueError` for a column that does not exist."""
     there = rows.collect_schema()
     for name in columns:
         if name not in there:

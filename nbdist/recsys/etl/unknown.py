@@ -1,4 +1,4 @@
-"""Embeddings of what training never saw: a null, or an id that is not known, where all rows had known ones."""
+"""Embeddings for values that training never saw: null, or an unknown id, if all training rows had known ones."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from .workflow import Workflow
 def fill_unknown(
     model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None = None
 ) -> dict[str, list[int]]:
-    """Give the rows of a trained model's tables that no training row has looked up the mean of the known ones.
+    """Set the rows of a trained model's tables that no training row has used to the mean of the known rows.
 
-    Without it, a user who is not known has the vector that the table happened to begin with, and so any prediction.
-    The mean is over the values in the vocabulary, each counted as often as `Workflow.fit` saw it. Only the rows of
-    codes 0 (null) and 1 (unseen, or all buckets) are filled, but for codes that occurred in `fit`, which stay as
-    trained.
+    Otherwise an unknown user has the initial vector of the table, and a random prediction. The mean is over the values
+    in the vocabulary, weighted by their counts in `Workflow.fit`. Only the rows of codes 0 (null) and 1 (unseen, or all
+    buckets) are filled; codes that occurred in `fit` stay as trained.
 
     Args:
         model: A plain module, as `gather` gives it. It is changed.
-        workflow: What has made the codes that it was trained with, fitted to the training rows.
+        workflow: The fitted workflow that made the codes for its training.
         tables: Column → the `nn.Embedding` or `nn.EmbeddingBag` of its codes. None: TorchRec's tables whose features
             are called like columns of codes.
 
@@ -76,10 +75,10 @@ def _fill(tables: Sequence[_Table], workflow: Workflow) -> dict[str, list[int]]:
 def unknown_filled(
     model: nn.Module, workflow: Workflow, columns: Collection[str], more: Sequence[tuple[nn.Module, list[str]]]
 ) -> Iterator[None]:
-    """`fill_unknown`, as long as the block lasts; warns of columns whose unknown values get what no training has made.
+    """Apply `fill_unknown` during the block; warn of columns whose unknown values get untrained vectors.
 
     Args:
-        columns: What the model takes.
+        columns: The columns that the model takes.
         more: Further tables, which do not name their columns themselves, with their columns.
     """
     tables = _tables(model, workflow, None)
@@ -93,9 +92,9 @@ def unknown_filled(
     codes = [name for name in columns if name in workflow.vocabularies and name not in filled]
     if left := [name for name in codes if _never_seen([workflow.vocabularies[name]])]:
         warnings.warn(
-            f"no training row had a null, or a value that is not known, of {', '.join(left)}, and it cannot be seen "
-            "which tables are looked up by these columns: such values are answered by what the tables began with. Call "
-            f"etl.fill_unknown(model, workflow, {{{left[0]!r}: table}}) before, and say fill=False",
+            f"no training row had a null or an unknown value in {', '.join(left)}, and the model's tables for these "
+            "columns are not known: such values get the untrained rows of the tables. Call "
+            f"etl.fill_unknown(model, workflow, {{{left[0]!r}: table}}) first, and pass fill=False",
             stacklevel=4,
         )
     before = []
@@ -122,12 +121,12 @@ class _Table(NamedTuple):
 
     @classmethod
     def of(cls, module: Any, columns: list[str]) -> _Table:
-        """The table that a module is."""
+        """Return the table of a module."""
         return cls(module.weight, columns, getattr(module, "padding_idx", None))
 
 
 def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module] | None) -> list[_Table]:
-    """The tables whose columns are known."""
+    """Return the tables whose columns are known."""
     found: list[_Table] = []
     if tables is not None:
         if wrong := [name for name in tables if name not in workflow.vocabularies]:
@@ -147,13 +146,13 @@ def _tables(model: nn.Module, workflow: Workflow, tables: Mapping[str, nn.Module
 
 
 def _never_seen(vocabularies: list[Vocabulary]) -> list[int]:
-    """The codes of null and unseen values that occurred in no column of a table."""
+    """Return the codes of null and unseen values that occurred in no column of a table."""
     nulls = sum(vocabulary.nulls for vocabulary in vocabularies)
     buckets = zip(*(vocabulary.bucket_counts for vocabulary in vocabularies), strict=True)
     return [NULL_CODE] * (not nulls) + [code for code, counts in enumerate(buckets, UNSEEN_CODE) if not any(counts)]
 
 
 def _sum(weight: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """The sum of the known rows, each weighted by how often its value was seen; shape (columns,)."""
+    """Return the sum of the known rows, each weighted by the count of its value; shape (columns,)."""
     counts = torch.from_numpy(vocabulary.counts.to_numpy(writable=True)).to(weight)
     return counts @ weight[vocabulary.first_code : vocabulary.size]

@@ -1,4 +1,4 @@
-"""Vocabularies: which code a value of a column has, by how often it was seen."""
+"""Vocabularies: the code of each value of a column, by its frequency."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ NULL_CODE, UNSEEN_CODE = 0, 1
 class Vocabulary:
     """The known values of a categorical column, or of the lists in it.
 
-    Code 0 is null, 1 is any value that is not known here, 2 the most frequent known value, and so on. With several
-    buckets, a value that is not known has one of the codes 1 to `num_buckets`, by its hash, and the first known value
-    the code after them. In a column of lists every element has a code, and a list that is null becomes a list with the
-    one code 0.
+    Code 0 is null, 1 is any unknown value, 2 the most frequent known value, and so on. With several buckets, an unknown
+    value has one of the codes 1 to `num_buckets`, by its hash, and the codes of known values follow. In a column of
+    lists every element has a code, and a null list becomes a list with the code 0.
 
     Examples:
         >>> import polars as pl
@@ -59,15 +58,15 @@ class Vocabulary:
         num_buckets: int,
         previous: Vocabulary | None,
     ) -> Vocabulary:
-        """The vocabulary of counted values.
+        """Make the vocabulary of counted values.
 
         Args:
             counted: `value`, each once, also null, and `count`.
             lists: Whether they are values in lists.
-            min_count: What was seen less often is unseen.
-            max_size: How many codes there may be, including null and unseen. None: any number.
-            num_buckets: How many codes values that are not known have.
-            previous: What was known before: its values keep their codes, its counts are added.
+            min_count: Values with a smaller count get the code of unseen values.
+            max_size: The largest number of codes, including null and unseen. None: any number.
+            num_buckets: The number of codes for unknown values.
+            previous: An earlier vocabulary: its values keep their codes, its counts are added.
         """
         seen = counted.drop_nulls("value")
         new = seen.filter(pl.col("count") >= min_count).sort("count", "value", descending=[True, False])
@@ -93,17 +92,17 @@ class Vocabulary:
 
     @property
     def num_buckets(self) -> int:
-        """Number of codes for values that are not known."""
+        """Number of codes for unknown values."""
         return len(self.bucket_counts)
 
     @property
     def first_code(self) -> int:
-        """The code of the first known value."""
+        """Code of the first known value."""
         return UNSEEN_CODE + self.num_buckets
 
     @property
     def unseen(self) -> int:
-        """Number of times that `fit` saw values that are too rare to be known."""
+        """Number of times that `fit` saw values that are too rare to be in the vocabulary."""
         return int(self.bucket_counts.sum())
 
     @property
@@ -112,11 +111,11 @@ class Vocabulary:
         return len(self.values) + self.first_code
 
     def mapping(self) -> dict[Any, int]:
-        """The code of each known value, as plain Python."""
+        """Code of each known value, as plain Python."""
         return {value: code for code, value in enumerate(self.values.to_list(), self.first_code)}
 
     def shares(self) -> torch.Tensor:
-        """The frequency of each code, as a part of all rows that `fit` saw, or of all elements of lists.
+        """Return the share of each code in all rows that `fit` saw, or in all elements of lists.
 
         Shape (size,). It is how likely a code is in a random training row; see `recsys.models.softmax_logits`.
         """
@@ -125,10 +124,10 @@ class Vocabulary:
         return (counts / counts.sum()).float()
 
     def unknown_weights(self) -> torch.Tensor:
-        """The weight of each row of a table in the vector of a value that is not known; shape (size,), their sum is 1.
+        """Return the weight of each row of a table in the vector of an unknown value; shape (size,), the sum is 1.
 
-        Where `fit` saw such values, it is the mean of the rows that they have trained, and otherwise of the rows of the
-        known values, each as often as it was seen. For tables that grow, see `Sharded.load`.
+        If `fit` saw such values, the vector is the mean of the rows that they have trained, otherwise of the rows of
+        the known values, weighted by their counts. For tables that grow, see `Sharded.load`.
         """
         weights = torch.zeros(self.size, dtype=torch.float64)
         if self.unseen or not int(self.counts.sum()):
@@ -140,7 +139,7 @@ class Vocabulary:
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
 
-        The order of the rows is kept; what other columns are added is to be left out.
+        The order of the rows does not change; leave out other columns that are added.
         """
         dtype: Any = frame.collect_schema()[column]
         dtype = dtype.inner if self.lists else dtype
@@ -174,7 +173,7 @@ class Vocabulary:
         return DirectTable.of(self.values, pl.DataFrame({"code": self._numbers()}))
 
     def _numbers(self) -> pl.Series:
-        """The code of each of the `values`."""
+        """Return the code of each of the `values`."""
         return pl.int_range(self.first_code, self.size, dtype=pl.Int64, eager=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -188,16 +187,16 @@ class Vocabulary:
 
 
 def _bucket(value: pl.Expr, dtype: pl.DataType, num_buckets: int) -> pl.Expr:
-    """The code of each value that is not in a vocabulary of values of type `dtype`."""
+    """Return the code of each value that is not in a vocabulary with values of type `dtype`."""
     if num_buckets == 1:
         return pl.lit(UNSEEN_CODE, pl.Int64)
     return (hashed(value.cast(dtype), dtype) % num_buckets).cast(pl.Int64) + UNSEEN_CODE
 
 
 def keyed_like(table: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.DataFrame:
-    """A table whose keys are to be compared with columns of other types: integers as these have them.
+    """Return a table whose integer keys have the types of other columns, for a comparison.
 
-    A row whose key does not fit into the other type is left out: nothing there is equal to it.
+    A row whose key does not fit into the other type is removed: no value there is equal to it.
     """
     casts = {name: one for name, one in types.items() if one.is_integer() and table.schema[name] != one}
     if not all(table.schema[name].is_integer() for name in casts) or not casts:
@@ -208,7 +207,7 @@ def keyed_like(table: pl.DataFrame, types: Mapping[str, pl.DataType]) -> pl.Data
 
 
 def value_type(dtype: pl.DataType, where: str) -> pl.DataType:
-    """The type of the values that a categorical column of type `dtype` has; raises `ValueError` where it has none."""
+    """Return the type of the values in a categorical column of type `dtype`; raise `ValueError` if it has none."""
     inner = dtype.inner if isinstance(dtype, pl.List) else dtype
     if isinstance(inner, (pl.Categorical, pl.Enum)):
         return pl.String()

@@ -13,7 +13,7 @@ A workflow learns vocabularies from the training rows and does the same to any o
     workflow.write("ratings/valid.parquet", "out/valid", num_files=2, shuffle=False)
     workflow.save("out/workflow")
 
-In a function that runs on all ranks, `fit` and `write` divide the rows among them; what comes out is the same.
+In a function that runs on all ranks, `fit` and `write` divide the rows among them, with the same result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _POSITION = 4  # bytes of a row's position in the output
 
 
 class Workflow:
-    """Steps that are fitted to rows and then applied to these and others.
+    """Steps that are fitted to rows and then applied to these and other rows.
 
     Args:
         *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
@@ -57,8 +57,8 @@ class Workflow:
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Names and types of the columns that the steps make.
-        state: What its steps have learned.
-        rows: How many rows `fit` saw that no `Filter` left out, including the rows of the `previous` workflow.
+        state: The learned state of its steps.
+        rows: The number of rows that `fit` saw and no `Filter` removed, including the rows of the `previous` workflow.
 
     `fitted` is whether `fit` has been called.
 
@@ -169,14 +169,14 @@ class Workflow:
     def transform(self, frame: Tabular, columns: Sequence[str] | None = None) -> pl.LazyFrame:
         """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
 
-        It is for rows to be answered, not for those to be trained from, which `write` makes: a `Filter` is left out,
-        and a `TargetEncoding` gives what it has learned from all training rows.
+        Use it for rows to predict, and `write` for training rows: a `Filter` is skipped, and a `TargetEncoding` gives
+        the means of all training rows.
 
         Args:
             frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
                 are made of: rows to predict need no label. Integers may be of another type than in `fit`, or whole
                 numbers among floats.
-            columns: Which of the `outputs` are wanted, in this order. None: all.
+            columns: The wanted `outputs`, in this order. None: all.
 
         Returns:
             A lazy frame of the `columns`: nothing is computed until its `collect` is called.
@@ -211,24 +211,24 @@ class Workflow:
     ) -> list[Path]:
         """Apply the steps to all rows and write them to ``folder/part-00000.parquet`` and so on.
 
-        The folder appears when all files are whole, and not before. What is in them, to the byte, follows from the
-        rows and their order in `source`, the workflow, `num_files`, `shuffle`, `seed`, `row_group_size` and
-        `compression`, and not from the number of ranks, `memory_bytes` or how the source is divided into files.
+        The folder appears when all files are complete. The bytes in them depend on the rows and their order in
+        `source`, the workflow, `num_files`, `shuffle`, `seed`, `row_group_size` and `compression`. They do not depend
+        on the number of ranks, `memory_bytes`, or the division of the source into files.
 
-        Ranks write different files: say at least as many files as there are ranks. Shuffling on several ranks, or of
-        more rows than fit into a quarter of `memory_bytes`, needs as much room on the disk of `folder` as the columns
-        that are needed take in memory.
+        Ranks write different files: use at least as many files as ranks. Shuffling on several ranks, or of more rows
+        than fit into a quarter of `memory_bytes`, needs as much space on the disk of `folder` as the needed columns
+        take in memory.
 
         Args:
             source: As for `fit`.
-            columns: Which of the `outputs` to write, in this order. None: all. What they are not made of need not be
+            columns: The `outputs` to write, in this order. None: all. What they are not made of need not be
                 there, and is not read.
             training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
-            num_files: How many; with fewer rows than that, one per row. Their sizes differ by a row at most.
+            num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
             shuffle: Whether the rows come in a random order, over all files; otherwise in the order of `source`.
-            seed: What the random order follows from.
+            seed: The seed of the random order.
             row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
-            compression: Of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
+            compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
             overwrite: Whether to replace a folder that `write` has written.
             memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables come on top.
             polars_engine: As for `fit`.
@@ -279,7 +279,7 @@ class Workflow:
     def _rows(
         self, given: Input, wanted: Sequence[str], training: bool, memory_bytes: int, engine: Any, progress: bool
     ) -> tuple[Input, Sequence[Step]]:
-        """The rows that no `Filter` leaves out, as they are after the last step about rows; and the steps after it."""
+        """Return the rows that no `Filter` removes, after the last step about rows; and the steps after it."""
         if not any(isinstance(step, RowStep) for step in self.steps):
             return given, self.steps
         columns, done = needed(self.steps, wanted, training), 0
@@ -296,8 +296,8 @@ class Workflow:
     def embedding_sizes(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of an embedding table for each categorified column.
 
-        As many rows as there are codes; ``min(600, round(1.6 * rows ** 0.56))`` columns, the rule of thumb of fastai's
-        tabular models (`fastai.tabular.model.emb_sz_rule`).
+        There are as many rows as codes, and ``min(600, round(1.6 * rows ** 0.56))`` columns, the rule of thumb of
+        fastai's tabular models (`fastai.tabular.model.emb_sz_rule`).
         """
         self._wanted(None)
         sizes = {name: vocabulary.size for name, vocabulary in self.vocabularies.items()}
@@ -309,7 +309,7 @@ class Workflow:
         return saving.describe(self.steps, self.state, self.inputs, self.outputs, self.rows)
 
     def needs(self, columns: Sequence[str]) -> dict[str, str]:
-        """Names and types of the columns of `inputs` that some of the `outputs` are made of."""
+        """Return names and types of the columns of `inputs` on which some of the `outputs` depend."""
         return self._inputs([step for step in self.steps if not step.selects], self._wanted(columns))
 
     def _inputs(self, steps: Sequence[Step], wanted: Sequence[str], training: bool = False) -> dict[str, str]:
@@ -317,10 +317,10 @@ class Workflow:
         return {name: kind for name, kind in self.inputs.items() if name in there}
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Keep the fitted workflow in a folder of JSON and Parquet files, which appears as a whole.
+        """Save the fitted workflow in a folder of JSON and Parquet files, which appears when it is complete.
 
         Args:
-            folder: Where. In ranks, rank 0 writes it.
+            folder: The folder to write. In ranks, rank 0 writes it.
             overwrite: Whether to replace a saved workflow.
 
         Raises:
@@ -334,7 +334,7 @@ class Workflow:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Workflow:
-        """The workflow that was saved in a folder. Runs no code that the files could hold.
+        """Load the workflow that was saved in a folder. Runs no code from the files.
 
         Raises:
             FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
@@ -349,7 +349,7 @@ class Workflow:
         return f"Workflow({', '.join(map(repr, self.steps))})"
 
     def _wanted(self, columns: Sequence[str] | None) -> list[str]:
-        """The columns that are asked for; raises where there is no such column, or nothing has been learned yet."""
+        """Return the requested columns; raise if one does not exist, or if the workflow is not fitted."""
         if not self.fitted:
             raise RuntimeError("the workflow is not fitted: call fit() with the training rows first, or load() one")
         if columns is None:

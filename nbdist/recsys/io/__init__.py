@@ -1,1 +1,1 @@
-"""Files of ETL, loaders and training: where they are, whose rows are in them, and folders that appear whole."""
+"""Files of ETL, loaders and training: places, the division of rows among ranks, and folders that appear complete."""

@@ -23,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step. False where the file system, NFS for one, or the system cannot."""
+    """Exchange two folders in one step. Returns False if the file system, such as NFS, or the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     if sys.platform == "linux" and hasattr(libc, "renameat2"):

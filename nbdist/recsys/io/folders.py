@@ -17,19 +17,19 @@ from .disk import exchange, sync
 
 @contextlib.contextmanager
 def atomic_folder(folder: str | os.PathLike[str], replaceable: Sequence[str], overwrite: bool) -> Iterator[Path]:
-    """A scratch folder; what is in its subfolder ``whole`` at the end becomes `folder`, in one step.
+    """Yield a scratch folder; its subfolder ``whole`` becomes `folder` at the end, in one step.
 
-    The scratch folder is hidden, next to `folder`, and goes away when the block ends, however it ends. If the process
+    The scratch folder is hidden, next to `folder`, and is removed at the end of the block in any case. If the process
     is killed it stays, under another name than `folder`, until the next call for the same `folder` removes it.
 
-    What is replaced is there until the moment that its successor is. Where the file system cannot exchange two folders
-    (NFS), a process that is killed between two renames can leave neither: the next one for the same `folder` then
-    brings the old one back before anything else.
+    A replaced folder exists until its successor does. If the file system cannot exchange two folders (NFS), a process
+    that is killed between two renames can leave neither: the next call for the same `folder` then first restores the
+    old one.
 
-    In ranks all have to call it; they wait for each other before `folder` appears.
+    In ranks all must call it; they wait for each other before `folder` appears.
 
     Args:
-        folder: What is to be there in the end. It must not be there yet, or be empty, or `overwrite` be true.
+        folder: The folder to make. It must not exist yet, or be empty, unless `overwrite` is true.
         replaceable: Patterns of file names. A folder with any other file in it is not replaced.
         overwrite: Whether a folder that is there is replaced.
 
@@ -64,7 +64,7 @@ def _check(target: Path, replaceable: Sequence[str], overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise FileExistsError(f"{target} is a file; a folder is to be made there")
+        raise FileExistsError(f"{target} must be a folder or not exist, got a file")
     names = sorted(os.listdir(target))
     if names and not overwrite:
         raise FileExistsError(f"{target} is there already: choose another folder, or say overwrite=True")
@@ -104,6 +104,6 @@ def _publish(scratch: Path, target: Path) -> None:
 
 
 def _recover(scratch: Path, target: Path) -> None:
-    """Bring back what was taken away for a successor that did not come."""
+    """Restore the folder that was moved away for a successor that did not come."""
     if (scratch / "old").exists() and not target.exists():
         (scratch / "old").rename(target)

@@ -1,4 +1,4 @@
-"""Footers of Parquet files, each parsed once for as long as its file stays as it is."""
+"""Footers of Parquet files, each parsed once while its file does not change."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ROOM = 1 << 25  # bytes of footers, as files have them, that are kept of local 
 
 
 class Footers:
-    """Opens files without parsing again what was parsed before: a footer takes time by the number of row groups.
+    """A cache of parsed footers for opening files: parsing takes time for each row group.
 
-    Footers of remote files are kept, because they are far away. Footers of local files, which may change, are kept for
-    the state of the file that they were read from, the latest up to a limit, and not sent to other processes.
+    Footers of remote files are kept, because reading them takes long. Footers of local files are kept for the state of
+    the file at that time, the latest up to a limit, and are not sent to other processes.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Footers:
         """Path → the state of the file, and its footer; the latest used last."""
 
     def open(self, location: storage.Location) -> pq.ParquetFile:
-        """Open a file. Raises what `storage.parquet` raises."""
+        """Open a file. Raises the exceptions of `storage.parquet`."""
         if isinstance(location, str):
             opened = storage.parquet(location, self._remote.get(location))
             self._remote[location] = opened.metadata

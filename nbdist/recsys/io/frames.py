@@ -1,4 +1,4 @@
-"""Rows in memory as polars frames: of polars, pandas and Arrow, dicts of columns, and what else gives Arrow streams."""
+"""Rows in memory as polars frames: from polars, pandas, Arrow, dicts of columns, and other sources of Arrow streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KINDS = "a frame of polars or pandas, an Arrow table, or a dict of columns"
 
 
 def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
-    """Rows as a polars frame; None where `data` holds no rows in memory.
+    """Return rows as a polars frame; None if `data` contains no rows in memory.
 
-    NaN in a frame of pandas is null, as pandas has it. Its index is left out.
+    NaN in a frame of pandas becomes null, its meaning in pandas. The index is left out.
 
     Args:
         data: Anything.
-        where: What messages begin with.
+        where: The begin of error messages.
 
     Raises:
         TypeError: `data` holds rows, and a column is nothing that polars has.
@@ -44,7 +44,7 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
 
 
 def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
-    """`frame_of` what has to be rows. Raises `TypeError` for anything else."""
+    """Return `frame_of` data that must be rows. Raises `TypeError` for other objects."""
     frame = frame_of(data, where)
     if frame is None:
         raise TypeError(f"{where} must be {KINDS}, got {type(data).__name__}")
@@ -52,7 +52,7 @@ def require_frame(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame:
 
 
 def series_of(column: Any, name: str = "") -> pl.Series:
-    """A column as a polars series: of polars, pandas, Arrow, NumPy, torch, or any sequence."""
+    """Return a column as a polars series: from polars, pandas, Arrow, NumPy, torch, or any sequence."""
     if isinstance(column, pl.Series):
         return column
     if _is_pandas(column):

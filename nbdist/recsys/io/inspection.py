@@ -1,4 +1,4 @@
-"""Parquet files looked at before they are read: their number, their one schema, their row groups."""
+"""Inspection of Parquet files before they are read: their number, their common schema, their row groups."""
 
 from __future__ import annotations
 

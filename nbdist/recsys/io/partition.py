@@ -11,9 +11,9 @@ REMAINDERS = ("keep", "pad", "drop")
 class Partition:
     """The division of an epoch of `rows` rows among ranks in steps of up to `batch_size` rows each.
 
-    A *position* is a place in the epoch's order, which every rank knows: position p stands for row
-    ``order[p % rows]``. A rank has a contiguous span of positions and takes it in `steps` batches. No batch is empty,
-    and all ranks have the same number of them, so no collective waits for a rank that has finished.
+    A *position* is a place in the epoch's order, which every rank knows: position p stands for row ``order[p % rows]``.
+    A rank has a contiguous span of positions, which it processes in `steps` batches. No batch is empty, and all ranks
+    have the same number of batches, so no collective waits for a rank that has finished.
 
     Raises:
         ValueError: for sizes below 1, an unknown remainder, and rows that cannot be divided as asked.
@@ -49,27 +49,27 @@ class Partition:
 
     @property
     def steps(self) -> int:
-        """Batches an epoch, the same on every rank."""
+        """Number of batches in an epoch, equal on every rank."""
         if self.remainder == "drop":
             return self.rows // (self.world_size * self.batch_size)
         largest_share = -(-self.rows // self.world_size)
         return -(-largest_share // self.batch_size)
 
     def span(self, rank: int) -> tuple[int, int]:
-        """The positions ``start .. stop - 1`` of `rank`."""
+        """Return the positions ``start .. stop - 1`` of `rank`."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"there is no rank {rank} of {self.world_size}")
+            raise ValueError(f"rank must be below world_size, got {rank} and {self.world_size}")
         divided = self.steps * self.world_size * self.batch_size if self.remainder == "drop" else self.rows
         share, more = divmod(divided, self.world_size)
         start = rank * share + min(rank, more)
         return start, start + share + (rank < more) + self.repeats(rank)
 
     def batch_start(self, rank: int, step: int) -> int:
-        """The position at which batch `step` of `rank` begins and the one before it ends; 0 <= step <= steps."""
+        """Return the position where batch `step` of `rank` begins and the batch before it ends; 0 <= step <= steps."""
         return self.batch_starts(rank, range(step, step + 1))[0]
 
     def batch_starts(self, rank: int, steps: range) -> list[int]:
-        """The first positions of some steps."""
+        """Return the first positions of some steps."""
         start, stop = self.span(rank)
         end = self.steps
         # Shares differ by one row: a rank whose rows would end a step early leaves one for the last step.
@@ -84,5 +84,5 @@ class Partition:
         return int(self.remainder == "pad" and 0 < self.rows % self.world_size <= rank)
 
     def size_without_repeats(self, rank: int, step: int) -> int:
-        """Number of rows of batch `step`, from the first, that are no repeats."""
+        """Number of rows of batch `step`, from the first, that are not repeats."""
         return self.size(rank, step) - (self.repeats(rank) if step == self.steps - 1 else 0)

@@ -1,4 +1,4 @@
-"""A random order of any number of rows; each place can be computed by itself."""
+"""A random order of any number of rows, in which each position can be computed separately."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _U = np.uint64
 
 
 class Permutation:
-    """Row i goes to position ``at(i)``: every position once, and where it is follows from the seed alone.
+    """A permutation that moves row i to position ``at(i)`` and depends only on the seed.
 
-    A Feistel network on pairs (left, right) with ``row = left * b + right``, where ``a * b`` is slightly more than
-    `rows`: each round adds a hash of one half to the other, modulo a or b, which can be undone and so maps the pairs
-    one to one. A place beyond the last row is sent through again until it is not ("cycle walking"; Black and Rogaway,
-    Ciphers with Arbitrary Finite Domains, 2002). It takes no memory and any part of it can be computed anywhere.
+    It is a Feistel network on pairs (left, right) with ``row = left * b + right``, where ``a * b`` is slightly more
+    than `rows`: each round adds a hash of one half to the other, modulo a or b, which is invertible. A position beyond
+    the last row goes through the network again until it is not beyond it ("cycle walking"; Black and Rogaway, Ciphers
+    with Arbitrary Finite Domains, 2002). It uses no memory, and any part can be computed anywhere.
 
     Args:
-        rows: How many, 1 .. 2**62.
+        rows: The number of rows, 1 .. 2**62.
         seed: Any integer.
     """
 
@@ -35,7 +35,7 @@ class Permutation:
         self.keys = np.random.SeedSequence([abs(seed), int(seed < 0)]).generate_state(rounds, np.uint64)
 
     def at(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        """The positions of the rows ``first .. first + count - 1``; shape (count,)."""
+        """Return the positions of the rows ``first .. first + count - 1``; shape (count,)."""
         positions = np.arange(first, first + count, dtype=np.uint64)
         for start in range(0, count, _CHUNK):
             chunk = self._once(positions[start : start + _CHUNK])
@@ -59,7 +59,7 @@ class Permutation:
 def _shift(
     half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: np.uint64, modulus: int
 ) -> npt.NDArray[np.uint64]:
-    """``(half + hash of other) % modulus``, without a division."""
+    """Return ``(half + hash of other) % modulus``, computed without a division."""
     mixed = other ^ key
     mixed *= _U(0x9E3779B97F4A7C15)  # splitmix64's finalizer, shortened
     mixed ^= mixed >> _U(32)

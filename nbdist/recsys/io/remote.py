@@ -1,4 +1,4 @@
-"""Parquet files behind URIs as polars frames: of what is asked for, whole row groups and single columns are fetched."""
+"""Parquet files behind URIs as polars frames: only the needed row groups and columns are fetched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import storage
 
 
 def scan(location: storage.Location) -> pl.LazyFrame:
-    """All rows of a Parquet file, remote or not."""
+    """Return all rows of a Parquet file, remote or not, as a lazy frame."""
     if isinstance(location, str):
         file = RemoteFile(location)
         return file.slice(0, file.footer.num_rows)
@@ -23,7 +23,7 @@ def scan(location: storage.Location) -> pl.LazyFrame:
 
 
 def scan_all(files: storage.Paths) -> tuple[pl.LazyFrame, storage.Location]:
-    """All rows of some Parquet files, with the columns that folders are called after; and the first of the files."""
+    """Return all rows of some Parquet files, with the columns in the names of folders; and the first of the files."""
     named = storage.find_partitioned(files)
     frames = [scan(one.location) for one in named]
     columns = frames[0].collect_schema() if any(one.partition for one in named) else ()
@@ -35,15 +35,15 @@ def scan_all(files: storage.Paths) -> tuple[pl.LazyFrame, storage.Location]:
 
 
 def constant(value: int | str | None, values: Sequence[int | str | None]) -> pl.Expr:
-    """Make a literal of one of the `values` of a partition, of the type of all: int64, or string."""
+    """Make a literal of one of the `values` of a partition, of the common type: int64, or string."""
     return pl.lit(value, pl.Int64 if any(isinstance(one, int) for one in values) else pl.String)
 
 
 class RemoteFile:
-    """A remote file: its footer is read once. polars could fetch it too, but takes no options with a URI.
+    """A remote file, whose footer is read once. polars could fetch it too, but takes no options with a URI.
 
     Attributes:
-        footer: What Parquet says of its row groups.
+        footer: Parquet's description of the row groups.
         schema: Names and types of the columns.
     """
 
@@ -54,13 +54,13 @@ class RemoteFile:
         self.schema = _frame(empty).schema
 
     def select(self, names: Sequence[str]) -> RemoteFile:
-        """The same file with its columns in this order."""
+        """Return the same file with its columns in this order."""
         file = copy.copy(self)
         file.schema = pl.Schema({name: self.schema[name] for name in names})
         return file
 
     def slice(self, start: int, rows: int) -> pl.LazyFrame:
-        """Some rows, fetched when the frame is computed."""
+        """Return some rows, fetched when the frame is computed."""
         sizes = [self.footer.row_group(number).num_rows for number in range(self.footer.num_row_groups)]
         ends = list(itertools.accumulate(sizes))
         begins = [end - size for end, size in zip(ends, sizes, strict=True)]

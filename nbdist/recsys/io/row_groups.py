@@ -1,4 +1,5 @@
-"""Row groups, the units in which Parquet files are read: where some rows are, and what fits into memory."""
+"""Row groups, the units in which Parquet files are read: the groups of some rows, and the number that fits into
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Piece(NamedTuple):
 
 
 def slice_groups(groups: Sequence[RowGroup], start: int, count: int) -> list[Piece]:
-    """The pieces of `count` rows from row `start` on, where the groups follow one another in a circle."""
+    """Return the pieces of `count` rows from row `start` on, with the groups in a circle."""
     start %= sum(group.rows for group in groups)
     pieces, turn = [], 0
     while count:
@@ -42,7 +43,8 @@ def slice_groups(groups: Sequence[RowGroup], start: int, count: int) -> list[Pie
 
 
 def windows(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    """The pieces in consecutive windows: as many in each as take at most `size` bytes with 8 more per row, or one."""
+    """Yield the pieces of consecutive windows: each has as many as take at most `size` bytes with 8 more per row, or
+    one."""
     window: list[Piece] = []
     taken = 0
     for piece in pieces:

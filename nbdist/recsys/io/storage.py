@@ -1,8 +1,8 @@
-"""Parquet files on this machine, on shared folders, and wherever a URI leads: `s3://bucket/ratings`, `gs://`, `abfs://`.
+"""Parquet files on this machine, on shared folders, and behind URIs: `s3://bucket/ratings`, `gs://`, `abfs://`.
 
-Arrow has S3, Google Cloud Storage, Azure and HDFS; any other scheme goes to fsspec, if that is installed and knows it.
-Credentials are found as those libraries find them (AWS_PROFILE and so on); options such as an endpoint of one's own go
-with the URI: `s3://bucket/ratings?endpoint_override=minio:9000&scheme=http`.
+Arrow has S3, Google Cloud Storage, Azure and HDFS; fsspec opens any other scheme that it knows, if it is installed.
+These libraries find credentials in their own ways (AWS_PROFILE and so on). Options, such as an endpoint, are part of
+the URI: `s3://bucket/ratings?endpoint_override=minio:9000&scheme=http`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_uri(name: str | os.PathLike[str]) -> bool:
 
 
 class Found(NamedTuple):
-    """A Parquet file, and what the folders that it is in say of its rows."""
+    """A Parquet file, and the values of columns in the names of its folders."""
 
     location: Location
     partition: dict[str, str | None]
@@ -42,16 +42,16 @@ class Found(NamedTuple):
 
 
 def find(files: Paths) -> list[Location]:
-    """The locations of `find_partitioned`."""
+    """Return the locations of `find_partitioned`."""
     return [found.location for found in find_partitioned(files)]
 
 
 def find_partitioned(files: Paths) -> list[Found]:
-    """The Parquet files meant by a file, a folder, a glob pattern, a URI, or several of these.
+    """Find the Parquet files of a file, a folder, a glob pattern, a URI, or several of these.
 
-    A folder means its ``*.parquet``, or those in its folders called ``column=value``, at any depth. What comes from a
-    folder or pattern is sorted, so that every rank has the same order. Folders that are named count as partitions below
-    the folder, or the part of a pattern without wildcards, that `files` gives.
+    A folder stands for its ``*.parquet``, or those in its folders called ``column=value``, at any depth. Files of a
+    folder or pattern are sorted, so that every rank has the same order. Folder names count as partitions below the
+    folder in `files`, or below the part of a pattern without wildcards.
 
     Raises:
         FileNotFoundError: for what does not exist or holds no Parquet file.
@@ -96,9 +96,10 @@ def _partition(file: str, base: str) -> dict[str, str | None]:
 
 
 def partitions(files: Sequence[Found], columns: Container[str]) -> dict[str, list[int | str | None]]:
-    """The columns that folders are called after, but for `columns`, which are in the files: the value of each file.
+    """Return the columns in the names of folders, with the value for each file, except `columns`, which are in the
+    files.
 
-    They are integers where all are, and otherwise strings.
+    They are integers if all values are, and otherwise strings.
 
     Raises:
         ValueError: Folders of different files name different columns.
@@ -107,8 +108,8 @@ def partitions(files: Sequence[Found], columns: Container[str]) -> dict[str, lis
     for path, partition in files:
         if partition.keys() != first.partition.keys():
             raise ValueError(
-                f"{path}: its folders name the columns {', '.join(partition) or 'none'}, and those of {first.location} "
-                f"{', '.join(first.partition) or 'none'}"
+                f"files must be in folders that name the same columns: {path} has {', '.join(partition) or 'none'}, "
+                f"{first.location} has {', '.join(first.partition) or 'none'}"
             )
     found: dict[str, list[int | str | None]] = {}
     for name in [name for name in first.partition if name not in columns]:
@@ -124,7 +125,7 @@ def _list_local(folder: str) -> tuple[list[str], list[str]]:
 
 
 def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]]) -> list[str]:
-    """The ``*.parquet`` of a folder or, where it has none, of its partitions; sorted.
+    """Return the ``*.parquet`` of a folder or, if it has none, of its partitions; sorted.
 
     Args:
         entries: Gives the names of the files and of the folders in a folder.
@@ -139,7 +140,8 @@ def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]
 
 
 def parquet(location: Location, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a Parquet file; reads its footer unless that is given. Of a remote one, what is asked for is fetched."""
+    """Open a Parquet file, and read its footer unless it is given. From a remote file only the needed parts are
+    fetched."""
     if isinstance(location, Path):
         return pq.ParquetFile(location, metadata=footer)
     filesystem, path = resolve(location)
@@ -147,7 +149,7 @@ def parquet(location: Location, footer: pq.FileMetaData | None = None) -> pq.Par
 
 
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
-    """The file system of a URI, and the path there."""
+    """Return the file system of a URI, and the path on it."""
     scheme, _, rest = uri.partition("://")
     location, _, query = rest.partition("?")
     authority, slash, _ = location.partition("/")
@@ -171,7 +173,7 @@ def _filesystem(root: str) -> tuple[pafs.FileSystem, str]:
 
 
 def _find_remote(uri: str) -> list[tuple[str, str]]:
-    """The URI of each file, and where its partitions begin."""
+    """Return the URI of each file, and the position where its partitions begin."""
     address, mark, query = uri.partition("?")
     folder = address.rstrip("/")
     pattern = "*.parquet"

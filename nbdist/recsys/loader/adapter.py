@@ -1,4 +1,4 @@
-"""The attributes that fastai and accelerate read of a data loader, for loaders that divide rows among ranks."""
+"""The attributes of a data loader that fastai and accelerate read, for loaders that divide rows among ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ...devices import collective_device
 from ..io.partition import Partition
-from ..io.rest import Rest
+from ..io.remaining_epoch import RemainingEpoch
 
 
 class Adapter:
@@ -31,21 +31,21 @@ class Adapter:
     _epoch: int
     _step: int
     _start: int
-    _rest: Rest | None
+    _rest: RemainingEpoch | None
 
     @property
     def rows(self) -> int:
-        """Rows of the whole input, over all ranks."""
+        """Number of rows of the whole input, over all ranks."""
         raise NotImplementedError
 
     @property
     def rank(self) -> int:
-        """Whose rows these are."""
+        """Rank whose rows the loader yields."""
         raise NotImplementedError
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that the rows are divided among."""
+        """Number of ranks among which the rows are divided."""
         raise NotImplementedError
 
     @property
@@ -55,17 +55,17 @@ class Adapter:
 
     @property
     def bs(self) -> int:
-        """`batch_size`, by fastai's name."""
+        """The `batch_size`, by fastai's name."""
         return self.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """True where rows that do not fill a batch on every rank are left out."""
+        """True if rows that do not fill a batch on every rank are left out."""
         return self.remainder == "drop"
 
     @property
     def dataset(self) -> range:
-        """The numbers of all rows: ``len(loader.dataset)`` is how many there are."""
+        """The numbers of all rows, so that ``len(loader.dataset)`` is their number."""
         return range(self.rows)
 
     @property
@@ -76,7 +76,7 @@ class Adapter:
         return collective_device() if dist.is_available() and dist.is_initialized() else torch.device("cpu")
 
     def to(self, device: torch.device | str | int | None) -> Self:
-        """Give batches out on `device`; None: where the ranks compute, or on the CPU without ranks."""
+        """Yield batches on `device`; None: the device of the ranks, or the CPU without ranks."""
         chosen = None if device is None else torch.device(device)
         if chosen == torch.device("cuda"):  # without a number
             chosen = torch.device("cuda", torch.cuda.current_device())
@@ -84,9 +84,9 @@ class Adapter:
         return self
 
     def new(self, *, shuffle: bool | None = None, drop_last: bool | None = None, **_: Any) -> Self:
-        """A loader of the same rows at its beginning, in another order or with other rows left out.
+        """Return a loader of the same rows at its start, with another order or another treatment of remaining rows.
 
-        fastai asks for one to predict with, and gives arguments of its own loaders, which mean nothing here.
+        fastai calls this for predictions, with arguments of its own loaders, which have no effect here.
         """
         other = copy.copy(self)
         other.shuffle = self.shuffle if shuffle is None else shuffle
@@ -97,7 +97,7 @@ class Adapter:
         return other
 
     def get_idxs(self) -> Tensor:
-        """The row that each of the results gathered by `to_detach` is of, shape (rows,); fastai sorts by it."""
+        """Return the row of each result gathered by `to_detach`, shape (rows,); fastai sorts by it."""
         partition = self.partition
         if self.shuffle or partition.world_size == 1:
             return torch.arange(partition.rows)  # as they come
@@ -112,11 +112,12 @@ class Adapter:
         return torch.cat(parts)
 
     def to_detach(self, b: Any, cpu: bool = True, gather: bool = True) -> Any:
-        """fastai's `to_detach`, for results of the batch given last: gathered from all ranks, each row once.
+        """Do fastai's `to_detach` for results of the last batch: gathered from all ranks, each row once.
 
-        fastai's own takes it for granted that all ranks have equally many rows, and hangs or mixes them up if not. A
-        number, such as a loss, becomes the mean over all rows of the step. fastai weighs the steps of an epoch by the
-        rank's own rows: where ranks decide by such a mean (early stopping), ``remainder="pad"`` makes it the same.
+        fastai's own function assumes that all ranks have the same number of rows; otherwise it hangs or mixes rows up.
+        A number, such as a loss, becomes the mean over all rows of the step. fastai weighs the steps of an epoch by the
+        rank's own rows: if ranks decide by such a mean (early stopping), ``remainder="pad"`` makes it equal on all
+        ranks.
         """
         from fastai.torch_core import apply, maybe_gather
 
@@ -139,24 +140,24 @@ class Adapter:
 
 
 def _padded(x: Tensor, partition: Partition, step: int) -> Tensor:
-    """Results of one step, shape (rows of this rank, ...), with as many rows as any rank has."""
+    """Pad results of one step, shape (rows of this rank, ...), to the largest number of rows of any rank."""
     most = max(partition.size(rank, step) for rank in range(partition.world_size))
     return torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
 
 
 def _rows(everyone: Tensor, partition: Partition, step: int) -> Tensor:
-    """All ranks' padded results, shape (ranks, rows, ...), one after the other, without results of repeated rows."""
+    """Join all ranks' padded results, shape (ranks, rows, ...), without results of padding and of repeated rows."""
     return torch.cat([one[: partition.size_without_repeats(rank, step)] for rank, one in enumerate(everyone)])
 
 
 def _mean(everyone: Tensor, partition: Partition, step: int) -> Tensor:
-    """The mean over all rows of a step, from each rank's mean over its rows."""
+    """Return the mean over all rows of a step, from each rank's mean over its rows."""
     sizes = everyone.new_tensor([partition.size(rank, step) for rank in range(partition.world_size)])
     return (everyone * sizes).sum() / sizes.sum()
 
 
 class _Progress:
-    """The attributes that accelerate's `GradientState` reads: `accumulate` takes a step at the end of the loader."""
+    """The attributes that accelerate's `GradientState` reads: `accumulate` makes a step at the end of the loader."""
 
     end_of_dataloader = False
     remainder = 0  # rows that gather_for_metrics is to keep of the last step; 0: all
@@ -164,7 +165,7 @@ class _Progress:
 
 @contextlib.contextmanager
 def known_to_accelerate() -> Iterator[_Progress]:
-    """Lets accelerate, if it is in use, know that a loader is iterated over; set `end_of_dataloader` at its end."""
+    """Register an iteration with accelerate, if it is in use; set `end_of_dataloader` at its end."""
     progress = _Progress()
     module = sys.modules.get("accelerate.state")
     if module is None or not module.GradientState._shared_state:

@@ -13,7 +13,7 @@ import torch
 from ...system.annotations import annotated
 from .. import ranks
 from ..io.partition import Partition
-from ..io.rest import Rest
+from ..io.remaining_epoch import RemainingEpoch
 from .adapter import Adapter, known_to_accelerate
 from .batches import Block, Window, blocks
 from .columns import Columns
@@ -25,11 +25,11 @@ from .resident import Resident
 class Loader(Adapter):
     """The base of `MemoryLoader` and `ParquetLoader`.
 
-    A batch is a dict from column name to tensor, shape (batch_size, ...), or `Ragged` for a column of lists; or what
-    `transform` makes of that. Batches may be views of common memory: do not resize them.
+    A batch is a dict from column name to tensor, shape (batch_size, ...), or `Ragged` for a column of lists; or the
+    result of `transform`. Batches may be views of shared memory: do not resize them.
 
-    With a process group up, make and use the loader on all ranks: the constructor compares their arguments, so that
-    they cannot end up with different numbers of steps and wait for one another for ever.
+    With a process group, make and use the loader on all ranks: the constructor compares their arguments, so that they
+    cannot have different numbers of steps and wait for one another for ever.
 
     Each complete iteration is an epoch, and the next has a new order. An interrupted one starts again, in the same
     order, unless `load_state_dict` or `set_epoch` says otherwise.
@@ -40,12 +40,12 @@ class Loader(Adapter):
         batch_size: Rows per step on each rank.
         shuffle: A new random order each epoch; otherwise the order of the input.
         seed: Together with the epoch it determines the order. None: drawn by rank 0 from torch's generator.
-        remainder: What happens to rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
+        remainder: The treatment of rows that do not divide evenly: "keep", "pad" or "drop"; see `Partition`.
         keyed: The columns that `keyed_jagged` will be asked for, by the model or by `predict`, in that order: ids, or
             lists of them, of at most 31 bits. It finds what was made ahead then, in int32; half as much is sent to the
             ranks that hold the rows. A column that `transform` changes is taken as it is then.
         transform: Called with each batch; what it returns is given out instead.
-        device: Where batches are to be. None: where the ranks compute, so on a rank's GPU; without ranks, on the CPU.
+        device: The device of batches. None: the device of the rank; without ranks, the CPU.
             Batches for a GPU are gathered there, where the columns are no lists and take no more than a quarter of its
             free memory: they are copied there once, and what is written to them later otherwise than by torch is not
             seen. Others are gathered on the CPU, and copied asynchronously through pinned memory.
@@ -105,11 +105,11 @@ class Loader(Adapter):
         self.partition.span(self.rank)
 
     def _windows(self, partition: Partition, rank: int, epoch: int, position: int) -> Iterator[Window]:
-        """The rows of `rank` in `epoch`, in consecutive windows, from the window of `position` on."""
+        """Yield the rows of `rank` in `epoch`, in consecutive windows, from the window of `position` on."""
         raise NotImplementedError
 
     def _everything(self, table: Columns, partition: Partition, rank: int, epoch: int) -> Window:
-        """The share of `rank` of a table that holds all rows."""
+        """Yield the share of `rank` of a table that contains all rows."""
         start, stop = partition.span(rank)
         share = self._order(partition.rows, epoch, start, min(stop, partition.rows))
         if stop > partition.rows:  # padded: a row of another rank comes again
@@ -117,13 +117,13 @@ class Loader(Adapter):
         return Window(start, table, share)
 
     def _order(self, rows: int, epoch: int, start: int, stop: int) -> torch.Tensor:
-        """Positions ``start .. stop - 1`` of the order of all rows, on a GPU where batches are to be on one."""
+        """Return positions ``start .. stop - 1`` of the order of all rows, on a GPU if batches are made there."""
         if self.shuffle:
             return drawn(rows, self._seed_of(epoch), start, stop, self.device)
         return torch.arange(start, stop, dtype=torch.int32 if rows < 2**31 else torch.int64, device=self.device)
 
-    def _windows_of_rest(self, rest: Rest, epoch: int, start: int, stop: int) -> Iterator[Window]:
-        """Rows ``start .. stop - 1`` of what is left of an epoch."""
+    def _windows_of_rest(self, rest: RemainingEpoch, epoch: int, start: int, stop: int) -> Iterator[Window]:
+        """Yield rows ``start .. stop - 1`` of the remaining epoch."""
         for place, (rank, low, high) in rest.spans(start, stop):
             for window in self._windows(rest.begun, rank, epoch, low):
                 first, last = max(low, window.start), min(high, window.start + len(window.order))
@@ -135,9 +135,9 @@ class Loader(Adapter):
                     break
 
     def _epoch_on_device(self) -> Window | None:
-        """Return what is left of the current epoch as one window of dense columns on the device; None where that fails.
+        """Return the remaining epoch as one window of dense columns on the device; None if that is not possible.
 
-        A caller that takes batches out of it calls `_advance` for them.
+        A caller that takes batches from it calls `_advance` for them.
         """
         if not self.whole or self._rest is not None:
             return None
@@ -151,38 +151,38 @@ class Loader(Adapter):
         return window if there else None
 
     def _advance(self, steps: int) -> None:
-        """Go on as if `steps` further batches of the epoch had been given."""
+        """Advance the position as if `steps` further batches of the epoch had been yielded."""
         self._start = self._step = self._step + steps
         if self._step == len(self):
             self.set_epoch(self._epoch + 1)
 
     def _names(self) -> list[str]:
-        """The columns by their names; none where they have none."""
+        """Return the columns by their names; None if they have none."""
         raise NotImplementedError
 
     def _fingerprint(self) -> str:
-        """Equal for inputs with equal columns in equal pieces."""
+        """Return a fingerprint, equal for inputs with equal columns in equal pieces."""
         raise NotImplementedError
 
     @property
     def rank(self) -> int:
-        """Whose rows these are."""
+        """Rank whose rows the loader yields."""
         return self._shard[0] if self._shard else ranks.rank()
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that the rows are divided among."""
+        """Number of ranks among which the rows are divided."""
         return self._shard[1] if self._shard else ranks.world_size()
 
     @property
     def partition(self) -> Partition:
-        """The assignment of rows to ranks and steps; in an epoch that other ranks began, of the rows that are left."""
+        """The assignment of rows to ranks and steps; in an epoch that other ranks began, of the remaining rows."""
         whole = super().partition
         return whole if self._rest is None else dataclasses.replace(whole, rows=self._rest.rows)
 
     @property
     def begun_elsewhere(self) -> bool:
-        """True where the epoch was begun on other ranks, or with other batches: it has fewer steps then."""
+        """True if the epoch was begun on other ranks, or with other batches: it has fewer steps then."""
         return self._rest is not None
 
     @property
@@ -192,7 +192,7 @@ class Loader(Adapter):
         return partition.size(self.rank, step) - partition.size_without_repeats(self.rank, step)
 
     def __len__(self) -> int:
-        """Steps an epoch, the same on all ranks."""
+        """Return the number of steps in an epoch, equal on all ranks."""
         return self.partition.steps
 
     def __iter__(self) -> Iterator[Any]:
@@ -227,7 +227,7 @@ class Loader(Adapter):
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
     def _keyed_blocks(self, blocks: Generator[Block, None, None], pinned: bool) -> Generator[Block, None, None]:
-        """The same blocks, with keyed jagged tensors."""
+        """Yield the same blocks, with keyed jagged tensors."""
         with contextlib.closing(blocks):
             for block in blocks:
                 yield block.key(self.keyed, pinned) if self.keyed else block
@@ -237,7 +237,7 @@ class Loader(Adapter):
         return batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` (from 0) the one that the next iteration gives; for DataLoader-style loops over epochs."""
+        """Set the `epoch` (from 0) of the next iteration, for loops over epochs as with DataLoader."""
         self._epoch, self._step, self._start, self._rest = epoch, 0, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,10 +248,10 @@ class Loader(Adapter):
         return {"epoch": self._epoch, "step": self._step, **rest, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the next iteration where `state` was taken: with the rest of that epoch, in the same order.
+        """Resume the next iteration at the position of `state`: with the rest of its epoch, in the same order.
 
-        On another number of ranks, or with another batch size, the rows that are left of the epoch are divided again,
-        so that each still comes once. Where they are too few for a step of all ranks, they are left out.
+        On another number of ranks, or with another batch size, the remaining rows of the epoch are divided again, so
+        that each still comes once. If they are too few for a step of all ranks, they are left out.
 
         Raises:
             ValueError: where the state is of other data, or of another way to divide rows.
@@ -261,13 +261,17 @@ class Loader(Adapter):
                 raise ValueError(f"the state is of a loader with {name}={state[name]!r}, this one has {value!r}")
         self.seed = state["seed"]
         self.set_epoch(state["epoch"])
-        rest = Rest.from_json(state["rest"], self.rows, self.remainder) if "rest" in state else None
+        rest = RemainingEpoch.from_json(state["rest"], self.rows, self.remainder) if "rest" in state else None
         if (state["world_size"], state["batch_size"]) == (self.world_size, self.batch_size):
             self._rest, self._start, self._step = rest, state["step"], state["step"]
         elif state["step"] or rest is not None:
             rows = self.rows if rest is None else rest.rows
             divided = Partition(rows, state["world_size"], state["batch_size"], self.remainder)
-            left = Rest.after(divided, state["step"]) if rest is None else rest.after_steps(divided, state["step"])
+            left = (
+                RemainingEpoch.after(divided, state["step"])
+                if rest is None
+                else rest.after_steps(divided, state["step"])
+            )
             try:
                 Partition(left.rows, self.world_size, self.batch_size, self.remainder)
                 self._rest = left
@@ -275,7 +279,7 @@ class Loader(Adapter):
                 self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
-        """All that the order of the rows depends on, apart from the epoch."""
+        """Return all values that determine the order of the rows, apart from the epoch."""
         return {
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -301,7 +305,7 @@ class Loader(Adapter):
                     )
 
     def _seed_of(self, *key: int) -> int:
-        """The randomness of one purpose, the same wherever seed and key are."""
+        """Return the seed for one purpose, which depends only on seed and key."""
         state = np.random.SeedSequence([abs(self.seed), int(self.seed < 0), *key]).generate_state(1, np.uint64)
         return int(state[0]) >> 1
 
@@ -310,7 +314,7 @@ class Loader(Adapter):
 
 
 def _noted(batches: Generator[Any]) -> Iterator[Any]:
-    """The same batches; a profiler, where there is one, sees what each takes, as it does of torch's loaders."""
+    """Yield the same batches; if a profiler runs, it records the time of each, as for torch's loaders."""
     with contextlib.closing(batches):
         while True:
             with annotated("enumerate(DataLoader)#nbdist.__next__"):

@@ -1,4 +1,4 @@
-"""Batches gathered some at a time out of rows in memory, and given out one by one."""
+"""Batches that are gathered in blocks from rows in memory, and yielded one by one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU_BLOCK_BYTES = 1 << 26  # that are gathered on a GPU in one go
 
 
 class Block(NamedTuple):
-    """Some consecutive batches in one piece: gathered, pinned and copied together, given out one by one."""
+    """Some consecutive batches in one piece: gathered, pinned and copied together, yielded one by one."""
 
     columns: Columns
     boundaries: list[int]
@@ -31,30 +31,30 @@ class Block(NamedTuple):
 
     @classmethod
     def make(cls, columns: Columns, boundaries: list[int]) -> Block:
-        """A block of `columns` that is divided into batches at `boundaries`."""
+        """Make a block of `columns`, divided into batches at `boundaries`."""
         value_boundaries = {k: c.offsets[boundaries].tolist() for k, c in columns.items() if isinstance(c, Ragged)}
         return cls(columns, boundaries, value_boundaries)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Block:
-        """The block with `fn` applied to each tensor; `fn` must not change values."""
+        """Return the block with `fn` applied to each tensor; `fn` must not change values."""
         columns: Columns = {}
         for name, column in self.columns.items():
             columns[name] = Ragged(*map(fn, column)) if isinstance(column, Ragged) else fn(column)
         return self._replace(columns=columns, keyed=self.keyed.map(fn) if self.keyed else None)
 
     def key(self, keys: Sequence[str], pinned: bool = False) -> Block:
-        """The block with keyed jagged tensors of some columns, in page-locked memory if `pinned`."""
+        """Return the block with keyed jagged tensors of some columns, in page-locked memory if `pinned`."""
         return self._replace(keyed=Keyed.make(self.columns, self.boundaries, keys, pinned))
 
     def batches(self) -> Iterator[Columns]:
-        """Iterate over the batches, as views where nothing has to be computed."""
+        """Iterate over the batches, as views if nothing must be computed."""
         each = [self._parts(name, column) for name, column in self.columns.items()]
         for i, parts in enumerate(zip(*each, strict=True)):
             batch = dict(zip(self.columns, parts, strict=True))
             yield self.keyed.batch(i, batch) if self.keyed else batch
 
     def _parts(self, name: str, column: Column) -> Iterable[Column]:
-        """A column's part of each batch."""
+        """Return the part of a column in each batch."""
         if not isinstance(column, Ragged):
             return split(column, self.boundaries)
         starts = self.value_boundaries[name]
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Rows in memory, and which of them stand at the positions from `start` on."""
+    """Rows in memory, and the rows at the positions from `start` on."""
 
     start: int
     table: Columns
@@ -77,14 +77,14 @@ class Window(NamedTuple):
 def blocks(
     windows: Iterable[Window], partition: Partition, rank: int, step: int, pinned: bool = False
 ) -> Generator[Block, None, None]:
-    """Batches of `rank` from `step` on, some at a time, out of windows that follow one another without a gap.
+    """Yield blocks of batches of `rank` from `step` on, from consecutive windows.
 
     Args:
-        windows: The rows.
-        partition: How they are divided.
-        rank: Whose batches.
-        step: The first one.
-        pinned: Whether batches gathered on the CPU lie in page-locked memory.
+        windows: The rows, in consecutive windows.
+        partition: The division of the rows among ranks and steps.
+        rank: The rank whose batches are made.
+        step: The number of the first batch.
+        pinned: Whether batches that are gathered on the CPU are in page-locked memory.
     """
     begun: list[Columns] = []  # of a batch that ends in a later window
     for window in windows:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Ragged(NamedTuple):
     """A column with a list per row: row i has ``values[offsets[i]:offsets[i + 1]]``.
 
-    As `torch.nn.functional.embedding_bag` takes it with ``include_last_offset=True``.
+    This is the format of `torch.nn.functional.embedding_bag` with ``include_last_offset=True``.
 
     Examples:
         >>> import torch
@@ -33,7 +33,7 @@ class Ragged(NamedTuple):
 
     @property
     def lengths(self) -> Tensor:
-        """Shape (rows,), int64: how long each list is."""
+        """Return the length of each list; shape (rows,), int64."""
         return self.offsets[1:] - self.offsets[:-1]
 
 
@@ -43,7 +43,7 @@ Columns: TypeAlias = dict[str, Column]
 
 
 class KeyedIds(NamedTuple):
-    """The ids of some columns of a batch in one piece, as TorchRec takes them."""
+    """The ids of some columns of a batch in one piece, in TorchRec's format."""
 
     keys: list[str]
     """The columns."""
@@ -59,11 +59,11 @@ class KeyedIds(NamedTuple):
 
 
 class Batch(dict[str, Column]):
-    """The columns of a batch, and the ids of some of them in one piece, which its loader has made.
+    """The columns of a batch, and the ids of some of them in one piece, made by the loader.
 
     Args:
         columns: All of them.
-        ids: Of some. None: of none.
+        ids: The ids of some columns. None: of no columns.
     """
 
     def __init__(self, columns: Columns, ids: KeyedIds | None = None) -> None:
@@ -80,24 +80,24 @@ class Batch(dict[str, Column]):
         return LoadedJagged(limits, keys=keys, values=values, lengths=lengths, length_per_key=counts, stride=rows)
 
     def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
-        """The keyed jagged tensor of these columns, in this order, if it was made."""
+        """Return the keyed jagged tensor of these columns, in this order, if it was made."""
         return self.prepared if self._ids and list(keys) == self._ids.keys else None
 
     @property
     def prepared(self) -> KeyedJaggedTensor | None:
-        """TorchRec's keyed jagged tensor of `ids`, unless a column has been changed since."""
+        """Return TorchRec's keyed jagged tensor of `ids`, unless a column has been changed since."""
         same = all(key in self and _state(self[key]) == state for key, state in self._made_of.items())
         return self._jagged if same else None
 
 
 def _state(column: Column) -> list[tuple[int, int]]:
-    """The identity and version of a column, which change once it is replaced or written to."""
+    """Return the identity and version of a column, which change when it is replaced or written to."""
     parts = column if isinstance(column, Ragged) else (column,)
     return [(id(part), version_of(part)) for part in parts]
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of writes to a tensor, as autograd counts them; -1 where autograd does not count."""
+    """Return the number of writes to a tensor, as autograd counts them; -1 if autograd does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -106,22 +106,22 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def rows_of(column: Column) -> int:
-    """Number of rows of a column."""
+    """Return the number of rows of a column."""
     return len(column.offsets) - 1 if isinstance(column, Ragged) else len(column)
 
 
 def bytes_of(column: Column) -> int:
-    """Bytes of memory that a column takes."""
+    """Return the bytes of memory of a column."""
     parts = column if isinstance(column, Ragged) else (column,)
     return sum(part.numel() * part.element_size() for part in parts)
 
 
 def take(column: Column, index: Tensor, pinned: bool = False) -> Column:
-    """The rows of a column that `index` names (shape (n,), integers), in that order, in new memory.
+    """Return the rows of a column at `index` (shape (n,), integers), in that order, in new memory.
 
     Args:
-        column: Where they are.
-        index: Their numbers.
+        column: The column.
+        index: The numbers of the rows.
         pinned: Whether what is on the CPU goes to page-locked memory, from which it is copied to a GPU.
     """
     if isinstance(column, Ragged):
@@ -155,13 +155,13 @@ def empty_like(tensor: Tensor, rows: int, pinned: bool) -> Tensor:
 
 
 def split(tensor: Tensor, boundaries: Sequence[int]) -> Sequence[Tensor]:
-    """Parts that begin at these rows, the end of the last one being last: all made by one call, which takes a fifth of
-    the time of slices. Whoever writes to one may do so whatever autograd keeps of others."""
+    """Split a column at these rows; the last number is the end of the last part. One call takes a fifth of the time of
+    slices. Writing to one part does not affect autograd's record of the others."""
     return tensor.unsafe_split_with_sizes([stop - start for start, stop in itertools.pairwise(boundaries)])
 
 
 def join(parts: Sequence[Column]) -> Column:
-    """Columns of one kind and dtype, one after the other; a single one is not copied."""
+    """Join columns of one kind and dtype; a single column is not copied."""
     if len(parts) == 1:
         return parts[0]
     values = torch.cat([part.values if isinstance(part, Ragged) else part for part in parts])
@@ -174,7 +174,7 @@ def join(parts: Sequence[Column]) -> Column:
 
 
 def ids_of(batch: Mapping[str, Column], name: str) -> Column:
-    """A column of ids: one per row, shape (rows,), or lists of them.
+    """Return a column of ids: one per row, shape (rows,), or lists of them.
 
     Raises:
         ValueError: for a column that is not there, or has another shape.
@@ -188,7 +188,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
 
 
 def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJaggedTensor:
-    """TorchRec's `KeyedJaggedTensor` of some columns of a batch: what its loader has made ahead with `keyed=`, if so.
+    """Return TorchRec's `KeyedJaggedTensor` of some columns of a batch, the loader's own if it was made with `keyed=`.
 
     Args:
         batch: As a loader gives it.

@@ -1,4 +1,4 @@
-"""TorchRec's keyed jagged tensor, with what a loader knows of the ids in it. Imported where one is made."""
+"""TorchRec's keyed jagged tensor with the limits of its ids. Imported when one is made."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class LoadedJagged(KeyedJaggedTensor):
-    """A `KeyedJaggedTensor` whose ids a loader has looked at: so that a GPU need not be waited for to check them.
+    """A `KeyedJaggedTensor` whose ids a loader has checked, so that checking them does not wait for a GPU.
 
     Args:
         limits: The smallest and the largest id of each key that has any.
         values: The ids.
-        **others: What else `KeyedJaggedTensor` takes.
+        **others: Further arguments of `KeyedJaggedTensor`.
     """
 
     def __init__(self, limits: dict[str, tuple[int, int]], *, values: Tensor, **others: Any) -> None:
@@ -23,11 +23,11 @@ class LoadedJagged(KeyedJaggedTensor):
 
     @property
     def limits(self) -> dict[str, tuple[int, int]] | None:
-        """The limits that were given; None where somebody may have written other ids since."""
+        """Return the given limits; None if other ids may have been written since."""
         version = _version(self.values())
         return self._limits if version is not None and version == self._version else None
 
 
 def _version(tensor: Tensor) -> int | None:
-    """The number of writes to a tensor; None where torch does not count them."""
+    """Return the number of writes to a tensor; None if torch does not count them."""
     return None if tensor.is_inference() else tensor._version

@@ -1,4 +1,4 @@
-"""The ids of batches in one piece, as TorchRec takes them, made a block at a time in the loader's thread."""
+"""The ids of batches in one piece, in TorchRec's format, made block by block in the loader's thread."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class Keyed(NamedTuple):
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Keyed:
-        """The same with `fn` applied to each tensor; `fn` must not change values."""
+        """Return the same with `fn` applied to each tensor; `fn` must not change values."""
         return self._replace(values=fn(self.values), lengths=fn(self.lengths))
 
     def batch(self, i: int, columns: Columns) -> Batch:
-        """Batch i, whose columns are these."""
+        """Return batch i, which has these columns."""
         (first, last), (row, end), width = self.starts[i : i + 2], self.rows[i : i + 2], len(self.keys)
         values, lengths = self.values[first:last], self.lengths[row * width : end * width]
         return Batch(columns, KeyedIds(self.keys, values, lengths, self.counts[i], end - row, self.limits[i]))
@@ -81,7 +81,7 @@ def _joined(parts: list[Tensor], pinned: bool) -> Tensor:
 
 
 def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
-    """A column's ids, how many each row has, and where the ids of each batch begin."""
+    """Return a column's ids, their number in each row, and the position of each batch's first id."""
     column = columns[key]
     ids = column.values if isinstance(column, Ragged) else column
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:

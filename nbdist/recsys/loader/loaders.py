@@ -6,7 +6,7 @@ A loader is made and used like a `torch.utils.data.DataLoader` and divides the r
     for batch in loader:
         loss = model(batch["user"], batch["item"])
 
-Nothing else may divide it again. accelerate's `prepare` and, under nbdist, fastai's `distrib_ctx` leave it as it is.
+No other library may divide it again. accelerate's `prepare` and, under nbdist, fastai's `distrib_ctx` do not change it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tables import dtype_of, to_table
 
 
 class MemoryLoader(Loader):
-    """Batches from memory; shuffled, in a random order of all rows, the same on any CPU or GPU.
+    """Batches from memory; shuffled, in a random order of all rows that is equal on any CPU or GPU.
 
     Args:
         data: Tensors, NumPy arrays or `Ragged` in a mapping (batches are dicts) or in a tuple or list (batches are
@@ -112,15 +112,15 @@ class MemoryLoader(Loader):
 class ParquetLoader(Loader):
     """Batches from Parquet files, which may be larger than memory.
 
-    If the rows take less than half of `memory_bytes`, each rank reads all of them once and shuffles them as
-    `MemoryLoader` does. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files, divides
-    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory_bytes` allows. Files that
-    were written shuffled, with row groups that are small compared to it, make that as good as a full shuffle.
+    If the rows take less than half of `memory_bytes`, each rank reads all of them once and shuffles them like
+    `MemoryLoader`. Otherwise a rank reads only its share: an epoch shuffles the row groups of all files and divides
+    their rows among the ranks, and each rank shuffles its rows in windows as large as `memory_bytes` allows. If the
+    files were written shuffled, and their row groups are small compared to a window, this is as good as a full shuffle.
 
     Args:
         files: A file, a folder, a glob pattern, or several; all with the same schema.
         batch_size: Rows per step on each rank.
-        columns: Which columns to read. None: all. Numbers, booleans, lists of them; no nulls.
+        columns: Names of columns to read. None: all. Numbers, booleans, lists of them; no nulls.
         memory_bytes: Bytes that a rank may use for rows.
         shuffle, seed, remainder, keyed, transform, device, prefetch, pin_memory, rank, world_size: As for
             `nbdist.recsys.loader.base.Loader`.
@@ -167,12 +167,12 @@ class ParquetLoader(Loader):
         # Apart from the window of rows: a row group of Arrow's, decoded and not yet, and the blocks made ahead.
         batch = -(-size // rows) * batch_size
         ahead = 2 if prefetch is None else prefetch
-        beside = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
+        other_bytes = 2 * largest.size + (ahead + 3) * max(BLOCK_BYTES, batch)
         # Allocators keep a little more than they are asked for.
-        self.window = memory_bytes - memory_bytes // 16 - beside
+        self.window = memory_bytes - memory_bytes // 16 - other_bytes
         """Bytes of the rows that are held otherwise."""
         if not self.whole and self.window < largest.size + 8 * largest.rows:
-            need = -(-16 * (largest.size + 8 * largest.rows + beside) // 15)
+            need = -(-16 * (largest.size + 8 * largest.rows + other_bytes) // 15)
             raise ValueError(
                 f"{self._files.paths[largest.file]}: row group {largest.number} has {largest.rows} rows, which take "
                 f"{largest.size} bytes; with memory_bytes={memory_bytes} it cannot be read. Say memory_bytes={need} or "

@@ -1,7 +1,7 @@
-"""The order of an epoch: the same one wherever it is drawn, on a CPU or on a GPU of any kind.
+"""The order of an epoch, equal on all CPUs and GPUs.
 
-torch's own `randperm` gives another order on a GPU than on a CPU, and on a GPU with more processors than another: ranks
-would not agree about whose rows are whose, and a snapshot would not go on on another machine.
+torch's own `randperm` gives another order on a GPU than on a CPU, and differs between GPUs with different numbers of
+processors. Ranks would disagree about their rows, and a snapshot could not be resumed on another machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOW = (1 << 32) - 1
 
 
 def drawn(rows: int, seed: int, start: int, stop: int, device: torch.device) -> Tensor:
-    """Positions ``start .. stop - 1`` of the random order of `rows` that `seed` gives.
+    """Return positions ``start .. stop - 1`` of the random order of `rows` for `seed`.
 
     Returns:
         Row numbers, shape (stop - start,), int32 where all of them fit; on `device`.
@@ -55,7 +55,8 @@ def _once(permutation: Permutation, rows: Tensor) -> Tensor:
 
 
 def _shift(half: Tensor, other: Tensor, key: int, modulus: int) -> Tensor:
-    """``(half + hash of other) % modulus`` in signed integers, for which alone torch has these operations on GPUs."""
+    """Return ``(half + hash of other) % modulus`` in signed integers, the only ones for which torch has these
+    operations on GPUs."""
     mixed = other ^ key
     mixed.mul_(_signed(0x9E3779B97F4A7C15))
     mixed ^= (mixed >> 32).bitwise_and_(_LOW)

@@ -1,4 +1,4 @@
-"""Rows of Parquet files and Arrow tables as tensors: what a file holds, what that takes in memory, parts of it."""
+"""Rows of Parquet files and Arrow tables as tensors: the content of a file, its size in memory, parts of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ParquetFiles:
 
     Args:
         files: As for `storage.find_partitioned`.
-        columns: Which columns, in this order. None: all, those that folders are called after last.
+        columns: Names of columns, in this order. None: all; columns in the names of folders come last.
 
     Raises:
         FileNotFoundError: for what does not exist.
@@ -64,17 +64,17 @@ class ParquetFiles:
 
     @property
     def size(self) -> int:
-        """Bytes of all rows as tensors."""
+        """Return the bytes of all rows as tensors."""
         return sum(group.size for group in self.groups)
 
     def read(self, pieces: Sequence[Piece], spare: dict[str, Tensor] | None = None, room: int = 0) -> Columns:
-        """The rows of the pieces, one after the other.
+        """Read the rows of the pieces, one after the other.
 
         Args:
-            pieces: Which rows.
+            pieces: The rows to read.
             spare: Memory for dense columns, kept here from one call to the next: the result of the call before is then
                 overwritten. (Freed and allocated again, it would stay with the process twice.)
-            room: How many rows `spare` is to hold at least.
+            room: The smallest number of rows in `spare`.
 
         Raises:
             ValueError: naming the file: it has changed since it was first looked at, or a column has nulls.
@@ -109,7 +109,7 @@ class ParquetFiles:
         return {name: columns[name] for name in self.types}
 
     def _read(self, group: RowGroup, path: storage.Location, where: str) -> pa.Table:
-        """The columns of a row group that are in its file, which may have changed since it was looked at."""
+        """Read the columns of a row group that are in its file, which may have changed since it was inspected."""
         names = [name for name in self.types if name not in self._partitions]
         changed = ""
         try:
@@ -133,7 +133,7 @@ class ParquetFiles:
 
 
 def _memory(name: str, like: Tensor, rows: int, room: int, spare: dict[str, Tensor] | None) -> Tensor:
-    """Memory for `rows` rows of a column."""
+    """Return the memory for `rows` rows of a column."""
     if spare is None:
         return like.new_empty(rows, *like.shape[1:])
     if name not in spare or len(spare[name]) < rows:
@@ -155,12 +155,12 @@ def _chosen(schema: pa.Schema, columns: Sequence[str] | None, path: storage.Loca
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """A type without what makes no difference to tensors: pandas writes short lists, polars large ones."""
+    """Return a type without differences that tensors lack: pandas writes short lists, polars large ones."""
     return pa.large_list(kind.value_type) if is_list(kind) else kind
 
 
 def _roots(schema: pa.Schema) -> list[str]:
-    """The column that each leaf of a file's schema belongs to; its path is not enough, because names may have dots."""
+    """Return the column of each leaf of a file's schema; its path is not enough, because names may have dots."""
     return [field.name for field in schema for _ in range(_leaves(field.type))]
 
 
@@ -169,7 +169,7 @@ def _leaves(kind: pa.DataType) -> int:
 
 
 def _size(group: Any, types: Mapping[str, pa.DataType], roots: Sequence[str]) -> int:
-    """Bytes of a row group's chosen columns as tensors. Exact: Parquet says how many values there are."""
+    """Return the exact bytes of a row group's chosen columns as tensors: Parquet has the number of values."""
     size = 0
     for index in range(group.num_columns):
         chunk = group.column(index)

@@ -23,9 +23,10 @@ class _End(NamedTuple):
 
 
 def ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
-    """The same items, made in a thread of their own, up to `depth` of them ahead; an exception comes at its place.
+    """Yield the same items, made in a background thread, up to `depth` of them in advance; an exception keeps its
+    place.
 
-    The thread ends with the iterator, also when that is closed early. With depth 0 there is no thread.
+    The thread ends with the iterator, even if that is closed early. With depth 0 there is no thread.
     """
     if depth == 0:
         yield from items
@@ -69,12 +70,12 @@ def ahead(items: Generator[T, None, None], depth: int) -> Generator[T, None, Non
 def on_device(
     blocks: Generator[Block, None, None], device: torch.device, depth: int, pin_memory: bool
 ) -> Generator[Block, None, None]:
-    """The blocks on `device`, made and copied ahead; on a GPU, in a stream of its own, out of pinned memory.
+    """Yield the blocks on `device`, made and copied in advance; on a GPU, in a stream of its own, from pinned memory.
 
     Args:
         blocks: In CPU memory, or on the device already.
-        device: Where they are to be.
-        depth: How many blocks ahead; 0 makes and copies each when it is asked for.
+        device: The device of the blocks.
+        depth: The number of blocks in advance; 0 makes and copies each block when it is needed.
         pin_memory: Whether blocks that stay on the CPU go to page-locked memory; those for a GPU always do.
     """
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Rows in a GPU's memory, for batches to be gathered there and not in the CPU's."""
+"""Rows in a GPU's memory, so that batches are gathered there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Copy(NamedTuple):
 
 
 class Resident:
-    """The copy of a loader's table on a GPU, made in its first epoch; it does not go to other processes."""
+    """The copy of a loader's table on a GPU, made in its first epoch; it is not sent to other processes."""
 
     def __init__(self) -> None:
         self._copy: _Copy | None = None
@@ -32,12 +32,12 @@ class Resident:
         return Resident, ()
 
     def windows(self, windows: Iterator[Window], device: torch.device, table: Columns | None) -> Iterator[Window]:
-        """The same windows, on a GPU where they are of dense columns and small enough; for its current stream.
+        """Yield the same windows, on a GPU if they have dense columns and are small enough; for its current stream.
 
         Args:
             windows: In CPU memory, or on the GPU already.
             device: The GPU.
-            table: What is kept there from epoch to epoch; other windows' rows are copied each time.
+            table: The table that is kept there from epoch to epoch; other windows' rows are copied each time.
         """
         for window in windows:
             dense = _dense(window.table)
@@ -73,7 +73,7 @@ class Resident:
 
 
 def _dense(table: Columns) -> dict[str, Tensor] | None:
-    """The table, if none of its columns has lists: to gather these, one has to wait for a GPU."""
+    """Return the table if none of its columns has lists, which cannot be gathered without waiting for a GPU."""
     return table if all(isinstance(column, Tensor) for column in table.values()) else None  # type: ignore[return-value]
 
 

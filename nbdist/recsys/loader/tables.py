@@ -1,4 +1,4 @@
-"""Tensors of what holds rows in memory: Arrow tables, polars and pandas frames, arrays."""
+"""Tensors from rows in memory: Arrow tables, polars and pandas frames, arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .columns import Column, Columns, Ragged
 
 
 def to_table(data: Any) -> Columns:
-    """The columns of whatever `MemoryLoader` takes."""
+    """Return the columns of any input of `MemoryLoader`."""
     if hasattr(data, "sink_parquet"):  # a lazy frame of polars
         data = data.collect()
     if isinstance(data, (tuple, list)):
@@ -69,9 +69,10 @@ def dtype_of(column: Column) -> str:
 
 
 def to_columns(table: pa.Table, where: str) -> Columns:
-    """An Arrow table's columns as tensors of the same dtypes; lists become `Ragged`, fixed-size lists 2-dimensional.
+    """Return an Arrow table's columns as tensors of the same dtypes; lists become `Ragged`, fixed-size lists
+    2-dimensional.
 
-    The result may share memory with the table where the type allows it; it is not to be written to.
+    The result may share memory with the table if the type allows it: do not write to it.
 
     Raises:
         ValueError: for nulls and types without a tensor; the message begins with `where` and names the column.

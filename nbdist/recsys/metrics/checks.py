@@ -1,4 +1,4 @@
-"""Checks of all metrics: rows that belong together, of one column, with finite numbers."""
+"""Checks for all metrics: rows of equal number, with one column, and finite numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def checked_rows(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return both flat and without gradient.
 
     Raises:
-        ValueError: One of them has several columns, their numbers of rows differ, or a number is not finite.
+        ValueError: An argument has several columns, the numbers of rows differ, or a number is not finite.
     """
     predictions, targets = _flat("predictions", predictions), _flat("targets", targets)
     if len(predictions) != len(targets):
@@ -22,7 +22,7 @@ def checked_rows(predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def checked_weights(weights: Tensor | None, rows: Tensor) -> Tensor:
-    """Return a weight for each of some rows, flat, float64; 1 for each where there are no weights.
+    """Return the weights of some rows, flat, float64; without weights, 1 for each.
 
     Raises:
         ValueError: There are more or fewer weights than rows, or a weight is below 0 or not finite.
@@ -52,7 +52,7 @@ def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> Non
     """Raise `ValueError` for numbers that are not finite.
 
     Args:
-        what: Their name, in the plural.
+        what: The name of the values, in the plural.
         values: Shape (rows,).
         owners: For each row the user, to be named; shape (rows,).
     """
@@ -67,7 +67,7 @@ def check_finite(what: str, values: Tensor, owners: Tensor | None = None) -> Non
 
 
 def check_some_rows(metric: Metric, rows: Tensor | int) -> None:
-    """Raise `ValueError` where the number of rows, or the sum of the weights, that a metric has seen is 0."""
+    """Raise `ValueError` if the number of rows, or the sum of their weights, is 0."""
     if not rows:
         raise ValueError(f"{type(metric).__name__}: no rows on any rank since the start, or since reset()")
 

@@ -1,4 +1,4 @@
-"""Recall, NDCG, hit rate and MRR of lists of items that a model has put first, without a score for every item."""
+"""Recall, NDCG, hit rate and MRR of ranked lists of items, without a score for every item."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .checks import checked_weights
 def ranking_metrics(
     ranked: Tensor, relevant: Ragged, k: int | None = None, weights: Tensor | None = None
 ) -> dict[str, float]:
-    """Recall, NDCG, hit rate and MRR of the items that a model has put first for some users, over all ranks.
+    """Compute recall, NDCG, hit rate and MRR of ranked items for some users, over all ranks.
 
-    With a process group, all ranks have to call it, each with users of its own, and get the same numbers.
+    With a process group, all ranks must call it, each with its own users, and get the same numbers.
 
     Args:
         ranked: Items, integers, the best first; shape (users, at least k); -1 where there is none. Of an item that is
             there twice, the first place counts.
         relevant: For each of the users, the items that they took. One that is there twice counts once. -1 is an item
             that the model cannot name, as `ItemIndex.places` has it: each counts, and is missed.
-        k: How many of the ranked items count. None: all.
-        weights: What each user counts in the means, at least 0; shape (users,). None: 1.
+        k: The number of ranked items that count. None: all.
+        weights: The weight of each user in the means, at least 0; shape (users,). None: 1.
 
     Returns:
         "recall@k", "ndcg@k", "hit_rate@k" and "mrr@k": means over the users who took something. And how many there
@@ -97,7 +97,8 @@ def per_user(ranked: Tensor, relevant: Ragged) -> tuple[dict[str, Tensor], Tenso
 
 
 def _hits(ranked: Tensor, relevant: Ragged) -> tuple[Tensor, Tensor]:
-    """Find which ranked items are relevant, each once, shape (users, k); and how many items are, shape (users,)."""
+    """Return which ranked items are relevant, each once, shape (users, k); and the number of relevant items, shape
+    (users,)."""
     users, k = ranked.shape
     user = torch.arange(users, device=ranked.device)
     owners = user.repeat_interleave(relevant.lengths)

@@ -1,6 +1,6 @@
-"""Metrics of ranked rows, over all ranks: how much of what a user took is among the first k that the model names.
+"""Metrics of ranked rows, over all ranks: how many of a user's positive rows are among the first k.
 
-A third tensor, `indexes`, says which rows belong together, such as the users. ::
+A third tensor, `indexes`, gives the group of each row, such as its user. ::
 
     recall = Recall(10)
     for batch in loader:
@@ -26,13 +26,13 @@ _STATES = {"preds": torch.float64, "target": torch.uint8, "indexes": torch.int64
 
 
 class Grouped(Metric):
-    """A mean over users of what the order of each user's rows is worth.
+    """A mean over users of a value of the order of each user's rows.
 
-    Rows with the same score count by their expectation, over all orders of these alike. Users without a positive row
-    are left out of the mean; `compute` counts them, and rank 0 warns of them.
+    Rows with the same score count by their expectation over all orders of these rows. Users without a positive row are
+    left out of the mean; `compute` counts them, and rank 0 warns of them.
 
     Args:
-        k: How many of a user's rows count. None: all.
+        k: The number of a user's rows that count. None: all.
 
     Raises:
         ValueError: `k` is less than 1.
@@ -56,13 +56,13 @@ class Grouped(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor, indexes: Tensor, weights: Tensor | None = None) -> None:
-        """Take rows in.
+        """Add rows.
 
         Args:
             preds: Scores, one per row, higher for what is named first.
             target: Whether the user took it: 0 or 1, or booleans.
-            indexes: Whose rows they are: integers.
-            weights: What the user of each row counts in the mean, at least 0, the same in all rows of a user. None: 1.
+            indexes: The user of each row: integers.
+            weights: The weight of the user of each row, at least 0, equal in all rows of a user. None: 1.
 
         Raises:
             ValueError: Their numbers differ, they have several columns, a score or a weight is not finite, a weight is
@@ -81,7 +81,7 @@ class Grouped(Metric):
             getattr(self, name).append(values.to(_STATES[name]))
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Bring the rows of all ranks together, also where a rank has none."""
+        """Gather the rows of all ranks, even if a rank has none."""
         for name, dtype in _STATES.items():
             parts = getattr(self, name)
             empty = torch.empty(0, dtype=dtype, device=self.device)
@@ -89,7 +89,7 @@ class Grouped(Metric):
         super().sync(*args, **kwargs)
 
     def compute(self) -> Tensor:
-        """The mean over all users of all ranks who have a positive row.
+        """Return the mean over all users of all ranks who have a positive row.
 
         Raises:
             ValueError: There are no rows, or none that is positive; a user has two weights, or all weights are 0.
@@ -114,7 +114,7 @@ class Grouped(Metric):
         return self._of_users(ties, len(scores) if self.k is None else self.k) @ (weights / weights.sum())
 
     def _user_weights(self, labels: Tensor, indexes: Tensor, weights: Tensor) -> Tensor:
-        """The weight of each user who has a positive row, in the order of `Ties`; shape (users,)."""
+        """Return the weight of each user with a positive row, in the order of `Ties`; shape (users,)."""
         _, owner = indexes.unique(return_inverse=True)
         found = torch.zeros(int(owner.max()) + 1, dtype=torch.float64, device=owner.device).index_put_(
             (owner,), weights
@@ -132,15 +132,15 @@ class Grouped(Metric):
         return found
 
     def _of_users(self, ties: Ties, k: int) -> Tensor:
-        """The value of each user, shape (users,)."""
+        """Return the value of each user, shape (users,)."""
         raise NotImplementedError
 
 
 class Recall(Grouped):
-    """The part of a user's positive rows that is among the first k rows of that user; mean over users.
+    """The share of a user's positive rows among the first k rows of the user; mean over users.
 
     Args:
-        k: How many.
+        k: The number of rows at the top that count.
 
     Examples:
         >>> import torch
@@ -160,10 +160,10 @@ class Recall(Grouped):
 
 
 class NDCG(Grouped):
-    """Discounted gain of the first k rows of each user, as a part of the best there could be; mean over users.
+    """The discounted gain of the first k rows of each user, as a share of the best possible gain; mean over users.
 
     Args:
-        k: How many.
+        k: The number of rows at the top that count.
 
     Examples:
         >>> import torch
@@ -182,10 +182,10 @@ class NDCG(Grouped):
 
 
 class HitRate(Grouped):
-    """The part of the users who took at least one of the first k of their rows.
+    """The share of users with a positive row among their first k.
 
     Args:
-        k: How many.
+        k: The number of rows at the top that count.
 
     Examples:
         >>> import torch
@@ -204,10 +204,10 @@ class HitRate(Grouped):
 
 
 class MRR(Grouped):
-    """The reciprocal of the place of a user's first positive row, 0 where it is behind the first k; mean over users.
+    """The reciprocal rank of a user's first positive row, 0 if it is not among the first k; mean over users.
 
     Args:
-        k: How many. None: all.
+        k: The number of rows at the top that count. None: all.
 
     Examples:
         >>> import torch

@@ -1,8 +1,8 @@
-"""Metrics of single rows, over all ranks: AUC, log loss, RMSE; and how many rows a second are trained.
+"""Metrics of single rows, over all ranks: AUC, log loss, RMSE; and the number of rows per second.
 
-All are torchmetrics metrics: `update` with each batch on each rank, `compute` on all ranks, which gives every rank the
-same number, over all rows. Without a process group they are of the rows of this process. Make them on the device
-that predictions are on: ``AUC().to(device)``. ::
+All are torchmetrics metrics: call `update` with each batch on each rank, and `compute` on all ranks. It gives every
+rank the same number, over all rows. Without a process group they cover the rows of this process. Make them on the
+device of the predictions: ``AUC().to(device)``. ::
 
     auc, speed = AUC(), Throughput()
     for batch in loader:
@@ -10,7 +10,7 @@ that predictions are on: ``AUC().to(device)``. ::
         speed.update(len(batch["liked"]))
     print(auc.compute(), speed.compute())
 
-A row with the weight w counts as w rows do; without weights each counts as one.
+A row with the weight w counts like w rows; without weights each row counts once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .checks import check_some_rows, checked_labels, checked_rows, checked_weigh
 
 
 class AUC(Metric):
-    """Area under the ROC curve: how likely a liked row is ranked above one that is not; ties count half.
+    """Area under the ROC curve: the probability that a positive row is ranked above a negative one; ties count half.
 
     Exact, in double precision: keeps the predictions of all rows, and `compute` gathers the predictions of all ranks on
     each. (torchmetrics' own `BinaryAUROC` sums in single precision, and squashes the batches that look like logits to
@@ -56,7 +56,7 @@ class AUC(Metric):
             self.add_state(name, [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Take rows in.
+        """Add rows.
 
         Args:
             preds: Scores, one per row, higher for what is liked more.
@@ -74,7 +74,8 @@ class AUC(Metric):
         self.weights.append(weights)  # type: ignore[union-attr]
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Bring the rows of all ranks together. A rank without rows gives none of the same dtype, or gloo aborts."""
+        """Gather the rows of all ranks. A rank without rows gives an empty tensor of the same dtype, because gloo
+        aborts otherwise."""
         if not len(self.scores):
             self.scores = [torch.empty(0, dtype=torch.float64, device=self.device)]
             self.labels = [torch.empty(0, dtype=torch.uint8, device=self.device)]
@@ -82,7 +83,7 @@ class AUC(Metric):
         super().sync(*args, **kwargs)
 
     def compute(self) -> Tensor:
-        """The AUC of all rows of all ranks, 0 to 1. Raises `ValueError` where there are none, or of one label only."""
+        """Return the AUC of all rows of all ranks, 0 to 1. Raises `ValueError` without rows, or with one label only."""
         check_some_rows(self, len(self.scores))
         scores, labels, weights = (dim_zero_cat(one) for one in (self.scores, self.labels, self.weights))
         check_some_rows(self, len(scores))
@@ -118,7 +119,7 @@ class _Mean(Metric):
         self.weight += weights.sum()
 
     def compute(self) -> Tensor:
-        """The mean over all rows of all ranks. Raises `ValueError` where there are none, or all weights are 0."""
+        """Return the mean over all rows of all ranks. Raises `ValueError` without rows, or if all weights are 0."""
         check_some_rows(self, self.weight)
         return self.total / self.weight
 
@@ -143,7 +144,7 @@ class LogLoss(_Mean):
         self.logits = logits
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Take rows in. A wrong prediction of exactly 0 or 1 counts as 100.
+        """Add rows. A wrong prediction of exactly 0 or 1 counts as 100.
 
         Args:
             preds: Probabilities or, with `logits`, logits, one per row.
@@ -177,11 +178,11 @@ class RMSE(_Mean):
     """
 
     def update(self, preds: Tensor, target: Tensor, weights: Tensor | None = None) -> None:
-        """Take rows in.
+        """Add rows.
 
         Args:
             preds: Predictions, one per row.
-            target: What they should have been.
+            target: The true values.
             weights: Weights of the rows, at least 0. None: 1 for each.
 
         Raises:
@@ -192,16 +193,16 @@ class RMSE(_Mean):
         self._add((preds.double() - target.double()).square(), checked_weights(weights, preds))
 
     def compute(self) -> Tensor:
-        """Over all rows of all ranks. Raises `ValueError` where there are none, or all weights are 0."""
+        """Return the error over all rows of all ranks. Raises `ValueError` without rows, or if all weights are 0."""
         found: Tensor = super().compute().sqrt()
         return found
 
 
 class Throughput(Metric):
-    """Rows per second of all ranks together: all their rows, by the time of the slowest rank.
+    """Rows per second of all ranks together: all their rows, divided by the time of the slowest rank.
 
-    The time is that from making the metric, or `reset`, to the last `update`; on a GPU work may still be under way
-    then: call `torch.cuda.synchronize()` before the last one.
+    The time starts at the creation of the metric, or at `reset`, and ends at the last `update`. Work on a GPU may not
+    be finished then: call `torch.cuda.synchronize()` before the last update.
 
     Examples:
         >>> from nbdist.recsys.metrics import Throughput
@@ -235,6 +236,6 @@ class Throughput(Metric):
         self.seconds.fill_(time.perf_counter() - self._began)
 
     def compute(self) -> Tensor:
-        """Rows per second. Raises `ValueError` where there were none."""
+        """Return rows per second. Raises `ValueError` without rows."""
         check_some_rows(self, self.rows)
         return self.rows / self.seconds

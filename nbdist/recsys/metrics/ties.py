@@ -1,4 +1,4 @@
-"""The expectation of metrics of ranked rows where rows have the same score, over all orders of these alike."""
+"""The expectation of ranking metrics for rows with equal scores, over all orders of these rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 class Ties(NamedTuple):
-    """The rows of some users, each user's by score from the highest on; rows with the same score are one tie.
+    """The rows of some users, ordered by score; rows with the same score form one tie.
 
-    All but `totals` are of shape (ties,): the ties of a user are one after the other.
+    All attributes except `totals` have shape (ties,): the ties of a user are consecutive.
     """
 
     owner: Tensor
@@ -50,15 +50,15 @@ class Ties(NamedTuple):
         return (k - self.start).clamp(min=0).minimum(self.size)
 
     def per_user(self, values: Tensor) -> Tensor:
-        """Sums over the ties of each user; shape (users,)."""
+        """Sum over the ties of each user; shape (users,)."""
         return self.owner.bincount(weights=values, minlength=len(self.totals))
 
     def recall(self, k: int) -> Tensor:
-        """The part of a user's positive rows that is among the first k."""
+        """Return the share of a user's positive rows among the first k."""
         return self.per_user(self.positives.double() * self.within(k) / self.size) / self.totals
 
     def ndcg(self, k: int) -> Tensor:
-        """The discounted gain of a user's first k rows, as a part of the best there could be."""
+        """Return the discounted gain of a user's first k rows, as a share of the best possible gain."""
         places = int((self.start + self.size).max())
         gains = 1 / torch.arange(2, places + 2, dtype=torch.float64, device=self.size.device).log2()
         upto = torch.cat([gains.new_zeros(1), gains.cumsum(0)])  # of the first n places
@@ -67,12 +67,12 @@ class Ties(NamedTuple):
         return self.per_user(found) / upto[self.totals.clamp(max=k)]
 
     def hit_rate(self, k: int) -> Tensor:
-        """Return how likely a positive row is among a user's first k."""
+        """Return the probability that a positive row is among a user's first k."""
         first = self._first()
         return 1 - none_before(first.within(k), first.size, first.positives)
 
     def mrr(self, k: int) -> Tensor:
-        """The mean of one by the place of a user's first positive row, 0 where that is behind the first k."""
+        """Return the mean reciprocal rank of a user's first positive row, 0 if it is not among the first k."""
         first = self._first()
         # The row of a tie that is the first positive one has all its negative rows ahead of it at most.
         rows = first.within(k).minimum(first.size - first.positives + 1)
@@ -84,7 +84,7 @@ class Ties(NamedTuple):
         return per_row.new_zeros(len(rows)).index_add_(0, tie, per_row)
 
     def _first(self) -> Ties:
-        """The first tie of each user that has a positive row."""
+        """Return the first tie of each user that has a positive row."""
         some = self.positives > 0
         owner = self.owner[some]
         first = torch.ones_like(owner, dtype=torch.bool)
@@ -94,7 +94,8 @@ class Ties(NamedTuple):
 
 
 def none_before(count: Tensor, size: Tensor, positives: Tensor) -> Tensor:
-    """Return how likely none of some `positives` rows is among the first `count` of `size` rows in random order."""
+    """Return the probability that none of some `positives` rows is among the first `count` of `size` rows in random
+    order."""
     negatives = (size - positives).double()
     left, size, count = (negatives - count).clamp(min=0), size.double(), count.double()
     logarithm = ((size - count + 1).lgamma() - (size + 1).lgamma()) + ((negatives + 1).lgamma() - (left + 1).lgamma())

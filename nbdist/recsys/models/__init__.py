@@ -1,4 +1,4 @@
-"""Recommender models of plain torch modules: what `replicate`, `shard` and `export_ensemble` take."""
+"""Recommender models of plain torch modules, for `replicate`, `shard` and `export_ensemble`."""
 
 from .dcn import DCNv2
 from .deepfm import DeepFM

@@ -1,4 +1,4 @@
-"""DCNv2: crosses of all columns with one another, then layers (Wang et al., WWW 2021, arXiv:2008.13535)."""
+"""DCNv2: cross layers over all columns, then other layers (Wang et al., WWW 2021, arXiv:2008.13535)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .features import Features, linear_layers
 class DCNv2(nn.Module):
     """A click model whose cross layers multiply embeddings and numbers with one another, before other layers.
 
-    The paper's stacked form: each cross layer has products of one order more.
+    This is the paper's stacked form: each cross layer adds one order to the products.
 
     Args:
         cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
             vectors.
         dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        crosses: How many cross layers.
+        crosses: The number of cross layers.
         low_rank: Their matrices as products of two narrow ones, of this width: a quarter of the width of all
             embeddings is advised. None: whole matrices.
         top_mlp: Widths of the layers between the crosses and the logit.
-        device: Of the tables: "meta" where they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
         ValueError: No column of codes, or less than one cross layer or a rank below 1.
@@ -60,18 +60,18 @@ class DCNv2(nn.Module):
         self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Logits, shape (rows,)."""
+        """Return logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         crossed = self.crosses(torch.cat([vectors.flatten(1), numbers], dim=1))
         return self.top_mlp(crossed).squeeze(1)  # type: ignore[no-any-return]
 
 
 class Crosses(nn.Module):
-    """Layers that multiply what goes into the first of them by a linear function of what comes out of the one before.
+    """Layers that multiply the input of the first layer by a linear function of the previous layer's output.
 
     Args:
-        width: Of what goes in and comes out.
-        count: How many layers.
+        width: The width of input and output.
+        count: The number of layers.
         low_rank: Width between the two narrow matrices that make a layer's. None: one whole matrix.
     """
 
@@ -82,7 +82,7 @@ class Crosses(nn.Module):
         self.bias = nn.ParameterList(torch.zeros(width) for _ in range(count))
 
     def forward(self, first: Tensor) -> Tensor:
-        """From shape (rows, width) to the same."""
+        """Map shape (rows, width) to the same shape."""
         x = first
         for number, (outer, bias) in enumerate(zip(self.outer, self.bias, strict=True)):
             narrow = x if self.inner is None else functional.linear(x, self.inner[number])

@@ -12,10 +12,10 @@ from .features import Features, linear_layers
 
 
 class DeepFM(nn.Module):
-    """A click model that adds up a linear part, the inner products of all pairs of columns, and layers over all.
+    """A click model that adds a linear part, the inner products of all pairs of columns, and layers over all columns.
 
-    As in the paper, a number has a vector that it is multiplied by. What each code has in the linear part is a linear
-    function of its embedding, and not a table of its own: one of a single column cannot be sharded.
+    As in the paper, a number is multiplied by a vector. The linear part of a code is a linear function of its
+    embedding, and not a table of its own: TorchRec cannot shard a table with a single column.
 
     Args:
         cardinalities: Column of codes → how many there are. Its table is called like it; a list is the mean of its
@@ -23,7 +23,7 @@ class DeepFM(nn.Module):
         dense_features: Columns of numbers, one per row, of about the same size, such as `etl.Log` leaves them.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         top_mlp: Widths of the layers over the embeddings.
-        device: Of the tables: "meta" where they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
         ValueError: No column of codes.
@@ -57,7 +57,7 @@ class DeepFM(nn.Module):
         self.top_mlp = linear_layers([width, *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Logits, shape (rows,)."""
+        """Return logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.dense_embeddings is not None:
             vectors = torch.cat([vectors, numbers[:, :, None] * self.dense_embeddings], dim=1)  # (rows, fields, dim)

@@ -12,7 +12,7 @@ from .features import Features, linear_layers
 
 
 class DLRM(nn.Module):
-    """A click model of pairwise products: of the columns' embeddings, and of a vector that is made of the numbers.
+    """A click model with the pairwise products of the columns' embeddings and of a vector made from the numbers.
 
     The products, and that vector, go through layers.
 
@@ -24,7 +24,7 @@ class DLRM(nn.Module):
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         bottom_mlp: Widths of the layers between the numbers and their vector.
         top_mlp: Widths of the layers between the products and the logit.
-        device: Of the tables: "meta" where they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
         ValueError: Nothing to take products of: no column of codes, or only one and no numbers.
@@ -82,7 +82,7 @@ class DLRM(nn.Module):
         self.top_mlp = linear_layers([pairs + (embedding_dim if dense_features else 0), *top_mlp, 1])
 
     def forward(self, batch: Columns) -> Tensor:
-        """Logits, shape (rows,)."""
+        """Return logits, shape (rows,)."""
         vectors, numbers = self.features(batch)  # (rows, columns, dim), (rows, numbers)
         if self.bottom_mlp is not None:
             vectors = torch.cat([self.bottom_mlp(numbers)[:, None], vectors], dim=1)

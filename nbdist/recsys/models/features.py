@@ -1,4 +1,4 @@
-"""The first layer of click models: a vector for each column of codes, and the numbers as they are."""
+"""The input of click models: a vector for each column of codes, and the numbers unchanged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .tables import PooledTables
 
 
 class Features(nn.Module):
-    """The columns that a click model takes of a batch.
+    """The columns of a batch that a click model uses.
 
     Args:
         cardinalities: Column of codes → how many there are. A list is the mean of its vectors.
         dense_features: Columns of numbers.
         embedding_dim: Columns of each table.
-        device: Of the tables.
+        device: The device of the tables.
 
     Raises:
         ValueError: No column of codes, or one that is in both.
@@ -41,7 +41,7 @@ class Features(nn.Module):
         self.embeddings = PooledTables(cardinalities, embedding_dim=embedding_dim, device=device)
 
     def forward(self, batch: Columns) -> tuple[Tensor, Tensor]:
-        """Vectors, shape (rows, columns, embedding_dim), and numbers, float32, shape (rows, numbers)."""
+        """Return vectors, shape (rows, columns, embedding_dim), and numbers, float32, shape (rows, numbers)."""
         pooled: Tensor = self.embeddings(batch)
         numbers = [pooled[:, :0]]  # so that there is one
         for name in self.dense_features:

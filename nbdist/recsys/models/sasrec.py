@@ -1,4 +1,4 @@
-"""SASRec: what somebody takes next, by attention over what they took before (Kang and McAuley, ICDM 2018)."""
+"""SASRec: the next item of a user, by attention over the earlier items (Kang and McAuley, ICDM 2018)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .tables import SequenceTables
 
 
 class SASRec(nn.Module):
-    """A model that gives the history of each row a vector, whose products with items say what comes next.
+    """A model that maps the history of each row to a vector, whose products with item vectors are scores of the next
+    item.
 
-    It is trained to distinguish each item of a history, given the items before it, from items that were drawn. The
-    items and their histories have one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
+    It is trained to distinguish each item of a history, given the items before it, from drawn items. Items and
+    histories share one table, and so one vocabulary: ``Categorify(("movie", "history"))``.
 
     Args:
-        items: How many codes items have.
+        items: The number of codes of items.
         column: The column of histories: lists of codes in the order of time. The table is called like it.
-        length: How many items of a history count, the last ones.
+        length: The number of last items of a history that count.
         embedding_dim: Columns of the table, and width of the layers.
         blocks: Layers of attention.
-        heads: Of each of them; `embedding_dim` is a multiple.
+        heads: The number of heads of each block; `embedding_dim` is a multiple.
         dropout: While it is trained.
-        temperature: What logits are divided by that are cosines: vectors then have the length 1. None: they are plain
+        temperature: The divisor of logits, which are cosines then: vectors then have the length 1. None: they are plain
             products.
-        device: Of the table: "meta" where it is sharded and too large for one rank.
+        device: The device of the table: "meta" if it is sharded and too large for one rank.
 
     Examples:
         >>> import torch
@@ -82,7 +83,7 @@ class SASRec(nn.Module):
         self.blocks = nn.TransformerEncoder(block, blocks, nn.LayerNorm(embedding_dim), enable_nested_tensor=False)
 
     def forward(self, batch: Columns, negatives: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the next item, and some drawn items, for each history up to there: logits for `cross_entropy`.
+        """Score the next item, and some drawn items, at each position of the histories: logits for `cross_entropy`.
 
         Args:
             batch: Rows with the column of histories. One with less than two items teaches nothing.
@@ -108,9 +109,9 @@ class SASRec(nn.Module):
         return logits, torch.zeros_like(next_code, dtype=torch.int64)
 
     def query(self, batch: Columns) -> Tensor:
-        """The vector of each row's whole history, shape (rows, columns); zeros where it is empty.
+        """Return the vector of each row's whole history, shape (rows, columns); zeros for an empty history.
 
-        Of the plain module, as `gather` gives it.
+        Works on the plain module, as `gather` returns it.
         """
         codes, there = padded(batch[self.column], self.length)
         vectors = self._look_up(codes.flatten())
@@ -121,18 +122,18 @@ class SASRec(nn.Module):
         return self._scaled(found) * there[:, :1]
 
     def item(self, codes: Tensor) -> Tensor:
-        """The vectors of items, shape (items, columns). Of the plain module."""
+        """Return the vectors of items, shape (items, columns). Works on the plain module."""
         return self._scaled(self._look_up(codes))
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self.temperature is None else nn.functional.normalize(vectors)
 
     def _look_up(self, codes: Column) -> Tensor:
-        """The vector of each code, shape (codes, columns)."""
+        """Return the vector of each code, shape (codes, columns)."""
         return self.embeddings({self.column: codes})[self.column]  # type: ignore[no-any-return]
 
     def _states(self, vectors: Tensor, lengths: Tensor) -> Tensor:
-        """Encode each place together with the places before it; shape (rows, length, columns)."""
+        """Encode each position together with the positions before it; shape (rows, length, columns)."""
         places = torch.arange(self.length, device=vectors.device)
         hidden = places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
         # Counted from the end: a history is one longer when it is asked about than when it was trained.
@@ -143,11 +144,11 @@ class SASRec(nn.Module):
 
 
 def padded(column: Column, length: int) -> tuple[Tensor, Tensor]:
-    """Lists of codes as rows of equal length: the last `length` of each, and zeros behind the end of shorter ones.
+    """Pad lists of codes to rows of equal length: the last `length` codes of each list, and zeros after shorter ones.
 
     Args:
         column: Lists of codes, in the order of time.
-        length: Of each row.
+        length: The length of each row.
 
     Returns:
         Codes, shape (rows, length), and which of them are there, booleans of the same shape.

@@ -1,4 +1,4 @@
-"""The softmax over items that retrieval is trained by, over the items of a batch and some that are drawn."""
+"""The softmax for training retrieval models, over the items of a batch and some drawn items."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..loader.columns import Columns, rows_of, take
 def softmax_logits(
     queries: Tensor, items: Tensor, ids: Tensor, shares: Tensor | None = None, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Score the items of all rows for each row's query, and number its own item: for `cross_entropy`.
+    """Return the scores of all rows' items for each row's query, and the number of its own item, for `cross_entropy`.
 
-    The other rows' items are its negatives. They come as often as they are in the training rows, so that popular ones
-    would be pushed down for being popular; `shares` corrects that: each logit is less by the logarithm of how likely
-    its item is a candidate (logQ; Yi et al., "Sampling-bias-corrected neural modeling", RecSys 2019). Together with
-    negatives that are drawn from all items alike (`draw_rows`), that is of either kind (Yang et al., "Mixed negative
-    sampling", 2020). An item that is the row's own is not its negative, too.
+    The items of the other rows are negatives. They occur as often as in the training rows, so popular items would be
+    penalized for their popularity. `shares` corrects this: the logarithm of an item's probability of being a candidate
+    is subtracted from its logit (logQ; Yi et al., "Sampling-bias-corrected neural modeling", RecSys 2019). With
+    additional negatives that are drawn uniformly (`draw_rows`), the probability covers both kinds (Yang et al., "Mixed
+    negative sampling", 2020). A row's own item is never also its negative.
 
     Each rank's rows have the items of that rank alone for negatives.
 
     Args:
         queries: Vectors, shape (rows, width).
-        items: Of the item of each row, and then of negatives; shape (rows + negatives, width).
+        items: The vectors of each row's item, and then of negatives; shape (rows + negatives, width).
         ids: The code of each of the items; shape (rows,), or (rows + negatives,).
         shares: Code → its part of the training rows, such as `Vocabulary.shares` gives. None: no correction.
-        temperature: What products are divided by.
+        temperature: The divisor of the products.
 
     Returns:
         Logits, shape (rows, rows + negatives), and the place of each row's own item, shape (rows,).
@@ -62,12 +62,12 @@ def softmax_logits(
 
 
 def draw_rows(table: Columns, count: int, generator: torch.Generator | None = None) -> Columns:
-    """Rows of a table of items, any as likely as any other, with replacement: negatives for `TwoTower.forward`.
+    """Draw rows of a table of items uniformly, with replacement: negatives for `TwoTower.forward`.
 
     Args:
         table: The columns of all items, each item once.
-        count: How many.
-        generator: Of random numbers, on the CPU. None: torch's own.
+        count: The number of rows.
+        generator: The generator of random numbers, on the CPU. None: torch's own.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Embedding tables of columns of codes: torch's own modules, in collections that `shard` can spread over the ranks.
+"""Embedding tables for columns of codes: torch's own modules, in collections that `shard` can shard.
 
 The collections hold and describe their tables under the names of TorchRec's `EmbeddingBagCollection` and
 `EmbeddingCollection`: so a checkpoint of a model fits it with and without TorchRec.
@@ -22,7 +22,7 @@ _TAKEN = frozenset(dir(nn.ModuleDict()))
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table, described by TorchRec's names for these things."""
+    """An embedding table, described by TorchRec's names."""
 
     name: str
     num_embeddings: int
@@ -36,7 +36,7 @@ class Table:
 def _describe(
     cardinalities: Mapping[str, int], embedding_dim: int, init: Callable[[Tensor], Any] | None
 ) -> list[Table]:
-    """A table for each column."""
+    """Return a table for each column."""
     for name in cardinalities:
         if not name or "." in name or name in _TAKEN:
             raise ValueError(f"no table can be called {name!r}, which means something else to torch: rename the column")
@@ -49,15 +49,16 @@ def _describe(
 
 
 class PooledTables(nn.Module):
-    """A table for each column of codes, called like it: for each row one vector a column, pooled where it has a list.
+    """A table for each column of codes, with its name. Each row gets one vector per column; the vectors of a list are
+    pooled.
 
     Args:
         cardinalities: Column of codes → how many there are.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        mode: What the vectors of a list become: their "mean" or their "sum"; zeros where the list is empty.
-        init: What gives a part of a table, shape (rows, embedding_dim), its initial values, in place. None: uniform
+        mode: The pooling of a list's vectors: their "mean" or their "sum"; zeros where the list is empty.
+        init: Initializes a part of a table, shape (rows, embedding_dim), in place. None: uniform
             ones, up to the inverse square root of the number of codes.
-        device: Of the tables: "meta" where they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
         ValueError: No table can have that name, for the tables are modules.
@@ -94,11 +95,11 @@ class PooledTables(nn.Module):
         _fill(self.embedding_bags, self.tables)
 
     def embedding_bag_configs(self) -> list[Table]:
-        """The tables, in their order."""
+        """The tables, in order."""
         return self.tables
 
     def forward(self, batch: Columns) -> Tensor:
-        """The vectors of a batch, shape (rows, columns of all tables); it may have other columns, too."""
+        """Return the vectors of a batch, shape (rows, columns of all tables); the batch may have other columns, too."""
         found: list[Tensor] = []
         bag: Any
         for name, bag in self.embedding_bags.items():
@@ -112,7 +113,7 @@ class PooledTables(nn.Module):
 
 
 class SequenceTables(nn.Module):
-    """A table for each column of lists of codes, called like it: a vector for each code.
+    """A table for each column of lists of codes, with its name. Each code gets a vector.
 
     Args:
         cardinalities: Column of codes → how many there are.
@@ -148,7 +149,7 @@ class SequenceTables(nn.Module):
         _fill(self.embeddings, self.tables)
 
     def embedding_configs(self) -> list[Table]:
-        """The tables, in their order."""
+        """The tables, in order."""
         return self.tables
 
     def forward(self, batch: Columns) -> dict[str, Tensor]:
@@ -162,7 +163,7 @@ class SequenceTables(nn.Module):
 
 @torch.no_grad()
 def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
-    """Give tables that have memory their initial values."""
+    """Initialize tables that have memory."""
     for table in tables:
         weight: Any = modules[table.name].weight
         if weight.device.type != "meta":
@@ -170,5 +171,5 @@ def _fill(modules: nn.ModuleDict, tables: list[Table]) -> None:
 
 
 def _index(ids: Tensor) -> Tensor:
-    """Ids of a type that torch looks up by."""
+    """Convert ids to a type that torch can look up."""
     return ids if ids.dtype in (torch.int32, torch.int64) else ids.long()

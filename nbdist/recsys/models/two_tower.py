@@ -1,4 +1,4 @@
-"""Two towers: a vector for who asks, a vector for each item, and their product for how well they go together."""
+"""Two towers: a vector for the query, such as a user, a vector for each item, and their product as the score."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .tables import PooledTables
 
 
 class Tower(nn.Module):
-    """A vector for each row: embeddings of its columns, the mean of those in a list, and layers over them.
+    """A module that maps each row to a vector: embeddings of its columns, the mean for lists, and layers over them.
 
     Args:
         cardinalities: Column of codes → how many there are. Its table is called like it.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
         layers: Widths of the layers over the embeddings, with ReLU between them. None: the vector is the sum of the
             embeddings.
-        device: Of the tables: "meta" where they are sharded and too large for one rank.
+        device: The device of the tables: "meta" if they are sharded and too large for one rank.
 
     Raises:
         ValueError: No column.
@@ -49,7 +49,7 @@ class Tower(nn.Module):
         self.layers = linear_layers([len(cardinalities) * embedding_dim, *layers]) if layers else None
 
     def forward(self, batch: Columns) -> Tensor:
-        """The vectors of a batch, shape (rows, the last width); it may have other columns, too."""
+        """Return the vectors of a batch, shape (rows, the last width); the batch may have other columns, too."""
         pooled: Tensor = self.embeddings(batch)  # (rows, columns * dim)
         if self.layers is not None:
             return self.layers(pooled)  # type: ignore[no-any-return]
@@ -57,17 +57,17 @@ class Tower(nn.Module):
 
 
 class TwoTower(nn.Module):
-    """A model that finds items by the product of vectors: of who asks, and of the item.
+    """A retrieval model: the score of an item is the product of the query's vector and the item's vector.
 
-    It is trained to distinguish the item of a row from other items, with `softmax_logits`; the vectors of all items
-    then make an `ItemIndex`.
+    It is trained with `softmax_logits` to distinguish the item of a row from other items; the vectors of all items then
+    make an `ItemIndex`.
 
     Args:
         query: Columns of who asks, such as the user, → how many codes each has.
         item: The same of items.
         embedding_dim: Columns of each table; a multiple of 4 where they are sharded.
-        layers: Of both towers; see `Tower`.
-        device: Of the tables; see `Tower`.
+        layers: The layers of both towers; see `Tower`.
+        device: The device of the tables; see `Tower`.
 
     Raises:
         ValueError: No column, or one that is in both towers.
@@ -112,7 +112,7 @@ class TwoTower(nn.Module):
         """The tower of items."""
 
     def forward(self, batch: Columns, negatives: Columns | None = None) -> tuple[Tensor, Tensor]:
-        """The vectors of who asks and of items.
+        """Return the vectors of queries and of items.
 
         Args:
             batch: Rows with the columns of both towers.

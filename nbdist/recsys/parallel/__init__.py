@@ -1,1 +1,1 @@
-"""A model on all ranks: its tables sharded over them, or a copy on each; saved on some ranks and loaded on others."""
+"""A model on all ranks, with sharded tables or a copy on each rank, and its checkpoints."""

@@ -1,4 +1,5 @@
-"""Many tensors in one collective, such as buffers: each rank's own rows change those, and rank 0's are the model's."""
+"""Collectives for many small tensors at once, such as buffers: each rank changes its own, and rank 0's are the
+model's."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from ...shm.process_group import SharedGroup
 
 @torch.no_grad()
 def share(buffers: Sequence[torch.Tensor]) -> None:
-    """Give all ranks the values of rank 0, in one message for each dtype. All ranks have to call it."""
+    """Copy rank 0's values to all ranks, in one message for each dtype. All ranks must call it."""
     for flat in _flattened(buffers):
         dist.broadcast(flat, src=0)
 
 
 @torch.no_grad()
 def average(tensors: Sequence[torch.Tensor], group: Any) -> None:
-    """Give all ranks of a group the mean of theirs, which are floats. All ranks have to call it."""
+    """Replace the float tensors of all ranks by their mean. All ranks must call it."""
     if isinstance(group, SharedGroup) and all(tensor.is_contiguous() for tensor in tensors):
         group.collectives.mean_(*tensors)
         return

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved on some ranks is loaded on any number of them, if it fits."""
+"""Checkpoints, which can be loaded on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .optimizer_state import misfit
 def save(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
     """Write a state, nested dicts of tensors and sharded tensors, with `torch.distributed.checkpoint`.
 
-    All ranks have to call it.
+    All ranks must call it.
     """
     with no_future_warnings():
         dcp.save(state, checkpoint_id=folder)
 
 
 def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Read into the tensors of a state what `save` wrote of them, and run no code that the files could hold.
+    """Read the tensors of a state from a checkpoint of `save`. Runs no code from the files.
 
-    All ranks have to call it.
+    All ranks must call it.
 
     Args:
-        folder: What `save` was given.
-        state: Its part "model" is the weights, all others are the optimizer's; what is not in it is not read.
+        folder: The folder of `save`.
+        state: The part "model" contains the weights, all others are the optimizer's; what is not in it is not read.
 
     Raises:
         ValueError: The checkpoint lacks a tensor, or has it in another shape; or its files hold something else.
@@ -40,12 +40,12 @@ def load(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
 
 
 def contents(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a checkpoint: key, its parts joined by dots → torch's metadata of the value."""
+    """Return the content of a checkpoint: key, with its parts joined by dots → torch's metadata of the value."""
     return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
 def _check(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Raise `ValueError` where the checkpoint lacks a key that is asked for, or has it in another shape."""
+    """Raise `ValueError` if the checkpoint lacks a requested key, or has it in another shape."""
     saved = contents(folder)
     for part, what in state.items():
         for key, value in _flat(what, part):
@@ -72,7 +72,8 @@ def _flat(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 class no_future_warnings(warnings.catch_warnings):
-    """ShardedTensor is TorchRec's form of a sharded state dict; torch warns at each use that DTensor is to follow."""
+    """Silence torch's warning at each use of ShardedTensor, TorchRec's form of a sharded state dict, that DTensor will
+    replace it."""
 
     def __enter__(self) -> Any:
         log = super().__enter__()

@@ -1,7 +1,7 @@
-"""Reading a checkpoint without running code that its files may hold.
+"""Reading of a checkpoint without running code from its files.
 
-torch unpickles the file `.metadata` of a checkpoint, and the entries that are no tensors, with no restriction. Here
-both may hold what `save` writes, and nothing else.
+torch unpickles the file `.metadata` of a checkpoint, and entries that are not tensors, without restriction. Here both
+may contain only what `save` writes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CLASSES = {
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint's files, and refuses a `.metadata` that `save` of a model cannot have written."""
+    """A reader of a checkpoint's files that refuses a `.metadata` that `save` cannot have written."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the contents of the checkpoint, and where each lies.
+        """Return the contents of the checkpoint, and their places.
 
         Raises:
             FileNotFoundError: There is no checkpoint.
@@ -64,7 +64,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """Reads entries that are no tensors as plain values only."""
+    """A planner that reads entries that are not tensors only as plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

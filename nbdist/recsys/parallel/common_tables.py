@@ -1,7 +1,7 @@
-"""Embedding tables with sparse gradients that CPU ranks of one machine have in common.
+"""Embedding tables with sparse gradients that CPU ranks of one machine share in memory.
 
-A rank looks rows up where they lie, in memory that all of them share. In a step the gradients of a row go to the rank
-whose own it is, which updates it: so nothing is done twice, and the optimizer's state is in memory once, too.
+A rank looks up rows directly in the shared memory. Each row belongs to one rank. In a step the gradients of a row are
+sent to its rank, which updates it: so no update is done twice, and the optimizer's state is stored once, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .row_steps import step_rows
 
 
 def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
-    """The tables with sparse gradients, by the names of their weights; and whether ranks can have all in common."""
+    """Return the tables with sparse gradients, by the names of their weights; and whether ranks can share all of
+    them."""
     sparse: dict[str, Any] = {
         f"{path}.weight".lstrip("."): module
         for path, module in model.named_modules()
@@ -33,7 +34,7 @@ def sparse_tables(model: nn.Module) -> tuple[dict[str, nn.Parameter], bool]:
 
 
 def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before a step: call its closure, if it has one, for the gradients that it makes; returns what the hook is to."""
+    """Call the closure of a step, if it has one, before the step; return the value for the hook."""
     closure = kwargs.get("closure", *args[1:])
     if closure is None:
         return None
@@ -43,7 +44,7 @@ def run_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def dense_gradient(name: str) -> RuntimeError:
-    """The error for a table that has one."""
+    """Return the error for a table with a dense gradient."""
     return RuntimeError(
         f"{name} has a dense gradient, though its table says sparse=True: something else than looking rows up uses it. "
         "Say sparse=False there"
@@ -51,11 +52,11 @@ def dense_gradient(name: str) -> RuntimeError:
 
 
 class CommonTables:
-    """The tables of a model, in memory that all ranks share. All ranks have to call its methods alike.
+    """The tables of a model in shared memory. All ranks must call its methods at the same time.
 
     Args:
-        tables: Their weights, by name; they become rank 0's on all ranks.
-        collectives: Of all ranks.
+        tables: The weights of the tables, by name; they become rank 0's on all ranks.
+        collectives: The collectives of all ranks.
     """
 
     def __init__(self, tables: dict[str, nn.Parameter], collectives: SharedCollectives) -> None:
@@ -73,7 +74,7 @@ class CommonTables:
         self._collectives.barrier()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on a step of the optimizer, which has these tables, is one of all ranks."""
+        """Make each step of the optimizer, which has these tables, a common step of all ranks from now on."""
         self.adopt(optimizer)
         optimizer.register_step_pre_hook(self._begin)
         optimizer.register_step_post_hook(self._end)
@@ -100,7 +101,7 @@ class CommonTables:
         self._stepped = False
 
     def squared_norm(self) -> torch.Tensor:
-        """The squared norm of all tables' gradients, after `exchange`; the same on all ranks."""
+        """Return the squared norm of all tables' gradients, after `exchange`; equal on all ranks."""
         total = torch.zeros(1, dtype=torch.float64)
         for table in self._tables:
             total += table.grad.coalesce().values().double().square().sum()  # type: ignore[union-attr]
@@ -110,7 +111,7 @@ class CommonTables:
         return parameter in self._names
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring what the optimizer keeps of the tables' rows into memory that all ranks share."""
+        """Move the optimizer's state of the tables' rows to shared memory."""
         for table, state, key in self._rows_kept(optimizer):
             state[key] = self._in_common(state[key], self._owned(np.arange(len(table)), table))
             self._kept[table, key] = state[key]
@@ -149,14 +150,15 @@ class CommonTables:
                 yield table, state, key
 
     def _adds_to(self, i: int) -> None:
-        """Divide a mean that a rank goes on to add to, without zero_grad, by the number of ranks once more."""
+        """Divide a mean to which a rank will add without zero_grad by the number of ranks once more."""
         table = self._tables[i]
         mean = self._means.pop(table, None)
         if mean is not None and table.grad is mean:
             table.grad = mean * self._collectives.size
 
     def _gradient(self, table: nn.Parameter) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of a table that this rank's batch has touched, shape (some,), and their gradients, the bytes of each."""
+        """Return rows of a table that this rank's batch has used, shape (rows,), and their gradients, as bytes for each
+        row."""
         if table.grad is None:
             return np.empty(0, np.int64), rows_as_bytes(table.new_empty(0, table.shape[1]))
         if not table.grad.is_sparse:
@@ -164,14 +166,14 @@ class CommonTables:
         return table.grad._indices()[0].numpy(), rows_as_bytes(table.grad._values())
 
     def _owned(self, ids: np.ndarray, table: nn.Parameter) -> np.ndarray:
-        """Return whether rows belong to this rank, shape of `ids`: about a page of memory each in turns, for often ids
-        nearby are popular."""
+        """Return whether rows belong to this rank, shape of `ids`: about a page of memory each in turns, because
+        popular ids are often adjacent."""
         rows = mmap.PAGESIZE // (table.shape[1] * table.element_size())
         block = ids >> max(rows.bit_length() - 1, 0)
         return np.asarray(block % self._collectives.size == self._collectives.rank)
 
     def _in_common(self, tensor: torch.Tensor, written: Any) -> torch.Tensor:
-        """A tensor in memory that all ranks share; this rank writes some of its rows."""
+        """Return a tensor in shared memory; this rank writes some of its rows."""
         memory = self._collectives.memory(max(tensor.nbytes, 1))
         common = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
         common[written] = tensor[written]

@@ -1,7 +1,7 @@
-"""Embedding tables with sparse gradients that each rank has a copy of: on GPUs, and on several machines.
+"""Embedding tables with sparse gradients, copied on each rank: for GPUs, and for several machines.
 
-Neither does NCCL add up sparse tensors, nor does gloo reliably: as of torch 2.13 its sums corrupt a rank's memory once
-in thousands of steps. So DistributedDataParallel leaves such tables alone, and ranks gather one another's rows here.
+NCCL cannot sum sparse tensors, and gloo cannot do so reliably: as of torch 2.13 its sums corrupt a rank's memory once
+in thousands of steps. So DistributedDataParallel ignores such tables, and ranks gather each other's rows here.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .common_tables import dense_gradient, run_closure
 
 
 class CopiedTables:
-    """The tables of a model. All ranks have to call its methods alike.
+    """The tables of a model. All ranks must call its methods at the same time.
 
     Args:
-        tables: Their weights, by name; all ranks get the weights of the group's first rank.
-        group: Of the ranks with copies. None: the default process group.
+        tables: The weights of the tables, by name; all ranks get the weights of the group's first rank.
+        group: The group of the ranks with copies. None: the default process group.
     """
 
     def __init__(self, tables: dict[str, nn.Parameter], group: Any = None) -> None:
@@ -31,11 +31,11 @@ class CopiedTables:
             dist.broadcast(table.data, first, group=self._group)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on a step of the optimizer, which has these tables, takes the mean of the ranks' gradients."""
+        """Make each step of the optimizer, which has these tables, use the mean of the ranks' gradients from now on."""
         optimizer.register_step_pre_hook(self._begin)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the optimizer's state of the tables' rows is a copy, too."""
+        """Do nothing: the optimizer's state of the tables' rows is copied on each rank, too."""
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -60,7 +60,7 @@ class CopiedTables:
             table.grad = torch.sparse_coo_tensor(all_ids[None], all_rows / size, table.shape, check_invariants=False)
 
     def squared_norm(self) -> torch.Tensor:
-        """The squared norm of all tables' gradients, after `exchange`; the same on all ranks."""
+        """Return the squared norm of all tables' gradients, after `exchange`; equal on all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=next(iter(self._names)).device)
         for table in self._names:
             if table.grad is not None:
@@ -76,7 +76,7 @@ class CopiedTables:
         return changed
 
     def _gradient(self, table: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows that this rank's batch has touched, shape (some,), each once, and their gradients."""
+        """Return rows that this rank's batch has used, shape (rows,), each once, and their gradients."""
         if table.grad is None:
             return torch.empty(0, dtype=torch.int64, device=table.device), table.new_empty(0, *table.shape[1:])
         self._check(table)

@@ -1,7 +1,8 @@
-"""Steps on the rows of tables that sparse gradients name, in shapes that are known beforehand: nothing waits for a GPU.
+"""Steps on the rows of tables in sparse gradients, with shapes that are known in advance, so that no step waits for a
+GPU.
 
-The gradients of a row that comes several times are added up first, as torch does for sparse gradients; so a table's
-rows and their state are touched once a step, and no others.
+The gradients of a row that occurs several times are summed first, as torch does for sparse gradients; so a step changes
+a table's row and its state once, and no other rows.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ FUSED = True
 
 
 class RowSteps:
-    """SGD's or Adagrad's steps on tables of one width.
+    """Steps of SGD or Adagrad on tables of one width.
 
     Args:
         tables: Shape (rows, width) each, float32, on one device.
-        sums: What Adagrad keeps of each, of their shapes. None: the steps are SGD's.
-        eps: Of Adagrad.
+        sums: Adagrad's sums of squares of each table, with its shape. None: steps of SGD.
+        eps: Adagrad's eps.
         maximize: Whether a step goes up the gradient.
     """
 
@@ -37,10 +38,10 @@ class RowSteps:
         self._fused = None if sums is None else _fused(tables, sums, eps)
 
     def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
-        """Take a step.
+        """Make a step.
 
         Args:
-            grads: Of each table, sparse; rows may come several times. None: the table stays as it is.
+            grads: The sparse gradient of each table; rows may occur several times. None: the table does not change.
             rate: The learning rate, shape (), on the device.
         """
         rate = -rate if self._maximize else rate
@@ -57,7 +58,7 @@ class RowSteps:
 
 
 def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> FusedAdagrad | None:
-    """Return what steps in one kernel, if this process can compile it."""
+    """Return the step in one kernel, if this process can compile it."""
     device, width = tables[0].device, tables[0].shape[1]
     if not FUSED or device.type != "cuda" or not all(one.is_contiguous() for one in (*tables, *sums)):
         return None
@@ -74,11 +75,11 @@ def _fused(tables: Sequence[Tensor], sums: Sequence[Tensor], eps: float) -> Fuse
 
 
 def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: Tensor, eps: float) -> None:
-    """Take Adagrad's step on some rows, in place.
+    """Make Adagrad's step on some rows, in place.
 
     Args:
         table: Shape (rows, width).
-        sums: Of squares, of the same shape.
+        sums: Sums of squares, of the same shape.
         ids: Rows, shape (n,); each may come several times.
         grads: Shape (n, width): the gradients of a row are added up.
         rate: The learning rate, shape ().
@@ -93,7 +94,7 @@ def adagrad_rows(table: Tensor, sums: Tensor, ids: Tensor, grads: Tensor, rate: 
 
 
 def coalesced(ids: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Add up the gradients of each row, in shapes that do not depend on how many rows there are.
+    """Sum the gradients of each row, in shapes that do not depend on the number of different rows.
 
     Returns:
         Sums, shape (n, width), zero from the number of rows on; and rows, shape (n,), each once up to there.

@@ -1,6 +1,7 @@
-"""Steps of torch's optimizers that wait for nothing: learning rates and counts are on the device, as CUDA graphs need.
+"""Steps of torch's optimizers that never wait for the GPU: learning rates and counts are on the device, as CUDA graphs
+need.
 
-The state is the optimizer's own, so that it can go on by itself at any time.
+The state is the optimizer's own, so that its own `step` can continue at any time.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from .device_rows import RowSteps, coalesced
 
 
 def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter], tables: object = None) -> str:
-    """Say why `DeviceSteps` cannot take an optimizer's steps; nothing where it can.
+    """Return the reason why `DeviceSteps` cannot make an optimizer's steps; empty if it can.
 
     Args:
         optimizer: Any.
-        sparse: Its parameters with sparse gradients.
-        tables: What has a hook of its steps that does nothing on one rank.
+        sparse: The parameters with sparse gradients.
+        tables: The tables, whose hook of the steps does nothing on one rank.
     """
     kind = type(optimizer).__name__
     if type(optimizer) not in _STEPS:
@@ -47,11 +48,11 @@ def unsuitable(optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter],
 
 
 class DeviceSteps:
-    """The steps of an optimizer for which `unsuitable` says nothing, and that has taken one itself.
+    """The steps of an optimizer for which `unsuitable` is empty, and that has made one step itself.
 
     Args:
-        optimizer: Whose parameters and state are used.
-        sparse: Its parameters with sparse gradients.
+        optimizer: The optimizer whose parameters and state are used.
+        sparse: The parameters with sparse gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, sparse: Iterable[nn.Parameter]) -> None:
@@ -69,7 +70,7 @@ class DeviceSteps:
 
     @torch.no_grad()
     def step(self, grads: Mapping[Tensor, Tensor], rates: Sequence[Tensor]) -> None:
-        """Take a step.
+        """Make a step.
 
         Args:
             grads: Parameter → gradient, for those that have one.
@@ -105,12 +106,12 @@ class DeviceSteps:
             self._optimizer.state[one]["step"] += steps
 
     def follow(self) -> None:
-        """Go on after steps that the optimizer has taken itself."""
+        """Continue after steps that the optimizer has made itself."""
         for one, count in self._counts.items():
             count.fill_(float(self._optimizer.state[one]["step"]))
 
     def _row_steps(self, group: dict[str, Any], rows: set[nn.Parameter]) -> list[RowSteps]:
-        """Make what updates the tables of a group: one object for each width of a table."""
+        """Make the objects that update the tables of a group: one for each width of a table."""
         tables = [one for one in group["params"] if one in rows]
         found = []
         for width in dict.fromkeys(table.shape[1] for table in tables):
@@ -140,7 +141,7 @@ class _Dense(NamedTuple):
 
 
 def _adagrad(dense: _Dense) -> None:
-    """Take the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number of the host."""
+    """Make the step of torch's `_multi_tensor_adagrad`, whose learning rate is a number on the host."""
     params, grads, group = dense.params, dense.grads, dense.group
     sums = [state["sum"] for state in dense.states]
     if group["maximize"]:
@@ -156,7 +157,7 @@ def _adagrad(dense: _Dense) -> None:
 
 
 def _adam(dense: _Dense, take: Callable[..., None] = torch._fused_adam_) -> None:
-    """Take the step of torch's `_fused_adam`, and count it."""
+    """Make the step of torch's `_fused_adam`, and count it."""
     torch._foreach_add_(dense.counts, 1)
     take(
         dense.params,
@@ -173,7 +174,7 @@ def _adam(dense: _Dense, take: Callable[..., None] = torch._fused_adam_) -> None
 
 
 def _sgd(dense: _Dense) -> None:
-    """Take the step of torch's `_fused_sgd`."""
+    """Make the step of torch's `_fused_sgd`."""
     torch._fused_sgd_(
         dense.params,
         dense.grads,

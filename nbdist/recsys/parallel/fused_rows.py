@@ -1,7 +1,7 @@
-"""Adagrad on the rows that sparse gradients name, in one kernel for all tables of one width. It is Triton's: for GPUs.
+"""Adagrad on the rows in sparse gradients, in one Triton kernel for all tables of one width: for GPUs.
 
-The ids are sorted, so that equal ids follow one another. The first of them adds up their gradients, in an order
-that is always the same, and updates the row and its sum of squares.
+The ids are sorted, so that equal ids are adjacent. The first of them sums their gradients, always in the same order,
+and updates the row and its sum of squares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FusedAdagrad:
 
     Args:
         tables: Shape (rows, width) each, float32, on one GPU.
-        sums: Of squares, of the same shapes.
+        sums: Sums of squares, of the same shapes.
         eps: Added to the root of a sum.
     """
 
@@ -38,10 +38,10 @@ class FusedAdagrad:
         self._offsets: dict[tuple[int, ...], Tensor] = {}
 
     def step(self, grads: Sequence[Tensor | None], rate: Tensor) -> None:
-        """Take a step.
+        """Make a step.
 
         Args:
-            grads: Of each table, sparse; rows may come several times. None: the table stays as it is.
+            grads: The sparse gradient of each table; rows may occur several times. None: the table does not change.
             rate: The learning rate, shape (), on the GPU.
         """
         keys, rows = self._keys(grads)
@@ -67,7 +67,7 @@ class FusedAdagrad:
         )
 
     def _keys(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Rows, shape (n,), counted over all tables, and their gradients, shape (n, width)."""
+        """Return rows, shape (n,), numbered over all tables, and their gradients, shape (n, width)."""
         there = [grad for grad in grads if grad is not None]
         counts = tuple(0 if grad is None else grad._nnz() for grad in grads)
         ids = torch.cat([grad._indices()[0] for grad in there])
@@ -84,7 +84,7 @@ class FusedAdagrad:
 
 
 def try_out(tables: int, width: int, device: torch.device) -> None:
-    """Update some rows of nothing: what compiles the kernel, and raises where that cannot be done."""
+    """Update some empty rows: this compiles the kernel, and raises if that fails."""
     parts = [torch.zeros(1, width, device=device) for _ in range(2 * tables)]
     ids, rows = torch.zeros(1, 1, dtype=torch.int64, device=device), torch.zeros(1, width, device=device)
     grad = torch.sparse_coo_tensor(ids, rows, (1, width), check_invariants=False)

@@ -1,4 +1,4 @@
-"""Tables with more rows than the checkpoint that is loaded has of them: old rows as they were, new ones as unknown."""
+"""Tables with more rows than in the checkpoint: old rows are loaded, new rows start as unknown values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _FROM_ZERO = {
 def resolve(
     grow: Growth, weights: Mapping[str, Any], saved: Mapping[str, Any], folder: str | os.PathLike[str]
 ) -> dict[str, tuple[int, int, torch.Tensor]]:
-    """Find the tables that are to grow: key of a weight → its rows in the checkpoint, those here, and the parts.
+    """Find the tables that grow: key of a weight → its rows in the checkpoint, its rows here, and the parts.
 
     Args:
-        grow: What the user has said.
+        grow: The user's option.
         weights: The model's, by their keys.
-        saved: What the checkpoint has, by its keys.
+        saved: The content of the checkpoint, by key.
         folder: The checkpoint, for the message.
 
     Raises:
@@ -67,11 +67,11 @@ def pad_states(
     growing: Mapping[str, tuple[int, int, torch.Tensor]],
     folder: str | os.PathLike[str],
 ) -> None:
-    """Give what torch's optimizers keep of the rows of a weight zeros for the new rows, as they begin with.
+    """Add zeros for the new rows, their initial value, to the state that torch's optimizers keep of a weight's rows.
 
     Args:
         states: A loaded state, with what `optimizers.empty_state` has. It is changed.
-        growing: What `resolve` gave.
+        growing: The result of `resolve`.
         folder: The checkpoint, for the message.
 
     Raises:
@@ -86,18 +86,18 @@ def pad_states(
             kind = name.rpartition(".")[2]
             if kind not in _FROM_ZERO or value.shape[0] != old:
                 raise ValueError(
-                    f"the optimizer's state in {folder} cannot grow: nobody knows what {kind!r} of new rows of {key} "
-                    "is to begin with. Use load(..., optimizer=False) for the weights alone"
+                    f"the optimizer's state in {folder} cannot grow: no initial value of {kind!r} is known for new "
+                    f"rows of {key}. Use load(..., optimizer=False) to load only the weights"
                 )
             states[name] = torch.cat([value, value.new_zeros(new - old, *value.shape[1:])])
 
 
 def clipped(state: Any, growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> Any:
-    """A state as the checkpoint has it: of tensors that grow, views of the rows that are there.
+    """Return a state with the shapes of the checkpoint: tensors that grow are views of the old rows.
 
     Args:
         state: Nested dicts of tensors and sharded tensors.
-        growing: What `resolve` gave.
+        growing: The result of `resolve`.
     """
 
     def clip(value: Any, path: str) -> Any:
@@ -119,13 +119,14 @@ def _grows(value: Any, rows: int) -> bool:
 
 
 def _sharded(value: Any, old: int, new: int) -> Any:
-    """Views of the first `old` of each `new` rows of a sharded tensor.
+    """Return views of the first `old` of each `new` rows of a sharded tensor.
 
-    Made of what this rank knows: the state of a table is on the ranks that hold some of it, and no other comes here.
+    It uses only what this rank knows: the state of a table is on the ranks that store some of it, and only they call
+    this.
     """
 
     def clip(one: Any) -> Any:
-        """The place of a shard's rows in the checkpoint; None where none of them is there."""
+        """Return the place of a shard's rows in the checkpoint; None if it has none of them."""
         first, *others = one.shard_offsets
         part, row = divmod(first, new)
         rows = min(old - row, one.shard_sizes[0])
@@ -144,7 +145,7 @@ def _sharded(value: Any, old: int, new: int) -> Any:
 
 @torch.no_grad()
 def fill_new(weights: Mapping[str, Any], growing: Mapping[str, tuple[int, int, torch.Tensor]]) -> None:
-    """Give the new rows of weights the mean of the old ones that their parts say. All ranks call it.
+    """Set the new rows of weights to the mean of the old rows, with the weights in their parts. All ranks must call it.
 
     Rows that the checkpoint has, but no code had, are new too.
     """

@@ -1,4 +1,4 @@
-"""The optimizer of a model on all ranks, as a user gives it: a name with a learning rate, or what makes one."""
+"""The optimizer of a model on all ranks, as the user gives it: a name with a learning rate, or a callable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def maker(optimizer: str | MakeOptimizer, lr: float | None, eps: float | None) -
 
 
 def described(make: MakeOptimizer) -> tuple[str, float, float]:
-    """Name, learning rate and eps of the optimizer that a callable makes, for tables that FBGEMM updates.
+    """Return name, learning rate and eps of the optimizer that a callable makes, for tables that FBGEMM updates.
 
     Raises:
         ValueError: `make` makes an optimizer that is not in `BY_NAME`, or one with further options.
@@ -66,14 +66,14 @@ def described(make: MakeOptimizer) -> tuple[str, float, float]:
 
 
 def check_alone(lr: Any, eps: Any) -> None:
-    """Raise `ValueError` for an `lr` or `eps` that comes with a callable, which sets its own."""
+    """Raise `ValueError` for an `lr` or `eps` with a callable, which sets its own."""
     for name, value in (("lr", lr), ("eps", eps)):
         if value is not None:
             raise ValueError(f"`{name}` must be left out where `optimizer` is a callable, got {value}: set it there")
 
 
 def check_eps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `ValueError` where `eps` is 0 in the type of a parameter: a step would divide by 0 there."""
+    """Raise `ValueError` if `eps` is 0 in the type of a parameter: a step would divide by 0."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for parameter in group["params"]:

@@ -1,6 +1,6 @@
-"""The state of torch's optimizers, under the names of their parameters: saved as it is, loaded into a fresh one.
+"""The state of torch's optimizers by the names of their parameters, for saving and loading.
 
-Nothing is stepped for that, so that saving changes no training: a parameter that has not been stepped has no state.
+Saving makes no step, so it does not change the training: a parameter without a step has no state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Named = tuple[torch.optim.Optimizer, Mapping[torch.Tensor, str]]
 
 
 def state_of(optimizers: Sequence[Named]) -> dict[str, Any]:
-    """The state of some optimizers, for a checkpoint.
+    """Return the state of some optimizers for a checkpoint.
 
     Returns:
         For each tensor in it one, under ``dense.<parameter>.<its name>``; and under ``dense.<parameter>`` the
@@ -44,8 +44,8 @@ def empty_state(
     """Make tensors into which a checkpoint's state of some optimizers can be read.
 
     Args:
-        optimizers: What it is for.
-        saved: What the checkpoint has, by its keys.
+        optimizers: The optimizers to which the state belongs.
+        saved: The content of the checkpoint, by key.
         folder: The checkpoint, for the message.
 
     Raises:
@@ -63,7 +63,7 @@ def empty_state(
 
 
 def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Bring optimizers to a state that was read from a checkpoint.
+    """Set optimizers to a state that was read from a checkpoint.
 
     Raises:
         ValueError: It is the state of another class of optimizers.
@@ -88,7 +88,7 @@ def set_state(optimizers: Sequence[Named], state: Mapping[str, Any], folder: str
 
 
 def _parameters(optimizers: Sequence[Named]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Any, str]]:
-    """Each parameter with its optimizer, its group there, and its name."""
+    """Yield each parameter with its optimizer, its group, and its name."""
     for optimizer, names in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,5 @@
-"""A model with a copy on every rank, under DistributedDataParallel: used like a sharded one, without TorchRec."""
+"""A model with a copy on every rank, under DistributedDataParallel, with the interface of a sharded one, without
+TorchRec."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from .optimizer_choice import MakeOptimizer, check_eps, maker
 
 @dataclass(frozen=True)
 class Replicated:
-    """A model that every rank has a copy of, inside a rank.
+    """A model with a copy on every rank, inside a rank.
 
     Examples:
         >>> import torch
@@ -56,7 +57,7 @@ class Replicated:
 
     @property
     def _ahead(self) -> None:
-        """None: every rank holds all rows, so that no ids are sent."""
+        """None: every rank stores all rows, so that no ids are sent."""
 
     def clip_gradients(self, norm: float) -> float:
         """Scale all gradients so that their common norm is at most `norm`.
@@ -76,20 +77,20 @@ class Replicated:
         return total
 
     def gather(self) -> nn.Module | None:
-        """The model as a plain module, on the CPU of rank 0; None on the other ranks."""
+        """Return the model as a plain module, on the CPU of rank 0; None on the other ranks."""
         return copy.deepcopy(self.module).cpu() if dist.get_rank() == 0 else None
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
+        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks must call it."""
         if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
             buffers.share(list(self.module.buffers()))  # any rank's may be written
         checkpoint.save(folder, {"model": self._weights()} | optimizers.state_of([self._named()]))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
-        """Load what `save` wrote, on any number of ranks; or the weights that `Sharded.save` wrote of such a model.
+        """Load a checkpoint of `save`, on any number of ranks; or weights of such a model from `Sharded.save`.
 
         Args:
-            folder: What `save` was given.
+            folder: The folder of `save`.
             optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
             grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
                 checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
@@ -132,23 +133,23 @@ def replicate(
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
 ) -> Replicated:
-    """Put a copy of `model` on every rank, embedding tables included. All ranks have to call it.
+    """Put a copy of `model` on every rank, embedding tables included. All ranks must call it.
 
     Every copy starts with rank 0's values. The gradient of a step is the mean of the ranks' gradients.
 
-    CPU ranks of one machine need no copies of tables that say `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without
-    `max_norm`): these, and what the optimizer keeps of their rows, are in memory once, each rank updates a part of the
-    rows, and a step's time does not depend on how many rows they have. Optimizers for that are torch's Adagrad,
-    SparseAdam, and SGD without momentum. On GPUs, several machines, or with a `process_group` they are copied, too, and
-    ranks send one another the rows of their gradients.
+    CPU ranks of one machine share tables with `sparse=True` (`nn.Embedding`, `nn.EmbeddingBag`; without `max_norm`):
+    the tables and the optimizer's state of their rows are in memory once, each rank updates a part of the rows, and the
+    time of a step does not depend on the number of rows. Optimizers for that are torch's Adagrad, SparseAdam, and SGD
+    without momentum. On GPUs, several machines, or with a `process_group` such tables are copied, too, and ranks
+    exchange the rows of their gradients.
 
     Args:
         model: Any module, with values. It is moved to the rank's device.
         optimizer: "sgd", "adagrad" or "adam"; or, as for `shard`, what makes an optimizer of parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`: any optimizer will do.
         lr: Learning rate, for an optimizer by name. None: 0.01.
-        eps: What is added to the denominator, for those optimizers by name that have one. None: 1e-8.
-        process_group: Of the ranks that have copies. None: of all ranks.
+        eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
+        process_group: The group of the ranks with copies. None: all ranks.
         bucket_cap_mb: MiB of gradients that are sent together. None: torch's choice. This and what follows is for
             `DistributedDataParallel`, which explains it.
         find_unused_parameters: Whether some parameters have no gradient in some steps.

@@ -1,6 +1,6 @@
-"""A step of torch's Adagrad on the rows of a table that a gradient names, as on a small dense parameter.
+"""A step of torch's Adagrad on the rows of a table in a gradient, as if they were a small dense parameter.
 
-By the sparse gradient itself (torch 2.13, 2,000 rows of 16 or 64 numbers, one thread) it takes torch twice as long.
+torch's own sparse step takes twice as long (torch 2.13, 2,000 rows of 16 or 64 numbers, one thread).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim.adagrad import adagrad
 
 @torch.no_grad()
 def step_rows(optimizer: torch.optim.Optimizer, tables: Container[nn.Parameter]) -> list[nn.Parameter]:
-    """Take an optimizer's step for its parameters among `tables`, whose gradients are sparse.
+    """Make an optimizer's step for its parameters among `tables`, whose gradients are sparse.
 
     Returns:
         For which it was taken. None but for Adagrad, and without weight decay, which torch refuses for such gradients.

@@ -1,4 +1,4 @@
-"""The items whose vectors go best with a query's: exactly, in blocks, or by FAISS; and an index of them to keep."""
+"""Search for the items with the largest products with a query: exact, in blocks, or with FAISS; and a saved index."""
 
 from .index import ItemIndex
 from .search import top_k

@@ -1,4 +1,4 @@
-"""An index of items: their raw ids and their vectors, to be searched, and kept in a file that other systems read."""
+"""An index of items: raw ids and vectors, to search, and to save in a file that other systems can read."""
 
 from __future__ import annotations
 
@@ -60,9 +60,10 @@ class ItemIndex:
             raise TypeError(f"ids must be a column of ids and vectors a matrix of numbers: {error}") from error
         object.__setattr__(self, "vectors", vectors.to("cpu", torch.float32).contiguous())
         if len(self.ids) != len(self.vectors) or self.vectors.ndim != 2:
-            raise ValueError(f"{len(self.ids)} ids, and vectors of shape {tuple(self.vectors.shape)}")
+            shape = tuple(self.vectors.shape)
+            raise ValueError(f"vectors must have a row for each of {len(self.ids)} ids, and columns, got shape {shape}")
         if self.ids.null_count() or self.ids.n_unique() != len(self.ids):
-            raise ValueError("an id is null, or is there twice")
+            raise ValueError("ids must be unique and not null")
         wrong = ~self.vectors.isfinite().all(1)
         if wrong.any():
             row = int(wrong.nonzero()[0])
@@ -74,15 +75,15 @@ class ItemIndex:
     @classmethod
     @torch.no_grad()
     def of(cls, tower: Callable[[Columns], Tensor], items: Tabular, ids: Any, *, batch_size: int = 4096) -> ItemIndex:
-        """The index of what a tower makes of items, in this process.
+        """Make an index from a tower's vectors of items, in this process.
 
         Args:
-            tower: Such as `TwoTower.item` of a model that `gather` gave. Modules in it, or that a function refers to,
-                are in evaluation mode for as long, whatever mode they are in.
+            tower: Returns the vectors of items, such as `TwoTower.item` of a model from `gather`. Its modules, and the
+                modules that a function refers to, are in evaluation mode during the call.
             items: The columns that the tower takes, as the workflow codes them; a row for each item. As for
                 `MemoryLoader`, and may be without rows.
             ids: The raw id of each row.
-            batch_size: Rows that are put through the tower at a time.
+            batch_size: The number of rows in a call of the tower.
 
         Examples:
             >>> import polars as pl
@@ -110,11 +111,11 @@ class ItemIndex:
     def search(
         self, queries: Tensor, k: int, *, exclude: Sequence[Sequence[Any]] | pl.Series | None = None
     ) -> pl.DataFrame:
-        """The k items that go best with each query, exactly.
+        """Return the k items with the largest products for each query, exactly.
 
         Args:
             queries: Vectors, shape (queries, width).
-            k: How many.
+            k: The number of items.
             exclude: For each query, ids that it is not to be given; ids that the index lacks do not matter.
 
         Returns:
@@ -135,10 +136,10 @@ class ItemIndex:
         return every.select(pl.col("items", "scores").fill_null([]))
 
     def places(self, ids: Sequence[Sequence[Any]] | pl.Series) -> Ragged:
-        """Lists of ids as places in the index, for `top_k` and `ranking_metrics`.
+        """Return lists of ids as positions in the index, for `top_k` and `ranking_metrics`.
 
-        An id that the index does not have is at -1: `top_k` passes over it, and `ranking_metrics` counts it as missed.
-        An id that is in a list twice is in the result once, and a null is left out.
+        An unknown id gets position -1: `top_k` ignores it, and `ranking_metrics` counts it as not found. A repeated id
+        occurs once in the result, and a null is left out.
         """
         lists = series_of(ids, "id").alias("id")
         # An integer that the index's type cannot hold is one that it does not have.
@@ -157,7 +158,7 @@ class ItemIndex:
         return Ragged(torch.from_numpy(found["place"].cast(pl.Int64).fill_null(-1).to_numpy(writable=True)), offsets)
 
     def to_faiss(self, factory: str = "Flat") -> Any:
-        """A FAISS index of the vectors, by inner product; its numbers are places in `ids`.
+        """Return a FAISS index of the vectors, by inner product; its numbers are positions in `ids`.
 
         Args:
             factory: As `faiss.index_factory` has it: "Flat" is exact, "HNSW32" and "IVF256,Flat" are faster and not.
@@ -186,9 +187,10 @@ class ItemIndex:
         return index
 
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Keep the index as ``items.parquet``: columns `id` and `vector`, a list of float32. It appears as a whole.
+        """Save the index as ``items.parquet``: columns `id` and `vector`, a list of float32. It appears when it is
+        complete.
 
-        In ranks all have to call it, and rank 0 writes.
+        In ranks all must call it, and rank 0 writes.
 
         Raises:
             FileExistsError: The folder is there, and `overwrite` is False or something else is in it.
@@ -200,7 +202,7 @@ class ItemIndex:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> ItemIndex:
-        """The index that was saved in a folder.
+        """Load the index that was saved in a folder.
 
         Raises:
             FileNotFoundError, ValueError: It is not there, or is something else.

@@ -1,4 +1,4 @@
-"""Modules in evaluation mode, however a function refers to them."""
+"""Evaluation mode for the modules of a function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function is, is a method of, or refers to by its variables."""
+    """Return the modules that a function is, is a method of, or refers to by its variables."""
     if isinstance(function, nn.Module):
         return [function]
     if isinstance(function, functools.partial):
@@ -31,7 +31,7 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def evaluating(function: Callable[..., Any]) -> Iterator[None]:
-    """Put the modules of a function into evaluation mode, for as long as the block lasts; each is then as it was."""
+    """Put the modules of a function into evaluation mode during the block, and restore their modes afterwards."""
     every = [part for module in modules_of(function) for part in module.modules()]
     before = [(part, part.training) for part in every]
     try:

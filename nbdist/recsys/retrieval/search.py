@@ -1,4 +1,4 @@
-"""The items with the largest products, exactly, in bounded memory."""
+"""Exact search for the items with the largest products, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _BLOCK = 1 << 22
 def top_k(
     queries: Tensor, items: Tensor, k: int, *, exclude: Ragged | None = None, block: int = _BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """For each query the k items with the largest products, the largest first: all are scored, a block at a time.
+    """Return for each query the k items with the largest products, in descending order. All items are scored, in
+    blocks.
 
     Args:
         queries: Shape (queries, width).
         items: Shape (items, width), on the same device; may be none. Of the two dtypes, the wider one is computed with.
-        k: How many.
+        k: The number of items.
         exclude: For each query, items that it is not to be given, such as those a user has taken, by their places in
             `items`; -1 is none of them.
         block: Scores that are in memory at a time.
@@ -84,14 +85,14 @@ def top_k(
 
 
 def _check_finite(what: str, finite: Tensor) -> None:
-    """Raise `ValueError` where one of some rows is not finite."""
+    """Raise `ValueError` if one of some rows is not finite."""
     if not finite.all():
         row = int((~finite).nonzero()[0])
         raise ValueError(f"{what} {row} must be finite, got NaN or infinity ({int((~finite).sum())} such rows)")
 
 
 def _leave_out(scores: Tensor, exclude: Ragged, rows: slice, start: int) -> None:
-    """Make the scores of what is excluded -inf, of some queries and of items from `start` on."""
+    """Set the scores of excluded items to -inf, for some queries and the items from `start` on."""
     offsets = exclude.offsets[rows.start : rows.stop + 1]
     items = exclude.values[int(offsets[0]) : int(offsets[-1])] - start
     owner = torch.arange(len(scores), device=scores.device).repeat_interleave(offsets.diff())

@@ -1,6 +1,7 @@
-"""A model on all ranks, to train, save, and get one plain model back: `shard` and `replicate`.
+"""A model on all ranks, with `shard` or `replicate`: train it, save it, and get one plain model back.
 
-`shard` divides the embedding tables among the ranks, with TorchRec; `replicate` gives each rank a copy, without it.
+`shard` divides the embedding tables among the ranks, with TorchRec; `replicate` gives each rank a copy, without
+TorchRec.
 """
 
 import importlib

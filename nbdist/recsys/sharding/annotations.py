@@ -1,5 +1,5 @@
-"""The annotations of TorchRec and FBGEMM for profilers: some twenty a step, which take a twentieth of a small step of
-training even without a profiler."""
+"""The annotations of TorchRec and FBGEMM for profilers: some twenty in a step, which take a twentieth of a small
+training step even without a profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...system.annotations import annotated
 
 
 def annotate_for_profilers_alone() -> None:
-    """From now on, in this process, they annotate where there is a profiler."""
+    """Make them annotate only while a profiler runs, from now on, in this process."""
     for name, module in list(sys.modules.items()):
         # Not in others of theirs: those may be scripted, and TorchScript knows torch's own alone.
         theirs = name.startswith(("torchrec.distributed.", "fbgemm_gpu.split_table_batched_embeddings_ops_training"))

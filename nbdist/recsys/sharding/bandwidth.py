@@ -1,6 +1,6 @@
 """Measured bandwidths: of ranks reading rows of tables, and of ranks sending to each other.
 
-TorchRec's planner weighs strategies by that. Left to itself it takes a data center's: 51 GB/s of memory, 600 GB/s
+TorchRec's planner compares strategies with these. Its defaults are those for a data center: 51 GB/s of memory, 600 GB/s
 between the ranks of a machine.
 """
 
@@ -28,7 +28,8 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of a rank while all do the same; to the nearest power of two: noise is to change no plan."""
+    """Bytes per second of a rank while all ranks do the same, rounded to a power of two so that noise changes no
+    plan."""
 
     memory: float
     """Bytes per second of random rows that are read, and written contiguously; both count."""
@@ -41,7 +42,7 @@ measured: WeakKeyDictionary[Any, dict[str, Bandwidth]] = WeakKeyDictionary()
 
 
 def measure(device: torch.device, group: Any) -> Bandwidth:
-    """Measure, once for a process group, in some 50 ms. All ranks have to call this function, and get the same result.
+    """Measure, once for a process group, in some 50 ms. All ranks must call this function, and get the same result.
 
     Args:
         device: Device of the tables.
@@ -81,7 +82,7 @@ def _ones(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _seconds(action: Callable[[], Any], device: torch.device, group: Any) -> float:
-    """The least of some turns, after a first one."""
+    """Return the shortest time of several runs, after a first one."""
     taken = []
     for _ in range(_TURNS + 1):
         dist.barrier(group=group)

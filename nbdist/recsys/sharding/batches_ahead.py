@@ -1,7 +1,7 @@
-"""Ids of the next batch go to the ranks that hold their rows during the backward pass of this one.
+"""Ids of the next batch, sent to the ranks that store their rows during the backward pass of the current batch.
 
-As TorchRec's `TrainPipelineSparseDist` does it for models that torch.fx can trace and that are called with the batch
-itself; here a model may be called in any way, by `predict`, and between the steps with other batches.
+TorchRec's `TrainPipelineSparseDist` does this for models that torch.fx can trace and that are called with the batch
+itself. Here a model may be called in any way, by `predict`, and between the steps with other batches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ class _Begun(NamedTuple):
 
 
 class InputsAhead:
-    """The batches ahead of a model's sharded collections. All ranks have to call its methods alike.
+    """The sender of the next batch's ids for a model's sharded collections. All ranks must call its methods at the same
+    time.
 
     Args:
         collections: Each with the features that it takes.
-        device: Of this rank.
+        device: The device of this rank.
     """
 
     def __init__(self, collections: Mapping[ShardedModule[Any, Any, Any, Any], set[str]], device: torch.device) -> None:
@@ -38,7 +39,7 @@ class InputsAhead:
             collection.forward = _Forward(self, collection)
 
     def start(self, features: KeyedJaggedTensor) -> None:
-        """Begin to send; the samples have to be as many on all ranks."""
+        """Start sending; all ranks must have the same number of samples."""
         self._begun.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # which the ids have been copied for
@@ -50,13 +51,13 @@ class InputsAhead:
                     self._begun[collection] = _Begun(features, context, request)
 
     def proceed(self) -> None:
-        """Once it is known how much comes, send on."""
+        """Continue when the sizes are known."""
         with self._beside():
             for collection, begun in self._begun.items():
                 self._begun[collection] = begun._replace(request=begun.request.wait())
 
     def take(self, collection: ShardedModule[Any, Any, Any, Any], features: Any) -> tuple[Any, Any] | None:
-        """Context and ids that have come for a collection, if these are what was sent."""
+        """Return context and ids that have arrived for a collection, if these features were sent."""
         if collection not in self._begun or self._begun[collection].features is not features:
             return None
         begun = self._begun.pop(collection)
@@ -75,7 +76,7 @@ class InputsAhead:
 
 
 class _Forward:
-    """The forward of a collection, with what was sent ahead."""
+    """The forward of a collection, which uses ids that were sent ahead."""
 
     def __init__(self, ahead: InputsAhead, collection: ShardedModule[Any, Any, Any, Any]) -> None:
         self._ahead, self._collection, self._original = ahead, collection, collection.forward

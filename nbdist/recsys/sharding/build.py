@@ -1,11 +1,11 @@
-"""From a model with embedding tables to one whose tables are sharded over the ranks, with TorchRec.
+"""Sharding of a model's embedding tables over the ranks, with TorchRec.
 
 `STRATEGIES` are TorchRec's: a table whole on one rank (table_wise), split by rows (row_wise; table_row_wise: over the
 ranks of one machine), by columns (column_wise; table_column_wise), by both (grid_shard), or a copy on every rank
-(data_parallel). TorchRec itself offers no strategy with rows on CPUs; here all work on CPU ranks (gloo) as on GPUs.
+(data_parallel). TorchRec itself has no strategy with rows on CPUs; here all work on CPU ranks (gloo) and on GPUs.
 
-The gradient of a step is the mean of the ranks' gradients, and buffers, such as batch norm's, are rank 0's in
-each forward pass, as in DistributedDataParallel.
+The gradient of a step is the mean of the ranks' gradients, and buffers, such as batch norm's, are rank 0's in each
+forward pass, as in DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .hooks import (
     sum_instead,
     take_columns,
 )
-from .initial import common_seed, fill, let_go, materialise, without_memory
+from .initial import common_seed, fill, free_tables, materialise, without_memory
 from .plan import Plan
 from .planning import Planner, make_sharders
 from .sharded import Sharded, kernels, share_buffers
@@ -77,7 +77,7 @@ def build(
     memory: int | None,
     checked: bool,
 ) -> Sharded:
-    """Shard a model; `shard` describes arguments and errors. TorchRec is there."""
+    """Shard a model; `shard` describes arguments and errors. TorchRec must be installed."""
     device = collective_device()
     tables = find_tables(model)
     named, rates = of_each("optimizer=", optimizer, tables), of_each("lr=", lr, tables)
@@ -88,13 +88,13 @@ def build(
     dense = _dense_parameters(model, tables)
     if dense and dense_optimizer is None:
         raise ValueError(
-            f"the model has parameters beside its tables ({', '.join(list(dense)[:3])}, ...): give "
+            f"the model has other parameters than its tables ({', '.join(list(dense)[:3])}, ...): give "
             "dense_optimizer, such as lambda parameters: torch.optim.Adam(parameters, lr=1e-3)"
         )
     for name, strategy in chosen.items():
         why = too_large_to_copy(tables[name], batch_size * dist.get_world_size())
         if strategy == "data_parallel" and why and dist.get_rank() == 0:
-            warnings.warn(f"table {name!r} is to be data_parallel: {why}. row_wise is faster", stacklevel=3)
+            warnings.warn(f"table {name!r} is sharded as data_parallel: {why}. row_wise is faster", stacklevel=3)
     sharders = make_sharders({"eps": eps})
     for name, table in tables.items():  # where TorchRec looks for it
         kind = EmbOptimType[OPTIMIZERS[named[name]]]
@@ -113,7 +113,7 @@ def build(
             raise
         seed = common_seed(device)
         materialise(model, device)
-        let_go(model, tables)
+        free_tables(model, tables)
         _forget_old_groups()
         by_gloo = ROW_STRATEGIES if device.type == "cpu" and group is None else ()
         hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
@@ -167,9 +167,9 @@ def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, devi
 
 
 def _gather(kernel: Any) -> None:
-    """Put FBGEMM's tables of a CPU rank, and what is kept of their rows, in huge pages.
+    """Move FBGEMM's tables of a CPU rank, and the state of their rows, to huge pages.
 
-    A step's rows are all over a table: in small pages each is in another one, and it takes time to find that.
+    The rows of a step are all over a table: each is in another small page, and finding this page takes time.
     """
     for tensor in (*kernel.split_embedding_weights(), *itertools.chain(*kernel.split_optimizer_states())):
         if tensor.device.type == "cpu":
@@ -179,9 +179,9 @@ def _gather(kernel: Any) -> None:
 def _hooks(
     path: str, module: nn.Module, plan: Plan, checked: bool, by_gloo: Sequence[str]
 ) -> Callable[[nn.Module], None]:
-    """Prepare a module that is to be sharded; returns what to do with the sharded model that it is in.
+    """Prepare a module for sharding; return what to do with the sharded model that contains it.
 
-    `by_gloo` are the strategies for which gloo scatters what it adds up.
+    `by_gloo` are the strategies whose results gloo sums and scatters.
     """
     if isinstance(module, EmbeddingCollection):
         rows = _rows(module.embedding_configs())
@@ -215,7 +215,7 @@ def _hooks(
 
 
 def _features(model: nn.Module) -> dict[str, set[str]]:
-    """Path of each collection → the features that it takes."""
+    """Return the features of each collection, by its path."""
     return {
         path: set(_rows(module.embedding_bag_configs() if bags else module.embedding_configs()))
         for path, module in model.named_modules()
@@ -224,7 +224,7 @@ def _features(model: nn.Module) -> dict[str, set[str]]:
 
 
 def _rows(configs: Iterable[Any]) -> dict[str, list[tuple[str, int]]]:
-    """Feature → the tables that it is looked up in, each with its number of rows."""
+    """Return the tables of each feature, with their numbers of rows."""
     rows: dict[str, list[tuple[str, int]]] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -238,7 +238,8 @@ def _dense_parameters(model: nn.Module, tables: Mapping[str, Table]) -> dict[str
 
 
 def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """State-dict key → parameter of what every rank has a copy of and DistributedDataParallel averages."""
+    """Return the parameters, by state-dict key, that every rank has a copy of and that DistributedDataParallel
+    averages."""
     # TorchRec marks the others, whose gradients never reach us.
     return {
         key: p
@@ -248,7 +249,7 @@ def _unsharded(parallel: DistributedModelParallel) -> dict[str, nn.Parameter]:
 
 
 def _forget_old_groups() -> None:
-    """TorchRec keeps the groups it made in globals, past the end of the process group that they were made in."""
+    """Forget the groups that TorchRec keeps in globals after the end of their process group."""
     known = dist.distributed_c10d._world.pg_map
     for name in ("_INTRA_PG", "_CROSS_PG"):
         if getattr(comm, name) is not None and getattr(comm, name) not in known:
@@ -266,7 +267,7 @@ def _ignore_warnings_in_training() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep TorchRec's notes on its own workings out of the cell."""
+    """Keep TorchRec's own log messages out of the cell."""
     loggers = [logging.getLogger("torchrec"), logging.getLogger()]
     levels = [logger.level for logger in loggers]
     try:

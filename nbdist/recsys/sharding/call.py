@@ -1,4 +1,4 @@
-"""`shard`, as it is called: TorchRec and FBGEMM have to be there then, and not before."""
+"""The function `shard`, which imports TorchRec and FBGEMM when it is called."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def shard(
     memory_bytes: int | None = None,
     checked: bool = True,
 ) -> Sharded:
-    """Shard the embedding tables of `model` over all ranks. All ranks have to call it, with the same arguments.
+    """Shard the embedding tables of `model` over all ranks. All ranks must call it, with the same arguments.
 
     Tables on the meta device are never whole anywhere: each rank makes its own part, with the table's `init_fn`, block
     by block, from seeds drawn from torch's random state; a rank with a GPU makes it there. So the initial weights
     depend neither on the strategies nor on the number of ranks; a CPU, and each model of GPU, draws its own numbers.
     Tables with values keep them; each rank has them whole until it has its part.
 
-    rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns a
-    little differently from the same table in one piece; sgd and adagrad do not.
+    rowwise_adagrad keeps one number per row of a shard. A table split by columns has several per row, and so learns
+    slightly differently from the same table in one piece; sgd and adagrad do not differ.
 
     Args:
         model: A module with `PooledTables` or `SequenceTables`, as the models of `nbdist.recsys.models` are, or with
@@ -55,7 +55,7 @@ def shard(
             and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of tables leave
             alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
         lr: Learning rate of the tables, for an optimizer by name; or table name or glob → learning rate. None: 0.01.
-        eps: What is added to the denominator, for those optimizers by name that have one. None: 1e-8.
+        eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
         dense_optimizer: Makes the optimizer of all other parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any and `optimizer` is a
             name.

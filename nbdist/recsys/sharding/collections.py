@@ -18,7 +18,7 @@ SEQUENCES = (SequenceTables, EmbeddingCollection)
 
 
 def find_tables(model: nn.Module) -> dict[str, Table]:
-    """The tables of a model, by their names.
+    """Return the tables of a model, by name.
 
     Raises:
         ValueError: There are none, or two of one name.
@@ -44,17 +44,17 @@ def find_tables(model: nn.Module) -> dict[str, Table]:
 
 
 def plain_collections(model: nn.Module) -> dict[str, PooledTables | SequenceTables]:
-    """Path → collection, of those that are not TorchRec's."""
+    """Return the collections that are not TorchRec's, by path."""
     return {path: one for path, one in model.named_modules() if isinstance(one, (PooledTables, SequenceTables))}
 
 
 def columns_of(collection: PooledTables | SequenceTables) -> list[str]:
-    """The columns that a collection takes of a batch."""
+    """Return the columns of a batch that a collection uses."""
     return [column for table in collection.tables for column in table.feature_names]
 
 
 def replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """Put modules into a model, by their paths; returns it, or the one module that takes its place."""
+    """Put modules into a model, by path; return the model, or the one module that replaces it."""
     for path, module in modules.items():
         if not path:
             return module
@@ -64,7 +64,7 @@ def replace(model: nn.Module, modules: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def to_torchrec(module: PooledTables | SequenceTables) -> nn.Module:
-    """TorchRec's collection of the same parameters."""
+    """Return TorchRec's collection with the same parameters."""
     meta = torch.device("meta")  # so that no other weights are made
     described = [vars(table) for table in module.tables]
     collection: Any

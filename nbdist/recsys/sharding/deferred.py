@@ -1,8 +1,8 @@
-"""Tables whose updates wait for the optimizer's step, where fused ones are updated in the backward pass.
+"""Tables that are updated in the optimizer's step, while fused tables are updated in the backward pass.
 
-What is clipped, or accumulated over several batches, has to be known before a table changes. And FBGEMM has no fused
-Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are the same; the look-ups and the
-updates are torch's, of the rows that were looked up alone, and slower than FBGEMM's.
+Gradients that are clipped, or accumulated over several batches, must be known before a table changes. And FBGEMM has no
+fused Adam on CPUs. Weights and state stay where FBGEMM keeps them, so that checkpoints are equal; the look-ups and the
+updates are torch's, of only the rows that were looked up, and slower than FBGEMM's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAM, ADAGRAD = EmbOptimType.ADAM, EmbOptimType.EXACT_ADAGRAD
 
 
 class LookedUp(NamedTuple):
-    """Rows of a table that a forward pass has looked up."""
+    """The rows of a table that a forward pass has looked up."""
 
     table: int
     rows: Tensor
@@ -52,7 +52,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, **others: Any
     ) -> Tensor:
-        """Look rows up: pooled, shape (samples, columns of all features); else (ids of all features, columns)."""
+        """Look up rows: pooled, shape (samples, columns of all features); otherwise (ids of all features, columns)."""
         features = self.feature_table_map
         samples = (len(offsets) - 1) // len(features)
         offsets = offsets.long()  # as `unique` numbers the ids
@@ -82,7 +82,8 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
         return output.to(SparseType.from_int(self.output_dtype).as_dtype())
 
     def gradients(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The sums of gradients since the last `forget`: for each table with any its number, rows, gradients."""
+        """Return the sums of gradients since the last `forget`, for each table with any: its number, rows,
+        gradients."""
         tables: dict[int, list[LookedUp]] = {}
         for one in self.looked_up:
             if one.vectors.grad is not None:
@@ -97,7 +98,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
             yield table, rows, both.new_zeros(len(rows), both.shape[1]).index_add_(0, place, both)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the gradients."""
+        """Multiply the gradients by a factor."""
         for one in self.looked_up:
             if one.vectors.grad is not None:
                 one.vectors.grad *= factor
@@ -108,7 +109,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update rows by their gradients as FBGEMM's kernels do. Rows without a gradient stay as they are."""
+        """Update rows by their gradients as FBGEMM's kernels do. Rows without a gradient do not change."""
         self.iter += 1
         self.iter_cpu += 1
         weights, states = self.split_embedding_weights(), self.split_optimizer_states()
@@ -134,7 +135,7 @@ class DeferredTables(SplitTableBatchedEmbeddingBagsCodegen):
 
 
 class TablesOptimizer(CombinedOptimizer):
-    """Optimizers of a sharded model, which update the tables that wait for that, too.
+    """The optimizers of a sharded model, which also update the deferred tables.
 
     Args:
         optimizers: TorchRec's of the fused tables, which hand on learning rates, and the optimizers of all else.
@@ -162,7 +163,7 @@ class TablesOptimizer(CombinedOptimizer):
 
 @contextlib.contextmanager
 def deferring(fused: set[EmbOptimType]) -> Iterator[None]:
-    """Have TorchRec, while it shards a model, make tables whose optimizer is not among `fused` such that wait."""
+    """Make TorchRec, while it shards a model, use deferred tables for optimizers that are not among `fused`."""
 
     def make(*args: Any, optimizer: EmbOptimType, **options: Any) -> SplitTableBatchedEmbeddingBagsCodegen:
         kind = SplitTableBatchedEmbeddingBagsCodegen if optimizer in fused else DeferredTables

@@ -1,4 +1,4 @@
-"""Ranks whose loaders differ in length: what keeps their collectives in step."""
+"""Loops over loaders with different lengths, without ranks that wait in collectives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 def equal_steps(batches: Iterable[T]) -> Iterator[T]:
-    """The batches of this rank, as many as the rank with the fewest has; the rest is dropped.
+    """Yield the batches of this rank, as many as the rank with the fewest has; the others are dropped.
 
-    A rank with a batch more than the others would wait for ever in its collectives. Before each batch the ranks
-    agree whether all have one. All ranks have to go through it to the end, and may not leave the loop early on their
-    own. Batches may differ in size over the ranks: nothing of the last one is lost as long as each rank has one.
+    A rank with one batch more than the others would wait for ever in its collectives. Before each batch the ranks check
+    that all have one. All ranks must iterate to the end, and none may leave the loop early on its own. Batches may
+    differ in size over the ranks: no row of the last batch is lost if each rank has a last batch.
 
     Args:
         batches: This rank's loader, of any length; it need not know its length.

@@ -1,8 +1,8 @@
-"""The exchange between ranks that share memory, in a step of a sharded collection: the ids, all at once, and of tables
-that are whole or split by columns the pooled rows and their gradients, laid out once and read where they lie.
+"""Shared-memory replacements for TorchRec's all-to-alls: ids in one exchange; pooled rows and gradients of whole or
+column-wise tables written once and read in place.
 
-TorchRec has ranks meet three times for the ids (for how much comes, for the lengths of the lists, for the ids
-themselves), and copies rows and gradients four times on their way.
+In TorchRec ranks meet three times for the ids (for the sizes, for the lengths of the lists, for the ids), and rows and
+gradients are copied four times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...system.annotations import annotated
 
 
 def exchange_at_once(collection: ShardedModule[Any, Any, Any, Any]) -> None:
-    """Have a sharded collection send its ids, and pooled rows, at once where its ranks share memory."""
+    """Make a sharded collection send ids and pooled rows at once, if its ranks share memory."""
     # TorchRec makes what sends in the first step, when it knows in which order the features come.
     sharded: Any = collection
     make = sharded._create_input_dist
@@ -68,7 +68,7 @@ class _AtOnce(KJTAllToAll):
         self._gathers: dict[int, SharedGather] = {}  # by the number of arrays
 
     def forward(self, input: KeyedJaggedTensor) -> Any:
-        """Exchange as TorchRec's module does; there is nothing left to wait for."""
+        """Exchange like TorchRec's module; the result is complete at once."""
         if input.variable_stride_per_key():  # on all ranks, if on one: it follows from how the model is called
             return super().forward(input)
         group: Any = self._pg
@@ -115,7 +115,7 @@ class _PooledAtOnce(PooledEmbeddingsAllToAll):
         self._gather = SharedGather(group.collectives, 1)
 
     def forward(self, local_embs: torch.Tensor, batch_size_per_rank: list[int] | None = None) -> Any:
-        """Exchange as TorchRec's module does; there is nothing left to wait for."""
+        """Exchange like TorchRec's module; the result is complete at once."""
         size = self._pg.size()
         samples = batch_size_per_rank or [len(local_embs) // size] * size
         pooled = _Pooled.apply(  # type: ignore[no-untyped-call]
@@ -127,8 +127,8 @@ class _PooledAtOnce(PooledEmbeddingsAllToAll):
 
 
 class _Pooled(torch.autograd.Function):
-    """Exchange what each rank has for all samples, shape (samples of all ranks, its columns), for all columns of a
-    rank's samples, shape (its samples, columns of all ranks)."""
+    """Exchange values for the samples of all ranks, shape (samples of all ranks, own columns), for values of the own
+    samples, shape (own samples, columns of all ranks)."""
 
     @staticmethod
     def forward(
@@ -154,6 +154,6 @@ class _Pooled(torch.autograd.Function):
 
 
 def _laid_out(gather: SharedGather, tensor: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    """Each rank's `tensor`, if it has columns: as many as `widths` says, where they lie until the next collective."""
+    """Return each rank's `tensor`, if it has columns, with `widths` columns, valid until the next collective."""
     each = [torch.from_numpy(one) for (one,) in gather([as_bytes(tensor.contiguous())]) if len(one)]
     return [one.view(tensor.dtype).view(-1, width) for one, width in zip(each, widths, strict=True)]

@@ -1,4 +1,4 @@
-"""Tables of half precision: which there are, and optimizers of their copies that compute in single precision.
+"""Tables of half precision: the supported types, and optimizers of their copies that compute in single precision.
 
 The square of a gradient of 1e-4 is 0 in float16, and so is an eps of 1e-8: a step of Adagrad would be infinite.
 """
@@ -18,7 +18,7 @@ TRAINED = (DataType.FP32, DataType.FP16)
 
 
 def check_types(tables: Mapping[str, Table]) -> None:
-    """Raise `ValueError` for tables of a type that FBGEMM does not train on CPUs and GPUs alike."""
+    """Raise `ValueError` for tables of a type that FBGEMM does not train on both CPUs and GPUs."""
     for name, table in tables.items():
         data_type = getattr(table.config, "data_type", DataType.FP32)
         if data_type not in TRAINED:
@@ -29,7 +29,8 @@ def check_types(tables: Mapping[str, Table]) -> None:
 
 
 class SinglePrecision(torch.optim.Optimizer):
-    """An optimizer that steps parameters of half precision in single precision, which its state is in, too.
+    """An optimizer that updates parameters of half precision in single precision, and keeps its state in single
+    precision.
 
     Args:
         params: The parameters.
@@ -48,7 +49,7 @@ class SinglePrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step, with the options that the groups have now."""
+        """Make a step, with the current options of the groups."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
@@ -65,6 +66,6 @@ class SinglePrecision(torch.optim.Optimizer):
         return loss
 
     def _keep(self, one: nn.Parameter, single: nn.Parameter) -> None:
-        """Have the state of a parameter, and of what stands for it no memory."""
+        """Keep the state of a parameter, and free its substitute's memory."""
         self.state[one] = self._inner.state[single]
         single.grad, single.data = None, single.data.new_empty(0)

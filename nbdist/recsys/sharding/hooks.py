@@ -1,4 +1,4 @@
-"""Hooks around a sharded collection, for where TorchRec's answers would not be the unsharded one's.
+"""Hooks around a sharded collection, where TorchRec's results would differ from the unsharded collection's.
 
 Of the forward hooks, `divide_means`, `restore_order`, `pad_batches`, `take_columns` is the order to add them in.
 """
@@ -22,7 +22,7 @@ from ..loader.jagged import LoadedJagged
 
 
 def move_inputs(module: nn.Module, device: torch.device) -> None:
-    """Have a module take its arguments from any device, as under DistributedDataParallel."""
+    """Make a module accept arguments on any device, as under DistributedDataParallel."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -40,13 +40,13 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
 
 
 def take_columns(module: nn.Module, columns: list[str]) -> None:
-    """Have a sharded collection take a batch and give tensors, as `PooledTables` and `SequenceTables` do.
+    """Make a sharded collection take a batch and return tensors, like `PooledTables` and `SequenceTables`.
 
     To be called after all others: their hooks work with TorchRec's objects.
 
     Args:
         module: The sharded collection.
-        columns: What it takes of a batch, in the order of its tables.
+        columns: The columns of a batch that it uses, in the order of its tables.
     """
 
     def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ def take_columns(module: nn.Module, columns: list[str]) -> None:
 
 
 def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
-    """Make the mean tables of a collection that is to be sharded sum. Returns table → whether it is a mean."""
+    """Make the mean tables of a collection sum, before it is sharded. Returns whether each table is a mean."""
     means = {}
     for config in module.embedding_bag_configs():
         means[config.name] = config.pooling == PoolingType.MEAN
@@ -72,10 +72,10 @@ def sum_instead(module: EmbeddingBagCollection) -> dict[str, bool]:
 
 
 def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping[str, list[str]]) -> None:
-    """Divide what the mean tables of a sharded collection have summed by the sizes of the bags.
+    """Divide the sums of a sharded collection's mean tables by the sizes of the bags.
 
     TorchRec 1.8 does so itself for row_wise and table_row_wise, but then divides twice for the mean tables of other
-    strategies in the same collection, and for grid_shard adds up the means of the parts.
+    strategies in the same collection, and for grid_shard it sums the means of the parts.
 
     Args:
         module: The sharded collection, whose tables all sum.
@@ -113,14 +113,14 @@ def divide_means(module: nn.Module, means: Mapping[str, bool], features: Mapping
 
 
 def restore_order(module: nn.Module, names: list[str]) -> None:
-    """Have a sharded collection put its outputs in the order of the unsharded one.
+    """Make a sharded collection return its outputs in the order of the unsharded one.
 
-    TorchRec puts them in the order of the ranks that hold them. A model that takes `.values()` of the output would
-    then train with other columns than it is used with once it is gathered.
+    TorchRec orders them by the ranks that store them. A model that uses `.values()` of the output would then train with
+    other columns than it is used with after `gather`.
 
     Args:
         module: The sharded collection.
-        names: Of the outputs, in the unsharded collection's order.
+        names: The names of the outputs, in the unsharded collection's order.
     """
     if list(module._embedding_names) == names:  # type: ignore[arg-type]
         return
@@ -134,9 +134,9 @@ def restore_order(module: nn.Module, names: list[str]) -> None:
 
 
 def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) -> None:
-    """Have a sharded collection raise for ids outside its tables, which FBGEMM would read as ids of other rows.
+    """Make a sharded collection raise for ids outside its tables, which FBGEMM would read as ids of other rows.
 
-    On a GPU it waits for what is under way there, unless the loader has looked (`keyed=`).
+    On a GPU it waits for earlier work, unless the loader has checked the ids (`keyed=`).
 
     Args:
         module: The sharded collection.
@@ -166,8 +166,8 @@ def check_ids(module: nn.Module, tables: Mapping[str, list[tuple[str, int]]]) ->
 def pad_batches(module: nn.Module, to_largest: bool) -> None:
     """Make a sharded collection accept batches without samples, which TorchRec and FBGEMM do not.
 
-    A batch gets empty bags, or sequences, up to one sample, and the output is cut to the batch again. They add nothing,
-    to outputs or gradients.
+    Empty bags or sequences are added, up to one sample, and the output is cut to the batch again. They change neither
+    outputs nor gradients.
 
     Args:
         module: The sharded collection.
@@ -210,9 +210,9 @@ def pad_batches(module: nn.Module, to_largest: bool) -> None:
 
 
 def look_up_singly(module: nn.Module) -> None:
-    """Have a sharded `EmbeddingCollection` look the ids up in its copies of tables one by one on CPUs.
+    """Make a sharded `EmbeddingCollection` look up ids one by one in its copies of tables on CPUs.
 
-    FBGEMM's look-up in copies always pools there, whatever it is asked for.
+    FBGEMM always pools look-ups in copies there.
     """
     lookups: Any = module._lookups
     for lookup in lookups:
@@ -223,7 +223,7 @@ def look_up_singly(module: nn.Module) -> None:
 
 
 def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
-    """The rows of the ids of all features in their tables, one below the other; shape (ids, columns)."""
+    """Return the rows for the ids of all features in their tables; shape (ids, columns)."""
     tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
     first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
     rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))

@@ -1,4 +1,4 @@
-"""The values that a sharded model starts with: of tables that are never whole anywhere, and of all other parameters."""
+"""The initial values of a sharded model: of tables that no process stores as a whole, and of all other parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of the model with its parameters on the meta device."""
+    """Return a copy of the model with its parameters on the meta device."""
     meta = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -31,7 +31,7 @@ def without_memory(model: nn.Module) -> nn.Module:
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give the modules on the meta device that are not tables their initial values, before TorchRec draws any."""
+    """Initialize the modules on the meta device that are not tables, before TorchRec draws any values."""
     for path, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         inside = any(isinstance(model.get_submodule(up), _COLLECTIONS) for up in _ancestors(path))
@@ -46,12 +46,12 @@ def materialise(model: nn.Module, device: torch.device) -> None:
         module.reset_parameters()
 
 
-def let_go(model: nn.Module, tables: Mapping[str, Table]) -> None:
-    """Put the model's tables on the meta device: TorchRec keeps whole tables, in addition to the shards."""
+def free_tables(model: nn.Module, tables: Mapping[str, Table]) -> None:
+    """Move the model's tables to the meta device. TorchRec would keep whole tables in addition to the shards."""
     for table in tables.values():
         path, _, name = table.key.rpartition(".")
         meta = nn.Parameter(torch.empty_like(table.weight, device="meta"), requires_grad=table.weight.requires_grad)
-        vars(meta).update(vars(table.weight))  # what TorchRec looks for there
+        vars(meta).update(vars(table.weight))  # attributes that TorchRec reads
         setattr(model.get_submodule(path), name, meta)
     for module in model.modules():
         if isinstance(module, _COLLECTIONS):
@@ -64,7 +64,7 @@ def _ancestors(path: str) -> list[str]:
 
 
 def common_seed(device: torch.device) -> int:
-    """Rank 0's next random number, on all ranks."""
+    """Return rank 0's next random number, on all ranks."""
     seed = torch.randint(2**31, (1,)).to(device)
     dist.broadcast(seed, src=0)
     return int(seed)
@@ -72,10 +72,10 @@ def common_seed(device: torch.device) -> int:
 
 @torch.no_grad()
 def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> None:
-    """Give the shards in a sharded model's state dict their table's values, drawn where the shards are.
+    """Initialize the shards in a sharded model's state dict with their table's values, drawn on the shard's device.
 
-    TorchRec leaves out the initial values of a table on the CPU, and on the meta device gives every rank's shard the
-    same ones, as the ranks are seeded alike.
+    TorchRec ignores the initial values of a table on the CPU. On the meta device it gives every rank's shard the same
+    values, because the ranks have the same seed.
     """
     for table in tables.values():
         held = state[table.key]
@@ -91,7 +91,7 @@ def fill(state: Mapping[str, Any], tables: Mapping[str, Table], seed: int) -> No
 
 
 def _values(table: Table, seed: int, start: int, stop: int, device: torch.device) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows start..stop of a table, of shape (some, columns) with the number of the first, a block at a time."""
+    """Yield rows start..stop of a table in blocks, shape (rows, columns), each with the number of its first row."""
     if table.weight.device.type != "meta":
         yield start, table.weight[start:stop]
         return

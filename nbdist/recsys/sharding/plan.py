@@ -1,4 +1,4 @@
-"""A sharding plan to look at: the rank of each part of each table, and how even the load is."""
+"""A sharding plan for the user: the rank of each part of each table, and the balance of the load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """All shards of a model. A notebook shows it as a table; it goes from rank to notebook like any value.
+    """All shards of a model. A notebook shows the plan as a table, and a rank can return it like any value.
 
     Examples:
         >>> import torch
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def strategies(self) -> dict[str, str]:
-        """Table → how it is sharded."""
+        """The sharding strategy of each table."""
         return {shard.table: shard.strategy for shard in self.shards}
 
     @property
@@ -83,12 +83,12 @@ class Plan:
         return sums.reindex(range(self.nranks), fill_value=0)
 
     def imbalance(self, what: str) -> float:
-        """The largest rank's share of "bytes", "memory" or "work" over the mean share; 1.0 is even."""
+        """Return the largest rank's share of "bytes", "memory" or "work", divided by the mean share; 1.0 is even."""
         values = self.ranks[what]
         return float(values.max() / values.mean()) if values.any() else 1.0
 
     def plot(self, axes: Any = None) -> Any:
-        """Two bar charts, memory and work over ranks, each bar made of its tables.
+        """Draw two bar charts, memory and work over ranks, with a part of each bar for each table.
 
         Args:
             axes: Two matplotlib axes to draw in. None: a new figure.
@@ -120,7 +120,8 @@ class Plan:
         return f"The fullest of {self.nranks} ranks has {memory:.2f} × the mean memory and {work:.2f} × the mean work."
 
     def _repr_html_(self) -> str:
-        """Tables down, ranks across: each cell says which rows and columns of the table the rank holds."""
+        """Return a table with a row for each table and a column for each rank: the rows and columns that the rank
+        stores."""
         cells: dict[tuple[str, int], list[str]] = {}
         for s in self.shards:
             text = f"rows {_span(s.row, s.rows)}<br>columns {_span(s.column, s.columns)}<br>{_size(s.bytes)}"
@@ -148,7 +149,7 @@ def _span(first: int, count: int) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes as people read them."""
+    """Describe a number of bytes, such as "1.5 MB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""A plan by TorchRec's planner, for tables and the strategies asked for them; or the reason why there is none."""
+"""A plan by TorchRec's planner, for tables and their requested strategies; or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Planner:
     """Through which rows are sent; None: the default process group."""
 
     def plan(self) -> tuple[ShardingPlan, Plan]:
-        """Make a plan for TorchRec, and one to look at: on rank 0; all ranks get the same, or the same exception."""
+        """Make a plan for TorchRec, and one for the user, on rank 0; all ranks get the same, or the same exception."""
         nranks, local = dist.get_world_size(), comm.get_local_size()
         constraints = {table.name: self._constrain(table, nranks, local) for table in self.tables.values()}
         bandwidth = measure(self.device, self.group)
@@ -120,7 +120,8 @@ class Planner:
         memory: int,
         left: str,
     ) -> tuple[ShardingPlan, Plan]:
-        """Plan for ranks that may use `memory` bytes each; `left` says in the error what is left of the free ones."""
+        """Plan for ranks that may use `memory` bytes each; `left` describes in the error the use of the other free
+        bytes."""
         on_gpu = self.device.type == "cuda"
         caps = {"hbm_cap_bytes" if on_gpu else "ddr_cap_bytes": memory}
         best: list[Any] = []
@@ -160,7 +161,7 @@ class Planner:
         return plan, self._to_look_at(best, nranks)
 
     def _dense_bytes(self) -> int:
-        """Bytes of all parameters outside tables: values, gradients, and two moments of an optimizer."""
+        """Return the bytes of all parameters outside tables: values, gradients, and two moments of an optimizer."""
         tables = {id(table.weight) for table in self.tables.values()}
         dense = [parameter for parameter in self.model.parameters() if id(parameter) not in tables]
         return 4 * sum(parameter.numel() * parameter.element_size() for parameter in dense)
@@ -188,9 +189,9 @@ class Planner:
 
 
 def _least_free(device: torch.device, local: int) -> tuple[int, int]:
-    """Ask all ranks for the free bytes that each may take; return the fewest, and the rank that has so few.
+    """Return the smallest number of free bytes that a rank may use, and the rank that has it.
 
-    All ranks have to call it. Ranks that share a GPU divide its memory; so do the `local` ranks of a machine of CPUs.
+    All ranks must call it. Ranks that share a GPU divide its memory; so do the `local` ranks of a machine of CPUs.
     """
     if device.type == "cuda":
         # What the allocator holds back for later, of earlier calls and of measurements, is to be had as well.

@@ -1,4 +1,4 @@
-"""A model whose embedding tables are sharded over the ranks: trained, saved and loaded, made one plain module again."""
+"""A model whose embedding tables are sharded over the ranks: training, saving, loading, and gathering."""
 
 from __future__ import annotations
 
@@ -66,10 +66,11 @@ class Sharded:
 
     @torch.no_grad()
     def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients, also of tables, so that their norm is at most `norm`. All ranks have to call it.
+        """Scale all gradients, including those for tables, so that their norm is at most `norm`. All ranks must call
+        it.
 
         Args:
-            norm: Of the gradients of all parameters together, each number of a table once, on whatever rank.
+            norm: The norm of the gradients of all parameters together, each number of a table once, on whatever rank.
 
         Returns:
             Their norm before.
@@ -117,9 +118,9 @@ class Sharded:
         return float(total)
 
     def gather(self) -> nn.Module | None:
-        """The whole model as one plain module, on the CPU of rank 0; None on the other ranks.
+        """Return the whole model as one plain module, on the CPU of rank 0; None on the other ranks.
 
-        All ranks have to call it. Takes the whole model's memory on rank 0's machine, and of its GPU next to nothing.
+        All ranks must call it. It needs memory for the whole model on rank 0's machine, and almost none on its GPU.
         """
         on_rank_0 = dist.get_rank() == 0
         whole: dict[str, torch.Tensor] = {}
@@ -152,16 +153,16 @@ class Sharded:
         return plain
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks have to call it."""
+        """Save weights and optimizer state with `torch.distributed.checkpoint`. All ranks must call it."""
         share_buffers(self.model, [name for name, _ in self._template.named_buffers()])  # any rank's may be written
         state = {"model": self._weights(), "steps": _steps(self.optimizer)} | self._fused_state()
         checkpoint.save(folder, state | optimizers.state_of(_dense(self.optimizer)))
 
     def load(self, folder: str | os.PathLike[str], *, optimizer: bool = True, grow: Growth | None = None) -> None:
-        """Load what `save` wrote, on any number of ranks and with any strategies. All ranks have to call it.
+        """Load a checkpoint of `save`, on any number of ranks and with any strategies. All ranks must call it.
 
         Args:
-            folder: What `save` was given.
+            folder: The folder of `save`.
             optimizer: Whether to load the optimizer's state too. Learning rates are not part of it.
             grow: Table, or parameter, that may have more rows here than in the checkpoint → what part each row of the
                 checkpoint has in the new ones: `Vocabulary.unknown_weights` of yesterday's workflow. Its rows stay;
@@ -196,7 +197,8 @@ class Sharded:
             return dict(self.model.state_dict())
 
     def _fused_state(self) -> dict[str, Any]:
-        """The state of the tables' optimizers, without param_groups, which name other parameters on each rank."""
+        """Return the state of the tables' optimizers, without param_groups, which name other parameters on each
+        rank."""
         with no_future_warnings():
             states = [one.state_dict()["state"] for one in self.optimizer.of_tables]
         moments = {key: value for state in states for key, value in state.items()}
@@ -204,12 +206,12 @@ class Sharded:
 
 
 def share_buffers(model: DistributedModelParallel, names: Iterable[str]) -> None:
-    """Give all ranks rank 0's buffers, by their names in the model before it was sharded."""
+    """Set the buffers of all ranks to rank 0's, by their names in the model before it was sharded."""
     buffers.share([model.module.get_buffer(name) for name in names])
 
 
 def kernels(optimizer: Any) -> Iterator[Any]:
-    """FBGEMM's modules of this rank that hold tables and update them; the model does not list them."""
+    """FBGEMM's modules of this rank that store and update tables; the model does not list them."""
     for _, inner in getattr(optimizer, "optimizers", ()):
         yield from kernels(inner)
     if hasattr(optimizer, "_emb_module"):
@@ -217,7 +219,7 @@ def kernels(optimizer: Any) -> Iterator[Any]:
 
 
 def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
-    """The step count by which the fused Adam and LAMB correct their bias; no part of FBGEMM's state."""
+    """The step count of the fused Adam and LAMB for their bias correction, which FBGEMM's state lacks."""
     count = torch.tensor(
         max((int(kernel.iter) for kernel in kernels(optimizer)), default=0), device=collective_device()
     )
@@ -226,16 +228,16 @@ def _steps(optimizer: TablesOptimizer) -> torch.Tensor:
 
 
 def _dense(optimizer: TablesOptimizer) -> list[optimizers.Named]:
-    """The optimizers of what every rank has a copy of: dense layers, data_parallel tables."""
+    """The optimizers of the parameters with a copy on every rank: dense layers, data_parallel tables."""
     return [
         (one._optimizer, {parameter: name for name, parameter in one.params.items()}) for one in optimizer.of_copies
     ]
 
 
 def _gather_table(value: Any) -> torch.Tensor | None:
-    """A sharded table on the CPU of rank 0; None on the other ranks.
+    """Return a sharded table on the CPU of rank 0; None on the other ranks.
 
-    It comes by blocks: the whole of it, together with each rank's part, may be more than a GPU has.
+    It is sent in blocks: a GPU may not have memory for the whole table in addition to a rank's part.
     """
     rank, device = dist.get_rank(), collective_device()
     own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}

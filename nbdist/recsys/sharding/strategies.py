@@ -1,4 +1,4 @@
-"""Sharding strategies, optimizers, tables: which go together, and why not."""
+"""Sharding strategies, optimizers and tables: which combinations are possible, and why others are not."""
 
 from __future__ import annotations
 
@@ -86,20 +86,22 @@ def check_optimizer(optimizer: str, device: torch.device, fused: bool | None) ->
 
 
 def fused_types(device: torch.device, fused: bool | None) -> set[str]:
-    """The names among `OPTIMIZERS` that are to be fused."""
+    """Return the names among `OPTIMIZERS` to use fused."""
     return set() if fused is False else set(EVERYWHERE if device.type == "cpu" else OPTIMIZERS)
 
 
 def choose(strategies: Mapping[str, str], tables: Mapping[str, Table]) -> dict[str, str]:
-    """Table → strategy, of the tables that `strategies` says something about."""
+    """Return the strategy of each table that `strategies` matches."""
     for pattern, strategy in strategies.items():
         if strategy not in STRATEGIES:
-            raise ValueError(f"{pattern!r}: {strategy!r} is no sharding strategy; there are {', '.join(STRATEGIES)}")
+            raise ValueError(
+                f"{pattern!r}: {strategy!r} is not a sharding strategy; choose one of {', '.join(STRATEGIES)}"
+            )
     return by_table(strategies, tables)
 
 
 def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) -> dict[str, T]:
-    """Table → what is given for it, or for all."""
+    """Return a value for each table, from one for each or one for all."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(tables, given)
     found = by_table(given, tables)
@@ -110,7 +112,8 @@ def of_each(what: str, given: Mapping[str, T] | T, tables: Mapping[str, Table]) 
 
 
 def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T]:
-    """Table → value, from names and globs: a name goes before globs, and globs in their order."""
+    """Return a value for each table, from names and globs: a name wins over globs, and earlier globs over later
+    ones."""
     for pattern in given:
         if not fnmatch.filter(tables, pattern) and pattern not in tables:
             raise ValueError(f"{pattern!r} matches no table; there are {', '.join(tables)}")
@@ -124,7 +127,7 @@ def by_table(given: Mapping[str, T], tables: Mapping[str, Table]) -> dict[str, T
 
 
 def too_large_to_copy(table: Table, samples: int) -> str:
-    """Why every rank should not have a copy of a table; empty if it may. `samples`: of all ranks in a step."""
+    """Return why a table should not be copied on every rank; empty if it may. `samples`: of all ranks in a step."""
     rows, size = table.config.num_embeddings, table.weight.numel() * table.weight.element_size()
     if size <= SMALL or rows <= 4 * samples:
         return ""
@@ -147,7 +150,7 @@ def column_parts(strategy: str, nranks: int, local: int) -> int:
 
 
 def refusal(strategy: str, table: Table, optimizer: str, nranks: int, local: int) -> str:
-    """Why a table cannot be sharded in this way; empty if it can. For the arguments see `column_parts`."""
+    """Return why a table cannot be sharded in this way; empty if it can. For the arguments see `column_parts`."""
     rows, columns = table.config.num_embeddings, table.config.embedding_dim
     if not table.pooled and strategy not in _SEQUENCE_STRATEGIES:
         return f"TorchRec shards the tables of an EmbeddingCollection only {', '.join(_SEQUENCE_STRATEGIES)}"

@@ -1,4 +1,4 @@
-"""The loss of a batch, and what is refused of it: shapes that would be broadcast, numbers that are not finite."""
+"""The loss of a batch, with errors for shapes that would be broadcast and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a batch; 0 where there are no predictions, as SASRec makes none of histories of one item.
+    """Return the loss of a batch; 0 without predictions, as from SASRec for histories of one item.
 
     Raises:
         ValueError: Predictions and targets are as many numbers in different shapes, or the loss is not one number.
@@ -40,7 +40,7 @@ def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> Va
             row = int(wrong.nonzero()[0, 0])
             return ValueError(
                 f"the loss of step {step} is not finite: row {row} of the batch of rank {rank} has a {what} that is "
-                f"{values[row].tolist()}. No step is taken with it; mend or leave out such rows"
+                f"{values[row].tolist()}. No step is taken with it; correct or remove such rows"
             )
     return ValueError(
         f"the loss of step {step} is not finite on rank {rank}, though its predictions and targets are: look at `loss`"
@@ -48,7 +48,7 @@ def not_finite(step: int, rank: int, predictions: Tensor, targets: Tensor) -> Va
 
 
 def not_finite_since(step: int) -> ValueError:
-    """Make the error for a sum of losses that is not finite, of the steps up to one."""
+    """Make the error for a sum of losses that is not finite, over the steps up to one."""
     return ValueError(
         f"the loss of a step up to step {step} is not finite: a feature, a target or a weight is NaN or infinite, and "
         "so may the weights be by now. On CPUs, fit() stops before that step and names the row"

@@ -1,8 +1,8 @@
-"""Steps that are recorded as CUDA graphs and replayed: no Python runs for a step, and the GPU waits for nothing.
+"""Training steps as CUDA graphs, which are recorded once and replayed: no Python runs, and the GPU never waits.
 
-A graph holds one step, or some in a row. Before it is replayed, the rows of its batches, in the epoch's order,
-and its learning rates are copied to where it reads them. Everything else it finds where it was recorded: columns,
-weights, state of the optimizer, sum of the losses.
+A graph contains one step, or several. Before it is replayed, the rows of its batches, in the epoch's order, and its
+learning rates are copied to its inputs. All other data stay in their places: columns, weights, state of the optimizer,
+sum of the losses.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _AHEAD = 3
 
 
 def no_gpu() -> str:
-    """Say why this process can record nothing; nothing where it can."""
+    """Return the reason why this process cannot record graphs; empty if it can."""
     return "" if collective_device().type == "cuda" else "this rank has no GPU of its own"
 
 
 def hindrance(run: Run) -> str:
-    """Say why the steps of a run cannot be recorded, as far as that is known before one is taken; nothing if so."""
+    """Return the reason why the steps of a run cannot be recorded, if it is known before the first step; otherwise
+    empty."""
     train, model = run.train, run.model
     if why := no_gpu():
         return why
@@ -63,16 +64,16 @@ def hindrance(run: Run) -> str:
 
 
 def capturing(run: Run, captured: bool | None, steps: int, scheduled: bool) -> CapturedSteps | None:
-    """Make what records the steps of a run and replays them, if that is wanted and possible.
+    """Return an object that records the steps of a run and replays them, if that is wanted and possible.
 
     Args:
         run: The run.
-        captured: What `fit` was given.
-        steps: How many steps are left.
+        captured: The option of `fit`: False never records, True requires it, None records longer runs if possible.
+        steps: The number of remaining steps.
         scheduled: Whether learning rates change.
 
     Raises:
-        ValueError: It is not possible, and `captured` says that it has to be.
+        ValueError: `captured` is True, and recording is not possible.
     """
     if captured is False or (captured is None and steps < WORTH):
         return None
@@ -87,7 +88,7 @@ def _refusal(why: str) -> ValueError:
 
 
 class Recorder:
-    """CUDA graphs of what this process does on its GPU; they have their memory together."""
+    """CUDA graphs of this process, which share their memory."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -95,7 +96,7 @@ class Recorder:
         self._unfinished: list[torch.cuda.Event] = []
 
     def rehearse(self, work: Callable[[], None]) -> str:
-        """Do some work once, as it will be recorded, and say where it made the host wait; nothing where it did not."""
+        """Do some work once, as it will be recorded, and return where it made the host wait; empty if it did not."""
         current, mode = torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
         self._stream.wait_stream(current)
         with warnings.catch_warnings(record=True) as said, torch.cuda.stream(self._stream):
@@ -110,7 +111,7 @@ class Recorder:
         return f"{Path(waits[0].filename).name}, line {waits[0].lineno}, waits for the GPU" if waits else ""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record work without doing it; returns a function that does it."""
+        """Record work without doing it; return a function that does it."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what it frees may not be freed meanwhile
         try:
@@ -153,7 +154,7 @@ class CapturedSteps:
         self._uncounted = 0
 
     def train(self, until: int) -> None:
-        """Take some steps: at least one unless they are `refused`, and none beyond step `until`."""
+        """Train some steps: at least one unless they are `refused`, and none beyond step `until`."""
         run = self._run
         if self._window is None and not self._begin_epoch():
             return
@@ -190,7 +191,7 @@ class CapturedSteps:
         self.refused = why
 
     def _begin_epoch(self) -> bool:
-        """Find the epoch's rows on the GPU, if they are there."""
+        """Put the epoch's rows on the GPU, if they fit."""
         run = self._run
         run.train.load_state_dict(run.train.state_dict())  # it goes on where it is
         window = run.train._epoch_on_device()
@@ -214,7 +215,7 @@ class CapturedSteps:
         return self._window.order[low - self._window.start : high - self._window.start]
 
     def _train_alone(self, number: int) -> None:
-        """Take one step as the run does, by the optimizer itself."""
+        """Make one step like the run, by the optimizer itself."""
         assert self._window is not None
         self.settle()
         run = self._run
@@ -229,7 +230,7 @@ class CapturedSteps:
             self._device_steps = DeviceSteps(run.model.optimizer, sparse)
 
     def _rehearse(self, number: int) -> None:
-        """Take one step as it will be recorded, and refuse where it cannot be."""
+        """Make one step as it will be recorded, and refuse if that is not possible."""
         run, recorder = self._run, Recorder()
         rows = self._rows(number, 1)
         device = rows.device
@@ -251,7 +252,7 @@ class CapturedSteps:
             self._refuse(why)
 
     def _fill(self, number: int, count: int, always: bool = False) -> None:
-        """Copy the rows and learning rates of `count` steps to where their graph reads them."""
+        """Copy the rows and learning rates of `count` steps to the inputs of their graph."""
         run = self._run
         rows = self._rows(number, count)
         self._order[: len(rows)].copy_(rows)
@@ -275,7 +276,7 @@ class CapturedSteps:
         self._took(count)
 
     def _steps(self, count: int) -> None:
-        """Take `count` steps: this is recorded."""
+        """Make `count` steps: this is recorded."""
         assert self._window is not None and self._device_steps is not None
         run = self._run
         size = run.train.batch_size

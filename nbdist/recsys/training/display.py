@@ -1,4 +1,4 @@
-"""The display of a run: in a notebook a table and a plot that grow in the cell, elsewhere lines of text."""
+"""The display of a run: in a notebook a table and a plot that grow, elsewhere lines of text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class RunDisplay:
     """The display of one run, on rank 0.
 
     Args:
-        history: What to show; `update` after it has grown.
+        history: The history to show; call `update` after it has grown.
         total: Steps of the run.
-        metrics: What is evaluated, in some records at least.
+        metrics: Names of metrics, which at least some records have.
     """
 
     def __init__(self, history: History, total: int, metrics: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class RunDisplay:
             self._table = display(self, display_id=True)
 
     def note(self, text: str) -> None:
-        """Say something, above the table."""
+        """Show a note above the table."""
         self._line = text
         if self._table is None:
             print(text, flush=True)
@@ -47,7 +47,8 @@ class RunDisplay:
             self._table.update(self)
 
     def progress(self, step: int, first: int) -> None:
-        """Say how far the run is, at most once a second, and in a notebook only. It began at step `first`."""
+        """Show the progress of the run, at most once a second, and in a notebook only. The run began at step
+        `first`."""
         now = time.monotonic()
         if self._table is None or now - self._noted < 1.0:
             return
@@ -67,7 +68,7 @@ class RunDisplay:
         print("\n".join([text_row(cells(self._history[-1], self._metrics)), *failures(self._history[-1])]), flush=True)
 
     def close(self, text: str) -> None:
-        """Say how the run ended, with everything drawn."""
+        """Show the end of the run, with everything drawn."""
         self.note(text)
         if self._table is not None:
             self._draw(True)
@@ -96,5 +97,5 @@ class RunDisplay:
 
 
 def _in_notebook() -> bool:
-    """Return whether displays can be updated: in a notebook's kernel, and in the ranks of one."""
+    """Return whether displays can be updated: in a notebook's kernel, and in its ranks."""
     return type(shell()).__name__ == "ZMQInteractiveShell"

@@ -1,4 +1,4 @@
-"""A model's predictions for batches, and what metrics say of them over all ranks."""
+"""Predictions of a model for batches, and metrics of them over all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise `TypeError` for anything but a dict of metrics."""
+    """Raise `TypeError` unless `metrics` is a dict of metrics."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"`metrics` must be a dict from name to metric, got {type(metrics).__name__}")
     for name, metric in metrics.items():
@@ -44,7 +44,7 @@ def check_metrics(metrics: Mapping[str, Metric]) -> None:
 
 
 def check_precision(precision: str | None) -> None:
-    """Raise `ValueError` for what is no `Precision`, and for bf16 on a GPU that has none in hardware."""
+    """Raise `ValueError` for anything but a `Precision`, and for bf16 on a GPU without hardware for it."""
     if precision not in (None, "fp32", *_AUTOCAST):
         raise ValueError(f'`precision` must be "bf16", "fp16", "fp32" or None, got {precision!r}')
     if precision != "bf16" or collective_device().type != "cuda":
@@ -64,14 +64,14 @@ def evaluate(
     *,
     precision: Precision | None = None,
 ) -> dict[str, float]:
-    """The metrics of a model over all rows of a loader, on all ranks; the model is in evaluation mode meanwhile.
+    """Return the metrics of a model over all rows of a loader, on all ranks, in evaluation mode.
 
-    Each row counts once, also where the loader repeats some (``remainder="pad"``).
+    Each row counts once, even if the loader repeats some (``remainder="pad"``).
 
-    All ranks have to call it, and get the same numbers.
+    All ranks must call it, and get the same numbers.
 
     Args:
-        model: What `shard` or `replicate` gave, as for `fit`; or a module, which is called as it is.
+        model: The result of `shard` or `replicate`, as for `fit`; or a module, which is called as it is.
         predict: Called with the model and a batch; returns predictions (given to the metrics in float32) and targets,
             and for metrics of ranked rows (`Recall`, `NDCG`, `HitRate`, `MRR`) the users. Fourth, after the users or
             None, it may return the weights of the rows.
@@ -116,7 +116,7 @@ def evaluate(
 def measure(
     model: nn.Module, predict: Predict, loader: Loader, metrics: Mapping[str, Metric], precision: Precision | None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Evaluate as `evaluate` does, with NaN for metrics that cannot be computed, and the reasons."""
+    """Evaluate like `evaluate`, with NaN for metrics that cannot be computed, and the reasons."""
     was_training = model.training
     model.eval()
     for metric in metrics.values():
@@ -166,7 +166,8 @@ def _update(
 
 
 def forward(model: nn.Module, predict: Predict, batch: Any, precision: Precision | None) -> tuple[Any, ...]:
-    """Predictions, in single precision, and targets of a batch; and users and weights, if `predict` returns them."""
+    """Return predictions, in single precision, and targets of a batch; and users and weights, if `predict` returns
+    them."""
     half = _AUTOCAST.get(precision or "fp32")
     with torch.autocast(collective_device().type, half) if half is not None else contextlib.nullcontext():
         found: Any = predict(model, batch)

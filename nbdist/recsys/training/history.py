@@ -16,7 +16,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Record:
-    """A line of the table: the training since the line before it, and the validation that followed.
+    """A line of the table: the training since the previous line, and the validation that followed.
 
     Examples:
         >>> import torch
@@ -55,7 +55,7 @@ class Record:
 
 
 class History:
-    """The records of a run. A notebook shows them as a table; they go from rank to notebook like any value.
+    """The records of a run. A notebook shows them as a table, and a rank can return them like any value.
 
     Args:
         records: In the order of their steps.
@@ -97,7 +97,7 @@ class History:
         return self.records[number]
 
     def values(self, metric: str) -> list[float]:
-        """A metric over the records that have it."""
+        """Return the values of a metric in the records that have it."""
         return [record.metrics[metric] for record in self.records if metric in record.metrics]
 
     @property
@@ -115,7 +115,8 @@ class History:
         return pd.DataFrame(rows)
 
     def plot(self) -> Figure:
-        """Loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one plot."""
+        """Draw loss, each metric, learning rates and rows/s over the steps; metrics called ``..._loss`` are in one
+        plot."""
         from matplotlib.figure import Figure  # not pyplot: it would show the figure once more at the end of the cell
 
         steps = [record.step for record in self.records]
@@ -172,12 +173,12 @@ class History:
 
 
 def head(metrics: Iterable[str]) -> list[str]:
-    """The names of the columns."""
+    """Return the names of the columns."""
     return ["step", "epoch", "loss", *metrics, "learning rate", "rows/s"]
 
 
 def cells(record: Record, metrics: Iterable[str]) -> list[str]:
-    """A record's numbers as people read them, in the order of `head`."""
+    """Return a record's numbers as text, in the order of `head`."""
     return [
         f"{record.step:,}",
         f"{record.epoch:.2f}",
@@ -189,7 +190,7 @@ def cells(record: Record, metrics: Iterable[str]) -> list[str]:
 
 
 def failures(record: Record) -> list[str]:
-    """Sentences about the metrics that could not be computed."""
+    """Return sentences about the metrics that could not be computed."""
     return [f"{name} after step {record.step:,} could not be computed: {why}" for name, why in record.failed.items()]
 
 

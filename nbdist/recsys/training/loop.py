@@ -13,7 +13,7 @@ Inside a rank::
         history = fit(sharded, predict, rows, valid, steps=2000, log_every=200, schedule=warmup_decay(2000, warmup=200))
         return history, sharded.gather()
 
-It is a convenience: what it uses (`evaluate`, loaders, metrics, `shard`) works in a loop of one's own too.
+`fit` is optional: its parts (`evaluate`, loaders, metrics, `shard`) work in your own loop, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .snapshots import Snapshots
 
 
 def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean negative log likelihood of labels (0 or 1), of any dtype."""
+    """Return the mean negative log likelihood of labels (0 or 1), of any dtype."""
     return nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
 
 
@@ -73,40 +73,40 @@ def fit(
     captured: bool | None = None,
     progress: bool = True,
 ) -> History:
-    """Train a sharded or replicated model. All ranks have to call it, with the same arguments.
+    """Train a sharded or replicated model. All ranks must call it, with the same arguments.
 
     The gradient of a step is the gradient of the mean loss over the rows of all ranks. Rank 0 shows a table and a plot
-    that grow as the run goes on; on a terminal, lines. The loaders are moved to the rank's device.
+    that grow during the run; in a terminal, lines. The loaders are moved to the rank's device.
 
-    A run that is resumed ends with the same weights and history as one that was never broken off, but for
-    `rows_per_second`:
-    model, optimizer, place in the epoch, and random generators of each rank are part of a snapshot. The learning rates
-    follow from the step. Build the model and the loaders as for the first time, and give the same arguments.
+    A resumed run ends with the same weights and history as one without interruption, except for `rows_per_second`: a
+    snapshot contains the model, the optimizer, the position in the epoch, and the random generators of each rank. The
+    learning rates depend on the step. Build the model and the loaders as for the first time, and pass the same
+    arguments.
 
-    On another number of ranks it goes on, too: what is left of the epoch is divided among those, so that each row still
-    comes once. Give the loader a batch size of `batch_size // dist.get_world_size()`, so that a step is as many rows as
-    before: then the loss follows the same curve, within the noise of another order. On a cluster there is a snapshot,
-    too, when a node is about to be taken away (`nbdist.preempted`).
+    A run can also resume on another number of ranks: the remaining rows of the epoch are divided among them, so that
+    each row still comes once. Use the batch size `batch_size // dist.get_world_size()` in the loader, so that a step
+    has as many rows as before: then the loss follows the same curve, within the noise of another order. On a cluster a
+    snapshot is also taken when a node is about to be taken away (`nbdist.preempted`).
 
     A snapshot is taken before the evaluation of its step, which a resumed run makes up for: an evaluation that fails
     costs no training. A metric that cannot be computed, such as the AUC of rows with one label, is NaN in the history,
     which says why.
 
     Args:
-        model: What `shard` or `replicate` gave.
+        model: The result of `shard` or `replicate`.
         predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
             weights, which metrics take, and the loss does not.
         train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
             world_size=1`), which may be more on some ranks than on others, in equally many steps.
         valid: Evaluated as a whole, each row once: its remainder may not be "drop".
-        steps: How long to train: in steps,
+        steps: The length of the training in steps,
         epochs: or in epochs. One of the two.
         log_every: Steps from one record to the next. None: an epoch. The last step has one too.
         eval_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
             Otherwise those between have the training loss alone.
-        loss: Of predictions (float32) and targets: the mean over the rows of a batch.
+        loss: A function of predictions (float32) and targets: the mean over the rows of a batch.
         metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
-        schedule: What the learning rates of tables and dense layers are multiplied by; see `warmup_decay`. Asked for
+        schedule: The factor of the learning rates of tables and dense layers; see `warmup_decay`. Asked for
             the steps of the run alone. After the run, the optimizer has its full learning rates again.
         max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
             down to if they have a larger one. None: gradients are not scaled.
@@ -117,7 +117,7 @@ def fit(
             torch's choice. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss is
             scaled, so that small gradients do not vanish, and a step whose gradients overflow on some rank is left out
             on all, with half the scale afterwards. "fp32" or None: without autocast.
-        snapshots: Where and when to take them, and whether to resume.
+        snapshots: The folder and times of snapshots, and whether to resume.
         patience: Stop when this number of evaluations in a row have not improved the last of the metrics.
         pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
             this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
@@ -208,7 +208,7 @@ def fit(
         display.note(resumed)
 
     def record() -> bool:
-        """Add to the history what the last step calls for; whether training is to stop."""
+        """Add the records that are due after the last step to the history; return whether training is to stop."""
         evaluated = run.step % eval_every == 0 or run.step == total
         if not run.recorded and (evaluated or run.step % log_every == 0):
             run.record(valid if evaluated else None, metrics)
@@ -218,7 +218,7 @@ def fit(
         return _stale(run.history, metrics, patience)
 
     def next_stop(step: int) -> int:
-        """The next step after which something is done but training."""
+        """Return the next step after which other work than training is due."""
         each = [log_every, eval_every, *([snapshots.every or eval_every] if snapshots else [])]
         return min(total, *(step - step % every + every for every in each))
 
@@ -231,7 +231,7 @@ def fit(
     stopped = record() if run.step else False
     if display and run.step and run.recorded:
         display.update()
-    warned = told = False  # that a machine will be taken away: to be followed by a snapshot; followed by one
+    warned = saved = False  # a machine will be taken away: a snapshot is due; the snapshot has been written
     capture = capturing(run, captured, total - run.step, schedule is not None)
     with schedules, contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
         while run.step < total and not stopped:
@@ -249,12 +249,12 @@ def fit(
                 run.train_on(group, upcoming[0] if upcoming else None)
             if snapshots:
                 due = run.step == total or run.step % (snapshots.every or eval_every) == 0
-                warned = warned or (not told and preempted())
+                warned = warned or (not saved and preempted())
                 if due or (warned and not upcoming):  # that batch would be missing afterwards
                     if capture is not None:
                         capture.settle()
                     run.snapshot(snapshots)  # first: if the evaluation fails, the run goes on from here
-                    told, warned = told or warned, False
+                    saved, warned = saved or warned, False
             stopped = record()
             if snapshots and stopped:
                 run.snapshot(snapshots)
@@ -297,7 +297,7 @@ def _improved(history: History, metrics: Mapping[str, Metric], name: str) -> boo
 
 
 def _the_higher(history: History, metrics: Mapping[str, Metric], name: str) -> list[float]:
-    """A metric over the evaluations, so that more is better."""
+    """Return a metric over the evaluations, with the sign such that more is better."""
     values = [value if metrics[name].higher_is_better else -value for value in history.values(name)]
     return [-math.inf if math.isnan(value) else value for value in values]  # what is no number is no improvement
 
@@ -342,7 +342,8 @@ def _check(
             raise ValueError(f"`{name}` needs `valid` and a metric to go by")
     if snapshots and snapshots.keep_best and (valid is None or snapshots.keep_best not in metrics):
         raise ValueError(
-            f"keep_best={snapshots.keep_best!r} needs valid=, and is to be one of the metrics: {', '.join(metrics)}"
+            f"keep_best must be one of the metrics, {', '.join(metrics)}, and valid= must be given, "
+            f"got {snapshots.keep_best!r}"
         )
     by_patience = list(metrics)[-1] if counts["patience"] is not None else None
     for option, chosen in (("keep_best", snapshots and snapshots.keep_best), ("patience", by_patience)):
@@ -354,7 +355,8 @@ def _check(
 
 
 def _same_steps(loader: Loader) -> None:
-    """Ranks that have loaders of their own could wait for one another for ever."""
+    """Raise `ValueError` if ranks have loaders of their own with different numbers of steps: they would wait for
+    ever."""
     lengths = ranks.all_gather(len(loader))
     for rank, length in enumerate(lengths):
         if length != lengths[0]:

@@ -1,4 +1,4 @@
-"""A training run between its steps: what a step does, what a record says, what a snapshot has to hold."""
+"""A training run between its steps: the work of a step, the content of a record and of a snapshot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .snapshots import Snapshots, random_state, set_random_state
 
 
 class Run:
-    """A run between its steps: all that a snapshot has to hold in addition to the model."""
+    """The state of a run between its steps: the content of a snapshot in addition to the model."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Run:
         self._since = time.perf_counter()
 
     def note_sizes(self) -> None:
-        """Take note of how many rows the batches of an epoch have. All ranks have to call it at its beginning."""
+        """Record the numbers of rows in the batches of an epoch. All ranks must call it at the epoch's begin."""
         train = self.train
         if self._divided == train.partition:
             return
@@ -76,23 +76,25 @@ class Run:
         self._alike = [len({partition.size(rank, i) for partition, rank in everyone}) == 1 for i in range(len(train))]
 
     def ends_epoch(self, batches: Sequence[tuple[int, Any]]) -> bool:
-        """Return whether these are an epoch's last batches: the next may be divided otherwise among the ranks."""
+        """Return whether these are an epoch's last batches: the next epoch may be divided differently among the
+        ranks."""
         return batches[-1][0] == len(self._sizes) - 1
 
     @property
     def epoch(self) -> float:
-        """Number of epochs that are over."""
+        """Number of finished epochs."""
         step, epochs, before = self._origin
         done = self.step - step
         return epochs + (done * before if done < 0 else done / self.steps_an_epoch)
 
     def steps_of(self, epochs: int) -> int:
-        """The step after which `epochs` epochs are over."""
+        """Return the step at which `epochs` epochs are finished."""
         step, before, _ = self._origin
         return step + (epochs - before) * self.steps_an_epoch
 
     def train_on(self, batches: Sequence[tuple[int, Any]], following: tuple[int, Any] | None = None) -> None:
-        """Take a step on some batches, each with its number in the epoch; `following` is the next, to send ahead."""
+        """Make a step on some batches, each with its number in the epoch; ids of `following`, the next batch, are sent
+        ahead."""
         module, optimizer = self.model.model, self.model.optimizer
         optimizer.zero_grad()
         total = sum(self._totals[number] for number, _ in batches)
@@ -117,7 +119,7 @@ class Run:
         self.step += 1
 
     def loss_of(self, batch: Any) -> Tensor:
-        """The loss of a batch; on CPUs, raises `ValueError` where it is not finite."""
+        """Return the loss of a batch; on CPUs, raise `ValueError` if it is not finite."""
         found = forward(self.model.model, self.predict, batch, self.precision)
         loss = batch_loss(self.loss, found[0], found[1])
         # In fp16 a step that overflows is left out.
@@ -127,7 +129,7 @@ class Run:
         return loss
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
-        """Begin to send the ids of a batch to the ranks that hold their rows, if it has as many rows on all ranks."""
+        """Start sending the ids of a batch to the ranks that store their rows, if it has as many rows on all ranks."""
         if numbered is None or not self._alike[numbered[0]] or not isinstance(numbered[1], Batch):
             return None
         features, ahead = numbered[1].prepared, self.model._ahead
@@ -138,11 +140,11 @@ class Run:
 
     @property
     def recorded(self) -> bool:
-        """True where the history has the last step."""
+        """True if the history contains the last step."""
         return bool(len(self.history)) and self.history[-1].step == self.step
 
     def record(self, valid: Loader | None, metrics: Mapping[str, Metric]) -> None:
-        """Add to the history what was trained since the last record, and an evaluation."""
+        """Add to the history the training since the last record, and an evaluation."""
         self._stop_clock()
         sums = torch.stack([self._loss, *torch.tensor([self._rows, self._without_loss]).to(self._loss)])
         slowest = torch.tensor(self._seconds, dtype=torch.float64, device=sums.device)
@@ -176,7 +178,7 @@ class Run:
         self._since = time.perf_counter()
 
     def _check_finite(self, loss: float) -> None:
-        """Raise `ValueError` where the sum of the losses since the last record is not finite."""
+        """Raise `ValueError` if the sum of the losses since the last record is not finite."""
         if self.precision != "fp16" and not math.isfinite(loss):
             raise not_finite_since(self.step)
 
@@ -198,7 +200,7 @@ class Run:
         self._since = time.perf_counter()
 
     def restore(self, snapshots: Snapshots) -> str:
-        """Go on from the newest snapshot, if there is one and that is wanted; says so, or nothing."""
+        """Restore the newest snapshot, if there is one and it is wanted; return a note about it, or an empty text."""
         found = snapshots._load(self.model)
         if found is None:
             return ""
@@ -206,9 +208,9 @@ class Run:
         there, here, rank = common["world_size"], dist.get_world_size(), dist.get_rank()
         if there != here and (own["loader"]["world_size"], self.train.world_size) != (there, here):
             raise ValueError(
-                f"the snapshot after step {common['step']} was taken on {there} ranks with rows of their own, and here "
-                f"are {here}: nobody knows whose rows they go on with. Resume it on {there}, or let one loader divide "
-                f"all rows"
+                f"the snapshot after step {common['step']} was taken on {there} ranks with a loader of its own for "
+                f"each, and here are {here} ranks: the remaining rows cannot be divided. Resume on {there} ranks, or "
+                f"train with one loader that divides all rows"
             )
         self.step = self._saved = common["step"]
         self.history = History._from_json(common["history"])
@@ -252,7 +254,8 @@ def _finite(targets: Tensor) -> bool:
 
 
 def _scaler(precision: Precision | None, optimizer: torch.optim.Optimizer) -> ShardedGradScaler:
-    """Make what scales the loss in fp16, and leaves a step out on all ranks where it overflows on one; else a no-op.
+    """Make the scaler of the loss in fp16, which skips a step on all ranks if it overflows on one; without fp16 it does
+    nothing.
 
     A fused optimizer would leave the step out by itself, but in torch 2.13 fails at this scaler's shapes.
     """

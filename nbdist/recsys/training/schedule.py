@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run: functions from a step to what the learning rates are multiplied by."""
+"""Learning rates over the steps of a run: functions from a step to a factor of the learning rates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ asked for the steps of the run alone."""
 def warmup_decay(
     steps: int, *, warmup: int = 0, start: int | None = None, final: float = 0.0, shape: str | float = "cosine"
 ) -> Schedule:
-    """Up to the full learning rate in a straight line, then down to a part of it.
+    """Return a function that rises linearly to the full learning rate, and then falls to a part of it.
 
     Args:
         steps: Steps of the run; the decay ends with the last one.
         warmup: Steps until the full learning rate is reached; the first of them has `1 / warmup` of it.
         start: The step at which the decay begins. None: after the warm-up.
-        final: What is left at the end, as a part of the full learning rate.
-        shape: Of the decay: "cosine", "linear", or a power, such as 2 for a falling parabola.
+        final: The part of the full learning rate at the end.
+        shape: The shape of the decay: "cosine", "linear", or a power, such as 2 for a falling parabola.
 
     Raises:
         ValueError: Warm-up and decay do not follow one another within `steps`, or an unknown shape.
@@ -73,7 +73,8 @@ def factor_of(schedule: Schedule, step: int) -> float:
 def scheduled(optimizer: torch.optim.Optimizer, factor: Schedule, first: int) -> Iterator[LambdaLR]:
     """Multiply the learning rates by factors during a run that begins at step `first`.
 
-    Before and after it, an optimizer has its full learning rates, so that those which are set between two runs count.
+    Before and after it, an optimizer has its full learning rates, so that rates that are set between two runs take
+    effect.
     """
     for group in optimizer.param_groups:
         group.pop("initial_lr", None)  # of another scheduler: LambdaLR would go on from it

@@ -1,4 +1,4 @@
-"""Snapshots of a run: complete or not there, whatever happens while one is written."""
+"""Snapshots of a run: complete or absent, even if the process is killed while it writes one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _STATE, _BEST = "state.json", "best.json"
 
 @dataclass(frozen=True)
 class Snapshots:
-    """A folder for `fit`'s snapshots of a run, and when it takes them.
+    """A folder for `fit`'s snapshots of a run, and the times to take them.
 
-    Each is a folder `step-N` with what `save` of the model writes, and with what else a run goes on from. It is
-    written under another name and renamed at the end: a run that is killed while it writes leaves the one before.
+    Each is a folder `step-N` with the model's `save` and the further state of the run. It is written under another name
+    and renamed at the end: a run that is killed while it writes keeps the snapshot before.
 
     Examples:
         >>> import torch
@@ -69,12 +69,12 @@ class Snapshots:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
 
     def all(self) -> list[Path]:
-        """The folders of the snapshots that there are, the newest last."""
+        """Return the folders of the existing snapshots, the newest last."""
         found = [path for path in Path(self.folder).glob("step-*") if path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
     def best(self) -> Path:
-        """The snapshot whose value of `keep_best` is best, for `load` of a model.
+        """Return the snapshot with the best value of `keep_best`, for `load` of a model.
 
         Raises:
             FileNotFoundError: None is there, or none was evaluated yet.
@@ -87,7 +87,7 @@ class Snapshots:
         return found
 
     def _mark_best(self, step: int) -> None:
-        """Say that the snapshot of a step is the best so far. All ranks have to call it."""
+        """Mark the snapshot of a step as the best so far. All ranks must call it."""
         if dist.get_rank() == 0:
             scratch = Path(self.folder) / f".{_BEST}.tmp"
             with open(scratch, "w") as text:
@@ -109,13 +109,13 @@ class Snapshots:
         return path if path.exists() else None
 
     def _save(self, model: Parallel, step: int, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Take one. All ranks have to call it.
+        """Take a snapshot. All ranks must call it.
 
         Args:
             model: Saves itself.
-            step: What it is named by.
-            common: What all ranks have alike, as JSON has it; rank 0's is kept.
-            own: What each rank has for itself: tensors and plain values.
+            step: The step in its name.
+            common: The state that all ranks share, as JSON; rank 0's is kept.
+            own: The state of each rank: tensors and plain values.
         """
         final = Path(self.folder) / f"step-{step}"
         scratch = final.with_name(f".{final.name}.tmp")
@@ -148,7 +148,7 @@ class Snapshots:
         dist.barrier()  # it is there when any rank goes on
 
     def _load(self, model: Parallel) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Load the newest, if the run is to be resumed and there is one. All ranks have to call it.
+        """Load the newest snapshot, if it exists and the run is to be resumed. All ranks must call it.
 
         Returns:
             `common`, with `step` and `world_size`, and `own` as `_save` got them. On another number of ranks `own` is
@@ -178,25 +178,25 @@ class Snapshots:
         return common, own
 
     def _own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Load `own` of each rank that took the snapshot, whose `common` is what `_load` gave."""
+        """Load `own` of each rank that took the snapshot, whose `common` `_load` has returned."""
         folder = Path(self.folder) / f"step-{common['step']}"
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 
     def _clear(self) -> None:
-        """Remove what a run that was killed has left half written or half removed."""
+        """Remove half-written or half-removed folders of a killed run."""
         for left in Path(self.folder).glob(".step-*.tmp"):
             shutil.rmtree(left)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of this rank's random generators: of `random`, NumPy, torch, and its GPU."""
+    """Return the states of this rank's random generators: `random`, NumPy, torch, and its GPU."""
     kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Bring the generators back to where `random_state` found them."""
+    """Set the generators to the states of `random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

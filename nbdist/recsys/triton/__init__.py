@@ -1,4 +1,4 @@
-"""A fitted workflow and a trained model as a Triton ensemble, which takes raw ids and strings and answers."""
+"""Export of a fitted workflow and a trained model as a Triton ensemble, whose requests contain raw ids and strings."""
 
 from .export import Ensemble, export_ensemble
 from .served.preprocess import (

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class TensorSpec(NamedTuple):
-    """An input or output of a model, without the rows."""
+    """An input or output of a model, without the row dimension."""
 
     name: str
     dtype: Any
@@ -54,9 +54,9 @@ def ensemble_config(
     steps: Sequence[Any],
     version: int,
 ) -> Any:
-    """The configuration of an ensemble of models one after the other, given by their configurations, in a version.
+    """Return the configuration of an ensemble of consecutive models, given by their configurations, in a version.
 
-    What passes between them is called by its model and name, so that an input and what becomes of it may share a name.
+    Tensors between them are named by model and tensor, so that an input and its transformed column may share a name.
     """
     config = _config(name, batching, inputs, outputs)
     config.platform = "ensemble"
@@ -79,7 +79,7 @@ def write_config(config: Any, folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Any:
-    """Read what `write_config` has written."""
+    """Read a file of `write_config`."""
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2 as pb
 

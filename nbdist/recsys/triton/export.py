@@ -1,4 +1,4 @@
-"""A fitted workflow and a trained model as a Triton ensemble, which takes raw ids and strings and answers.
+"""Export of a fitted workflow and a trained model as a Triton ensemble, whose requests contain raw ids and strings.
 
 In the notebook::
 
@@ -17,9 +17,9 @@ ONNX; and ``<name>``, the ensemble of the two, which is the one to ask. The firs
 Python, the second the server's ONNX Runtime backend or, with ``backend="python"``, the wheel onnxruntime. Neither needs
 nbdist, torch or polars.
 
-With ``version=``, the two have several versions in the repository; each goes only with its own counterpart: a code of
-one is another in the next. Triton has one configuration for all versions of an ensemble, so that there is an ensemble
-for each of them, ``<name>.<version>``; and ``<name>`` takes the greatest.
+With ``version=``, the two models have several versions in the repository. Each fits only its own counterpart, because
+codes differ between versions. Triton has one configuration for all versions of an ensemble, so each version has an
+ensemble of its own, ``<name>.<version>``; and ``<name>`` uses the newest.
 
 A request has each raw column as a tensor of shape (rows, 1): INT64 for booleans, dates and all integers but uint64,
 UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNED`, `NULL_STRING`, or the NaN whose bits
@@ -90,7 +90,7 @@ class Ensemble:
     """The tensor with the answers, shape (rows, width)."""
 
     def request(self, frame: Any) -> dict[str, Array]:
-        """Rows of raw data as the tensors of a request.
+        """Return rows of raw data as the tensors of a request.
 
         Args:
             frame: A polars or pandas frame, an Arrow table, or a dict of lists, with at least the columns of `inputs`.
@@ -125,7 +125,7 @@ def export_ensemble(
     version: int | None = None,
     overwrite: bool = False,
 ) -> Ensemble:
-    """Write a Triton model repository in which raw columns go in and the model's answers come out.
+    """Write a Triton model repository that maps raw columns to the model's answers.
 
     The repository appears complete or not at all. The export is compared with the model on batches of random codes.
 
@@ -133,11 +133,11 @@ def export_ensemble(
         workflow: Fitted; or the folder that one was saved to.
         model: Trained, and whole: what `gather` gave of a sharded or replicated one.
         path: The folder to write. It is made; if it is there, it has to be empty, or hold other versions.
-        name: Of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
-        columns: What the model takes of the workflow's outputs. None: all that are categorified.
+        name: The name of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
+        columns: The workflow's outputs that the model takes. None: all categorified ones.
         call: ``call(model, batch)`` gives the answers, one tensor of shape (rows,) or (rows, width), to a batch as a
             loader makes it: a dict from column to tensor, or to `Ragged` for lists. None: ``model(batch)``.
-        output: What to name the answers.
+        output: The name of the answers.
         backend: What runs the model in the server: its backend "onnxruntime", or "python" with the wheel onnxruntime.
         max_batch_size: The rows that a request may have, and that requests are put together to.
         max_queue_delay: Seconds that a request may wait for others to be put together with.
@@ -237,10 +237,10 @@ def export_ensemble(
 
 
 def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> list[int]:
-    """The versions of an ensemble in a repository, but for one.
+    """Return the other versions of an ensemble in a repository.
 
     Raises:
-        FileExistsError: That one is there, and not to be replaced.
+        FileExistsError: The version exists, and `overwrite` is false.
     """
     there = [int(one.suffix[1:]) for one in path.glob(f"{name}.*") if one.suffix[1:].isdecimal()]
     if version in there and not overwrite:
@@ -249,7 +249,7 @@ def _other_versions(path: Path, name: str, version: int, overwrite: bool) -> lis
 
 
 def _check_same(config: Any, folder: Path, name: str, version: int) -> None:
-    """Raise `ValueError` where the versions in a model's folder are of another configuration."""
+    """Raise `ValueError` if the versions in a model's folder have another configuration."""
     for part in ("input", "output", "backend"):
         if getattr(read_config(folder), part) != getattr(config, part):
             raise ValueError(
@@ -263,7 +263,7 @@ def _plain_call(model: nn.Module, batch: Columns) -> torch.Tensor:
 
 
 def tensors_of(steps: ServedSteps) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """The inputs and outputs of the model that does a workflow's steps."""
+    """Return the inputs and outputs of the model that runs a workflow's steps."""
     raw = [_tensor(column, arrow_type(column, kind)) for column, kind in steps.inputs.items()]
     made = [TensorSpec(column, one.dtype, -1 if one.is_list else 1) for column, one in steps.outputs.items()]
     return raw, made

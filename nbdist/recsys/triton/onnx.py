@@ -1,8 +1,8 @@
-"""A trained model as ONNX: plain look-ups instead of embedding bags, any number of rows, checked against the model.
+"""A trained model as ONNX: plain look-ups instead of embedding bags, any number of rows, compared with the model.
 
-ONNX has no bags of different sizes. So in what is exported, lists are rows padded with -1, and each
+ONNX has no bags of different sizes. So in the exported model, lists are rows padded with -1, and each
 `torch.nn.EmbeddingBag` (TorchRec's `EmbeddingBagCollection` consists of them) is a `_PaddedBag`. The model's own code
-runs unchanged: it sees `Ragged` columns whose lists all have the same length.
+runs unchanged: it gets `Ragged` columns whose lists all have the same length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPSET = 18
 
 
 class _PaddedBag(nn.Module):
-    """An `nn.EmbeddingBag` whose bags are all of one length, with -1 for what is not there.
+    """An `nn.EmbeddingBag` whose bags all have the same length, padded with -1.
 
     Raises:
         ValueError: for what of an `nn.EmbeddingBag` it cannot do.
@@ -79,8 +79,8 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
     Args:
         model: It is left as it is.
         features: The columns of a batch, in order, which become the inputs.
-        call: How the model is called.
-        output: What to name the output, of shape (rows, width).
+        call: Calls the model.
+        output: The name of the output, of shape (rows, width).
 
     Returns:
         The model's answers to some rows.
@@ -121,7 +121,7 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], call: Call, ou
 
 
 def looked_up(model: nn.Module, features: Mapping[str, Feature], call: Call) -> list[tuple[nn.Module, list[str]]]:
-    """The tables of a model, each with the columns of codes whose ids, as they are in a batch, it is asked for.
+    """Return the tables of a model, each with the columns of codes that it looks up, as in a batch.
 
     Args:
         model, features, call: As for `write_onnx`.
@@ -149,14 +149,14 @@ def looked_up(model: nn.Module, features: Mapping[str, Feature], call: Call) -> 
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
-    """The model on the CPU, to be evaluated, with its own tensors where these are there already."""
+    """Return a copy of the model on the CPU, in evaluation mode; tensors that are on the CPU are shared."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(t): t for t in tensors if t.device.type == "cpu"}).cpu().eval()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what torch and TorchRec say about their own workings out of the cell."""
+    """Keep log messages of torch and TorchRec out of the cell."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # torch.onnx, torch.fx and, on the root logger, TorchRec
     try:
@@ -168,7 +168,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _two_dimensional(answer: object) -> Tensor:
-    """A model's answer, shape (rows,) or (rows, width), as (rows, width)."""
+    """Return a model's answer, shape (rows,) or (rows, width), as (rows, width)."""
     if not isinstance(answer, Tensor) or answer.ndim not in (1, 2):
         found = f"of shape {tuple(answer.shape)}" if isinstance(answer, Tensor) else f"a {type(answer).__name__}"
         raise ValueError(f"the model's answer is {found}: it has to be one tensor of shape (rows,) or (rows, width)")
@@ -184,7 +184,7 @@ def _with_padded_bags(model: nn.Module) -> nn.Module:
 
 
 def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
-    """Some rows, always the same: any codes, the highest among them, and lists of 0 to 4."""
+    """Make some rows, always the same ones: any codes, the highest included, and lists of 0 to 4."""
     draw = np.random.default_rng(rows)
     batch: Columns = {}
     for name, feature in features.items():
@@ -201,7 +201,7 @@ def _batch(features: Mapping[str, Feature], rows: int) -> Columns:
 
 
 def _padded(batch: Columns) -> dict[str, Tensor]:
-    """The columns as the exported model takes them."""
+    """Return the columns in the form of the exported model's inputs."""
     result = {}
     for name, column in batch.items():
         if isinstance(column, Ragged):

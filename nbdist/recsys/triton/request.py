@@ -1,6 +1,6 @@
-"""A fitted workflow as a request meets it: the columns it carries, in which form, and the steps that follow.
+"""The form of requests for a fitted workflow: the columns, their types, and the steps that the server runs.
 
-The form is described in `served/preprocess.py`, which undoes it in the server: int64 or bytes, with values that stand
+The form is described in `served/preprocess.py`, which decodes it in the server: int64 or bytes, with values that stand
 for null and for the padding of lists.
 """
 
@@ -39,7 +39,7 @@ _DATETIME = re.compile(r"Datetime\(time_unit='(ms|us|ns)', time_zone=(None|'[^']
 
 @dataclass
 class Feature:
-    """A column that the model takes."""
+    """A column that the model uses."""
 
     dtype: str
     """NumPy's name."""
@@ -50,7 +50,7 @@ class Feature:
 
 @dataclass
 class ServedSteps:
-    """The steps that a server does with a request so that the model can take it."""
+    """The steps that a server runs on a request before the model."""
 
     inputs: dict[str, str]
     """The columns of a request, each with its type's name in the workflow."""
@@ -59,7 +59,7 @@ class ServedSteps:
     kernels: list[Kernel] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Write what `served.preprocess.Preprocessing` reads."""
+        """Write the files that `served.preprocess.Preprocessing` reads."""
         steps: list[dict[str, Any]] = []
         parts: dict[str, Array] = {}
         for number, kernel in enumerate(self.kernels):
@@ -77,7 +77,7 @@ class ServedSteps:
 
 
 def served_steps(workflow: Workflow, columns: Sequence[str] | None) -> ServedSteps:
-    """The steps that make some of a workflow's outputs; None: all that are categorified.
+    """Return the steps that make some of a workflow's outputs; None: all categorified ones.
 
     Raises:
         RuntimeError: The workflow is not fitted.
@@ -113,7 +113,7 @@ def _feature(workflow: Workflow, name: str) -> Feature:
 
 
 def _array(column: pl.Series) -> Array:
-    """A column of a kernel's, as requests carry it."""
+    """Convert a column of a kernel to the form of requests."""
     kind = arrow_type(column.name, type_name(column.dtype))
     return to_request(column.to_frame().to_arrow()[0], column.name, kind)
 
@@ -144,7 +144,7 @@ def _is_date(kind: str) -> bool:
 
 
 def as_fitted(values: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
-    """A column whose dates are of a workflow's type, such as of the same unit of time; any other as it is.
+    """Return a column with the workflow's type if it has dates, such as the same unit of time; otherwise unchanged.
 
     Raises:
         ValueError: They cannot be.
@@ -156,11 +156,11 @@ def as_fitted(values: pa.ChunkedArray, kind: str) -> pa.ChunkedArray:
     try:
         return values.cast(target, safe=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"a column of type {values.type} is to be {kind}: {error}") from None
+        raise ValueError(f"a column of type {values.type} cannot be converted to {kind}: {error}") from None
 
 
 def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
-    """A column as requests carry it: of shape (rows, 1), or (rows, longest) for lists.
+    """Convert a column to the form of requests: shape (rows, 1), or (rows, longest) for lists.
 
     Raises:
         ValueError: where values are not of that kind, or stand for null or padding.
@@ -172,7 +172,7 @@ def to_request(values: pa.ChunkedArray, name: str, kind: pa.DataType) -> Array:
             values = values.cast(pa.int32())
         array = values.cast(kind)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"column {name!r} is {values.type}, which is to be {kind}: {error}") from None
+        raise ValueError(f"column {name!r} is {values.type}, and cannot be converted to {kind}: {error}") from None
     array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], kind)
     if not pa.types.is_large_list(kind):
         return _scalars(array, name)[:, None]
@@ -200,7 +200,7 @@ def _scalars(array: pa.Array, name: str) -> Array:
 
 
 def _storable(key: str, array: Array) -> dict[str, Array]:
-    """An array as an npz file can hold it without pickle; `served.preprocess.load_array` is the way back."""
+    """Return an array that an npz file can store without pickle; `served.preprocess.load_array` reverses this."""
     if array.dtype != object:
         return {key: array}
     distinct, numbers = np.unique(array, return_inverse=True)

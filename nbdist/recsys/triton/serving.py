@@ -1,8 +1,8 @@
-"""A Triton server of one's own, for trying a model repository out: on loopback, as long as a `with` block lasts.
+"""A Triton server for trying a model repository: on the loopback interface, during a `with` block.
 
-The server is the one in the wheel nvidia-pytriton, which has the Python backend and no other, and runs on Linux
-(x86-64) without a container. It was built for NumPy 1: with NumPy 2 it gives models wrong arrays. So it lives in
-a virtual environment of its own, with the few packages that the models need, and sees nothing of the notebook's.
+The server comes from the wheel nvidia-pytriton, which has only the Python backend, and runs on Linux (x86-64) without a
+container. It was built for NumPy 1: with NumPy 2 it gives models wrong arrays. So it is in a virtual environment of its
+own, with the few packages that the models need, separate from the notebook's.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Warnings and errors so far, and what models have printed."""
+        """Return warnings and errors so far, and output of models."""
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 
 
 class _PortTaken(Exception):
-    """Somebody else got the port between our asking for a free one and the server's listening at it."""
+    """Another program has taken the port after it was found free and before the server listened on it."""
 
 
 @contextlib.contextmanager
@@ -79,8 +79,8 @@ def serve(
 ) -> Iterator[Server]:
     """Run a Triton server on the model repository `path` while a `with` block lasts.
 
-    It listens on loopback only, at ports that are free, and has all models of the repository loaded when the block
-    begins. When the block ends, or this process dies, the server and what it made in shared memory are gone.
+    It listens only on the loopback interface, at free ports, and has loaded all models of the repository when the block
+    begins. When the block ends, or this process dies, the server and its shared memory are removed.
 
     Args:
         path: A model repository whose models are ensembles or of the Python backend, as `export_ensemble` writes it
@@ -125,12 +125,12 @@ def serve(
             except _PortTaken:
                 continue
         else:
-            raise RuntimeError(f"others took the ports that were free, {_ATTEMPTS} times")
+            raise RuntimeError(f"other programs took the free ports, {_ATTEMPTS} times")
         yield server
 
 
 def exists_for_this_machine() -> bool:
-    """Return whether the wheels in ``requirements/triton.txt`` are made for this machine and this version of Python."""
+    """Return whether the wheels in ``requirements/triton.txt`` support this machine and this version of Python."""
     libc, version = platform.libc_ver()
     return (
         (sys.platform, platform.machine(), libc) == ("linux", "x86_64", "glibc")
@@ -176,7 +176,8 @@ class _Installed:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment by which the stub finds the interpreter's library, and by its `python3` the packages."""
+        """Return the environment with which the stub finds the interpreter's library, and through its `python3` the
+        packages."""
         libraries = [
             str(self.packages / "nvidia_pytriton.libs"),
             *self.libraries,
@@ -246,7 +247,7 @@ def free_ports() -> tuple[int, int]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], server: Server, timeout: float) -> None:
-    """Until all models are loaded; the port for gRPC is open before the one for HTTP."""
+    """Wait until all models are loaded; the port for gRPC opens before the one for HTTP."""
     deadline = time.monotonic() + timeout
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy cannot reach our loopback
     while process.poll() is None:
@@ -266,7 +267,7 @@ def _tail(log: str, lines: int = 30) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float = 10.0) -> None:
-    """End the server: it ends its stubs when asked; when it is not there any more, they are killed."""
+    """End the server. It ends its stubs when asked; if it has already ended, they are killed."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)

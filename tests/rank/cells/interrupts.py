@@ -16,7 +16,7 @@ def signal_that_wakes_nobody():
         time.sleep(0.01)
     time.sleep(0.2)
     _thread.interrupt_main()
-    interrupts.insist(interrupts.block)
+    interrupts.resend(interrupts.block)
 
 
 threading.Thread(target=signal_that_wakes_nobody).start()
@@ -24,5 +24,5 @@ try:
     with interrupts.allowed():
         time.sleep(1000)
 except KeyboardInterrupt:
-    time.sleep(0.3)  # it is not told again
+    time.sleep(0.3)  # no further interrupt comes
     print("interrupted")

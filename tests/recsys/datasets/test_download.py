@@ -126,7 +126,7 @@ def test_a_download_is_unpacked_with_all_that_it_has(server: Server, tmp_path: P
     ranges=st.booleans(),
 )
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_one_that_breaks_off_is_gone_on_with(
+def test_an_interrupted_download_is_continued(
     server: Server, tmp_path_factory: pytest.TempPathFactory, cuts: list[int], ranges: bool
 ) -> None:
     """A download goes on, also if the server does not know about ranges."""
@@ -140,11 +140,9 @@ def test_one_that_breaks_off_is_gone_on_with(
         assert server.asked[1:] == [f"bytes={have}-" for have in sums], "only what is missing is asked for"
 
 
-def test_one_that_always_breaks_off_is_kept_for_the_next_call(server: Server, tmp_path: Path) -> None:
+def test_an_incomplete_download_is_kept_for_the_next_call(server: Server, tmp_path: Path) -> None:
     server.cuts = [1000] * download.ATTEMPTS
-    with pytest.raises(
-        ConnectionError, match=r"broke off 5 times.*closed after.*5,000 bytes.*set\.zip\.part"
-    ) as caught:
+    with pytest.raises(ConnectionError, match=r"failed 5 times.*closed after.*5,000 bytes.*set\.zip\.part") as caught:
         fetch(server, tmp_path / "set")
     assert not isinstance(caught.value, Unreachable)
     assert names(tmp_path) == ["set.zip.part"]
@@ -166,7 +164,7 @@ def test_an_interrupt_keeps_what_has_come(server: Server, tmp_path: Path, monkey
     assert server.asked[-1] == "bytes=2000-"
 
 
-def test_all_of_it_is_there_already(server: Server, tmp_path: Path) -> None:
+def test_a_complete_download_is_not_requested_again(server: Server, tmp_path: Path) -> None:
     """Killed between download and unpacking: the server has nothing after the last byte."""
     assert server.body is not None
     (tmp_path / "set.zip.part").write_bytes(server.body)
@@ -226,7 +224,7 @@ def test_killed_while_unpacking(server: Server, tmp_path: Path, monkeypatch: pyt
     assert seen == [False] and names(tmp_path) == ["set.zip.part"], "what was downloaded is still there"
 
 
-def test_of_several_that_want_the_same_one_downloads(server: Server, tmp_path: Path) -> None:
+def test_only_one_of_several_callers_downloads(server: Server, tmp_path: Path) -> None:
     """Ranks do that. The lock is one between open files, so threads stand in for processes."""
     server.gate.clear()
     with ThreadPoolExecutor(3) as pool:
@@ -254,7 +252,7 @@ def test_offline(closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert names(tmp_path) == []
 
 
-def test_only_web_addresses(tmp_path: Path) -> None:
+def test_only_http_addresses_are_accepted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="http"):
         fetch_folder((tmp_path / "x.zip").as_uri(), md5(b""), tmp_path / "set", FILES)
 

@@ -91,7 +91,7 @@ def test_titles_with_bars_quotes_and_colons(tmp_path: Path) -> None:
     assert titles == ['Amélie\'s "Kettle": Two (1995)', 'Amélie\'s "Kettle", Two (1995)']
 
 
-def test_titles_beside_ratings(tmp_path: Path) -> None:
+def test_titles_are_joined_to_ratings(tmp_path: Path) -> None:
     data = movielens("100k", write(tmp_path))
     frame = data.with_titles()
     assert frame.columns == ["user", "movie", "rating", "timestamp", "title"]
@@ -124,13 +124,13 @@ def test_a_folder_without_the_files_is_an_error(tmp_path: Path, monkeypatch: pyt
         movielens("1m")
 
 
-def test_nothing_on_disk_and_no_download_is_an_error() -> None:
+def test_no_file_and_no_download_is_an_error() -> None:
     with pytest.raises(FileNotFoundError, match=r"ratings\.csv and movies\.csv in .*download=False"):
         movielens("25m", download=False)
 
 
 def test_an_unknown_set_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"'5m' is no MovieLens set.*100k, 1m, 10m"):
+    with pytest.raises(ValueError, match=r"'5m' is not a MovieLens set.*100k, 1m, 10m"):
         movielens("5m")
 
 
@@ -179,7 +179,7 @@ def test_offline_is_a_plain_error(closed_port: int, away_from_home: Path) -> Non
     assert list(away_from_home.iterdir()) == []
 
 
-def test_offline_falls_back_where_asked_and_says_so(closed_port: int) -> None:  # noqa: F811
+def test_offline_falls_back_to_synthetic_ratings_with_a_warning(closed_port: int) -> None:  # noqa: F811
     with pytest.warns(UserWarning, match="NOT MovieLens.*could not be reached"):
         data = movielens(url=f"http://127.0.0.1:{closed_port}/ml-100k.zip", synthetic=True)
     assert data.source.startswith("Synthetic") and "NBDIST_DATA" in data.source
@@ -202,7 +202,7 @@ def test_no_name_server_counts_as_offline(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["100k", "1m", "10m", "25m"])
-def test_a_part_of_a_set_is_taken_and_said(tmp_path: Path, name: str, away_from_home: Path) -> None:
+def test_a_part_of_a_data_set_is_used_with_a_warning(tmp_path: Path, name: str, away_from_home: Path) -> None:
     file = EDITIONS[name].files[0]
     text = "".join(FILES[name][file].splitlines(keepends=True)[:-1])
     folder = write(tmp_path / "own", name, **{file.replace(".", "_"): text})
@@ -217,7 +217,7 @@ def test_a_part_of_a_set_is_taken_and_said(tmp_path: Path, name: str, away_from_
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_files_saved_anew(tmp_path: Path, name: str, encoding: str, newline: str) -> None:
+def test_files_saved_by_other_programs_are_read(tmp_path: Path, name: str, encoding: str, newline: str) -> None:
     """By a program that writes UTF-8, with a byte order mark or without, or ends lines as Windows does."""
     folder = write(tmp_path, name)
     file = EDITIONS[name].files[1]

@@ -84,7 +84,7 @@ def test_popularity_is_that_of_movielens(size: tuple[int, int, int], top: int, m
 
 
 @pytest.mark.parametrize("seed", [42, 7])
-def test_a_learnt_model_beats_the_mean(seed: int) -> None:
+def test_a_fitted_model_beats_the_mean(seed: int) -> None:
     """Alternating least squares on four fifths predicts the rest with at most 0.65 of the mean's squared error."""
     frame = synthetic_ratings(seed=seed).frame
     user, movie = frame["user"].to_numpy() - 1, frame["movie"].to_numpy() - 1
@@ -95,7 +95,7 @@ def test_a_learnt_model_beats_the_mean(seed: int) -> None:
     assert error < 0.65 * variance
 
 
-def test_genres_tell_something_of_taste() -> None:
+def test_genres_carry_information_about_taste() -> None:
     """Users differ in which genres they like, beyond what they and the movies are rated on average."""
     frame, movies, _ = synthetic_ratings(300, 1000, 60_000)
     rated = frame.join(movies, on="movie").with_columns(
@@ -164,7 +164,7 @@ def test_multislot_shapes(samples: int, slots: int, keys: int, vocabulary: int, 
     assert (data.keys == again.keys).all() and (data.labels == again.labels).all()
 
 
-def test_multislot_can_be_learnt() -> None:
+def test_multislot_labels_can_be_learned() -> None:
     """Least squares on how often each key comes, without even the slots, ranks other samples far above chance."""
     keys, labels, vocabulary = *synthetic_multislot(6000, 20, 5, 200), 200
     counts = np.stack([np.bincount(row.ravel(), minlength=vocabulary) for row in keys])  # (samples, vocabulary)

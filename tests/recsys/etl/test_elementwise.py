@@ -96,7 +96,7 @@ def test_the_server_does_what_training_did(
             np.testing.assert_allclose(found[name][:, 0], column.to_numpy(), rtol=1e-6, err_msg=name)
 
 
-def test_what_they_do() -> None:
+def test_elementwise_steps_give_expected_values() -> None:
     frame = pl.DataFrame(
         {
             "age": [None, -5, 18, 66],
@@ -116,7 +116,7 @@ def test_what_they_do() -> None:
     assert found["tags"] == [[0], [y, x], [y], []] and [len(one) for one in found["history"]] == [1, 0, 2, 1]
 
 
-def test_they_are_saved(workflow: Workflow, tmp_path: Path) -> None:
+def test_elementwise_steps_are_saved(workflow: Workflow, tmp_path: Path) -> None:
     workflow.save(tmp_path / "saved")
     loaded = Workflow.load(tmp_path / "saved")
     assert repr(loaded) == repr(workflow) and loaded.describe() == workflow.describe()
@@ -237,7 +237,7 @@ def test_many_columns_together() -> None:
     assert first != second and third == 0
 
 
-def test_combinations_are_told_apart() -> None:
+def test_hashed_crosses_distinguish_combinations() -> None:
     rows = [(a, b) for a in range(60) for b in range(60)]
     frame = pl.DataFrame(rows, schema=["a", "b"], orient="row")
     codes = Workflow(HashedCross("a", "b", name="c", num_buckets=1 << 40)).fit(frame, progress=False).transform(frame)
@@ -283,7 +283,7 @@ def test_numbers_made_of_codes_are_served_as_numbers(tmp_path: Path, step: Any) 
     np.testing.assert_allclose(found[:, 0], expected, rtol=1e-6)
 
 
-def test_a_bound_that_is_infinite_is_none(tmp_path: Path) -> None:
+def test_an_infinite_bound_is_no_bound(tmp_path: Path) -> None:
     rows = pl.DataFrame({"age": [-1, 30]})
     for bounds, expected in (((0, math.inf), [0, 30]), ((-math.inf, 7), [-1, 7]), ((np.int64(0), None), [0, 30])):
         workflow = Workflow(Clip("age", min_value=bounds[0], max_value=bounds[1])).fit(rows, progress=False)

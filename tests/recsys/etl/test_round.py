@@ -18,7 +18,7 @@ from nbdist.recsys.triton.request import served_steps
 from nbdist.recsys.triton.served.preprocess import Preprocessing
 
 
-def test_what_it_does(tmp_path: Path) -> None:
+def test_round_gives_expected_values(tmp_path: Path) -> None:
     rows = pl.DataFrame({"a": [0.125, -0.375, math.inf, 1e300, None], "b": [0.5, 1.5, 2.5, -0.4, 0.0], "c": range(5)})
     one = Workflow(Round("a", decimals=2), Round("b", "c")).fit(rows, progress=False)
     assert one.transform(rows).collect().to_dict(as_series=False) == {

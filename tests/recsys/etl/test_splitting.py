@@ -105,6 +105,6 @@ def test_a_time_that_is_nan_is_before_all_others() -> None:
         ),
     ],
 )
-def test_what_makes_no_sense(call: Any, message: str) -> None:
+def test_invalid_arguments_of_split_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(frame_of([(1, 1)]))

@@ -115,7 +115,7 @@ def write(folder: Path, frame: pl.DataFrame, cuts: list[int]) -> Path:
 @pytest.mark.slow
 @given(rows.filter(learnable), rows, st.lists(st.integers(0, 25), max_size=4), st.sampled_from([1, 1 << 30]))
 @settings(max_examples=8, deadline=None)
-def test_they_are_what_a_reference_says(
+def test_statistics_match_the_reference(
     tmp_path_factory: pytest.TempPathFactory, seen: list[Any], asked: list[Any], cuts: list[int], memory: int
 ) -> None:
     path = tmp_path_factory.mktemp("features")
@@ -244,7 +244,9 @@ def test_a_small_spread_of_large_numbers() -> None:
 
 @given(rows.filter(learnable), rows)
 @settings(max_examples=8, deadline=None)
-def test_what_is_learnt_goes_on(tmp_path_factory: pytest.TempPathFactory, first: list[Any], second: list[Any]) -> None:
+def test_fitting_continues_from_a_previous_workflow(
+    tmp_path_factory: pytest.TempPathFactory, first: list[Any], second: list[Any]
+) -> None:
     steps = STEPS[:4]
     old = Workflow(*steps).fit(frame_of(first), progress=False)
     path = tmp_path_factory.mktemp("days") / "old"
@@ -266,7 +268,7 @@ def test_what_is_learnt_goes_on(tmp_path_factory: pytest.TempPathFactory, first:
     assert sum(pl.read_parquet(file).height for file in files) == len(second), "today's rows are those in folds"
 
 
-def test_what_cannot_go_on() -> None:
+def test_a_previous_workflow_that_does_not_fit_is_refused() -> None:
     rows = pl.DataFrame({"user": [1, 2], "price": [1.0, 2.0]})
     old = Workflow(JoinGroupby("user", columns="price", stats="mean")).fit(rows, progress=False)
     with pytest.raises(ValueError, match="'user_price' cannot go on from the previous workflow: its keys were others"):
@@ -347,7 +349,7 @@ def test_steps_see_the_rows_that_are_left() -> None:
     assert one.rows == 5 and one.state.tables["normalize", "x"][SUM].item() == 18
 
 
-def test_only_what_is_wanted_has_to_be_there(tmp_path: Path) -> None:
+def test_transform_needs_only_the_columns_of_its_outputs(tmp_path: Path) -> None:
     rows = pl.DataFrame({"user": [1, 1, 2], "a": [1, 3, 9], "b": [5, 5, 5], "key user": [7, 8, 9], "value": [1, 2, 3]})
     one = Workflow(
         Compute(c=pl.col("a") + 1),
@@ -445,14 +447,14 @@ def test_columns_that_do_not_fit(step: Any, message: str) -> None:
         Workflow(step).fit(rows, progress=False)
 
 
-def test_what_training_means_has_to_be_said(tmp_path: Path) -> None:
+def test_write_needs_training_with_a_target_encoding(tmp_path: Path) -> None:
     rows = pl.DataFrame({"user": [1, 2, 1], "label": [0, 1, 1]})
     one = Workflow(TargetEncoding("user", target="label")).fit(rows, progress=False)
     with pytest.raises(ValueError, match="say training=True for the rows that it was fitted to"):
         one.write(rows, tmp_path / "out", progress=False)
     with pytest.raises(ValueError, match="2 rows with training=True, but 'TE_user_label' was fitted to 3"):
         one.write(rows[:2], tmp_path / "out", training=True, progress=False)
-    one.write(rows, tmp_path / "out", columns=["user"], progress=False)  # of which nothing is encoded
+    one.write(rows, tmp_path / "out", columns=["user"], progress=False)  # this column is not encoded
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 

@@ -102,7 +102,9 @@ def test_tables_that_are_not_torchrecs(workflow: Workflow) -> None:
 
 @pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("fill", [True, False])
-def test_what_is_exported(workflow: Workflow, model: Taste, tmp_path: Path, fill: bool) -> None:
+def test_an_export_has_filled_tables_and_leaves_the_model(
+    workflow: Workflow, model: Taste, tmp_path: Path, fill: bool
+) -> None:
     before = weights(model)
     export_ensemble(workflow, model, tmp_path / "repository", "taste", fill=fill)
     torch.testing.assert_close(weights(model), before, rtol=0, atol=0, msg="the model is left as it is")

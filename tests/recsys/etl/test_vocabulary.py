@@ -73,7 +73,7 @@ def test_a_grown_workflow_is_saved_and_grows_on(tmp_path: Path) -> None:
     assert again.vocabularies["user"].mapping() == {"b": 2, "a": 3, "d": 4, "c": 5, "e": 6}
 
 
-def test_a_column_that_is_new_begins_anew() -> None:
+def test_a_new_column_starts_a_new_vocabulary() -> None:
     old = Workflow(Categorify("user")).fit(pl.DataFrame({"user": ["a"]}), progress=False)
     rows = pl.DataFrame({"user": ["b"], "movie": [7]})
     new = Workflow(Categorify("user", "movie")).fit(rows, previous=old, progress=False)
@@ -94,7 +94,7 @@ def test_codes_that_could_not_stay(step: Categorify, rows: dict[str, Any], messa
         Workflow(step).fit(pl.DataFrame(rows), previous=fitted([1, 2]), progress=False)
 
 
-def test_what_nothing_grows_from(tmp_path: Path) -> None:
+def test_an_unusable_previous_workflow_is_refused(tmp_path: Path) -> None:
     rows = pl.DataFrame({"user": [1]})
     for previous, error in (
         (Workflow(Categorify("user")), RuntimeError),
@@ -238,7 +238,7 @@ def test_buckets_that_training_has_not_seen_are_filled() -> None:
     torch.testing.assert_close(table.weight[1 + bucket], before[1 + bucket])
 
 
-def test_what_an_unknown_value_is_made_of() -> None:
+def test_weights_of_the_unknown_value() -> None:
     assert fitted([1, 1, 1, 2]).vocabularies["user"].unknown_weights().tolist() == [0, 0, 0.75, 0.25]
     assert fitted([1, 1, 2], min_count=2).vocabularies["user"].unknown_weights().tolist() == [0, 1, 0]
     buckets = fitted([1, 1, 2], min_count=2, num_buckets=2).vocabularies["user"]

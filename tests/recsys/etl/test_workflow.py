@@ -298,7 +298,7 @@ def test_a_dropped_column_can_come_back_from_a_table() -> None:
     assert one.transform(frame).collect().to_dict(as_series=False) == {"id": [1, 2], "name": [3, 2]}
 
 
-def test_only_what_is_wanted_has_to_be_there(base: Path) -> None:
+def test_transform_needs_only_the_columns_of_the_outputs(base: Path) -> None:
     table = pl.DataFrame({"movie": [1, 2], "genre": ["a", "b"], "year": [1999, 2000]})
     one = Workflow(
         Join(table, on="movie"), Categorify("user", "genre"), Compute(label=pl.col("rating") > 3, one=pl.lit(1))
@@ -413,7 +413,7 @@ def fitted() -> tuple[Workflow, pl.DataFrame]:
     return one.fit(frame, progress=False), frame
 
 
-def test_what_is_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
+def test_a_loaded_workflow_equals_the_saved_one(tmp_path: Path) -> None:
     one, frame = fitted()
     one.save(tmp_path / "one")
     other = Workflow.load(tmp_path / "one")
@@ -430,7 +430,7 @@ def test_what_is_saved_is_the_same_when_loaded(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(one)).transform(frame).collect().equals(one.transform(frame).collect())
 
 
-def test_it_can_be_applied_without_polars(tmp_path: Path) -> None:
+def test_a_saved_workflow_can_be_applied_without_polars(tmp_path: Path) -> None:
     one, frame = fitted()
     one.save(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "workflow.json").read_text())
@@ -569,7 +569,7 @@ def test_expressions_of_all_kinds_are_saved(expression: pl.Expr) -> None:
         ),
     ],
 )
-def test_what_is_no_saved_workflow(tmp_path: Path, change: Any, message: str) -> None:
+def test_a_changed_file_is_not_a_saved_workflow(tmp_path: Path, change: Any, message: str) -> None:
     one, _ = fitted()
     one.save(tmp_path / "saved")
     path = tmp_path / "saved" / "workflow.json"
@@ -909,7 +909,7 @@ def test_a_saved_workflow_with_a_pipe_for_a_file_is_refused(tmp_path: Path) -> N
         pl.DataFrame({"value": ["a"]}),
     ],
 )
-def test_a_saved_vocabulary_that_is_none_is_refused(tmp_path: Path, table: pl.DataFrame) -> None:
+def test_an_invalid_saved_vocabulary_is_refused(tmp_path: Path, table: pl.DataFrame) -> None:
     one, _ = fitted()
     folder = _saved(one, tmp_path)
     table.write_parquet(next(iter(sorted(folder.glob("vocabulary*")))))

@@ -136,7 +136,7 @@ def test_any_number_of_ranks_gives_the_same(
             assert path.read_bytes() == (tmp_path / str(world) / "workflow" / path.name).read_bytes()
 
 
-def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
+def test_fitted_statistics_do_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     rows = 1500
     frame = ratings(rows).with_columns(
@@ -201,7 +201,7 @@ def test_frames_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
     assert sorted(row for rank in sessions[2].run_all(load) for row in rank) == list(range(0, 1000, 2))
 
 
-def test_ranks_that_do_not_agree_are_told(sessions: Sessions, tmp_path: Path) -> None:
+def test_ranks_that_fit_different_rows_are_refused(sessions: Sessions, tmp_path: Path) -> None:
     frame = ratings(100)
 
     def other_rows() -> None:

@@ -72,7 +72,7 @@ def test_no_rows_are_no_files(table: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, [{"user": 1}], object()])
-def test_what_is_no_rows_is_said(rows: Any) -> None:
+def test_an_object_without_rows_is_refused(rows: Any) -> None:
     with pytest.raises(TypeError, match="must be"):
         Workflow(Categorify("user")).fit(rows, progress=False)
     workflow = Workflow(Categorify("user")).fit(ROWS, progress=False)
@@ -254,7 +254,7 @@ def test_partitions_that_make_no_sense(tmp_path: Path) -> None:
     (tmp_path / "other" / "month=1").mkdir()
     for name in ("year=1", "month=1"):
         pl.DataFrame({"user": [1]}).write_parquet(tmp_path / "other" / name / "0.parquet")
-    with pytest.raises(ValueError, match="its folders name the columns"):
+    with pytest.raises(ValueError, match="folders that name the same columns"):
         Workflow(Categorify("user")).fit(tmp_path / "other", progress=False)
     (tmp_path / "none" / "plain").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"no \*.parquet"):

@@ -58,7 +58,7 @@ def test_every_row_is_dealt_out_in_equal_steps(rows: int, world: int, batch: int
         ((15, 2, 8, "drop"), "do not fill one batch of 8"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused(sizes: tuple[int, int, int, str], message: str) -> None:
+def test_impossible_partitions_are_refused(sizes: tuple[int, int, int, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Partition(*sizes)
 

@@ -52,7 +52,7 @@ def files(query: str) -> str:
     return f"s3://ratings/train?{query}"
 
 
-def test_find(files: str, query: str) -> None:
+def test_find_lists_the_files_of_a_pattern(files: str, query: str) -> None:
     train = "s3://ratings/train"
     names = [f"{train}/part-{number}.parquet?{query}" for number in range(3)]
     for same in (files, f"{train}/?{query}", f"{train}/*.parquet?{query}"):
@@ -68,7 +68,7 @@ def test_find(files: str, query: str) -> None:
         storage.find("nowhere://x/y.parquet")
 
 
-def test_other_schemes(tmp_path: Path) -> None:
+def test_file_uris_and_unknown_schemes(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
     (found,) = storage.find(f"file://{tmp_path}")
     with storage.parquet(found) as opened:

@@ -263,7 +263,7 @@ def test_a_state_of_something_else_is_refused(folder: Path) -> None:
             one.load_state_dict({**state, **change})
 
 
-def test_an_iteration_that_is_broken_off_begins_anew() -> None:
+def test_a_new_iteration_starts_after_a_break() -> None:
     one = MemoryLoader(table(100), 7, shuffle=True, seed=0, prefetch=2)
     first = epoch(one)
     one.set_epoch(0)
@@ -355,7 +355,7 @@ def test_a_batch_that_is_written_to_is_of_no_concern_to_a_graph_of_another() -> 
     assert weight.grad == 1 + 2 + 3 + 4
 
 
-def test_small_batches_are_made_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_made_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, taken = 2 * batching.BLOCK_BATCHES + 3, []
     take = batching.take
     monkeypatch.setattr(batching, "take", lambda column, index, _: [taken.append(len(index)), take(column, index)][1])
@@ -533,7 +533,7 @@ def test_an_exception_comes_at_its_place_and_the_thread_ends() -> None:
         assert seen == [1]
 
 
-def test_what_is_made_ahead_is_bounded_and_stops() -> None:
+def test_prefetching_is_bounded_and_stops() -> None:
     made: list[int] = []
 
     def items() -> Any:

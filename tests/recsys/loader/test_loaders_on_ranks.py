@@ -63,7 +63,7 @@ def test_ranks_share_an_epoch(session: Session, files: Path, whole: bool, shuffl
     assert same is not shuffle
 
 
-def test_ranks_that_do_not_agree_are_told(session: Session, files: Path) -> None:
+def test_ranks_with_different_numbers_of_rows_are_refused(session: Session, files: Path) -> None:
     def fn() -> None:
         rank = torch.distributed.get_rank()
         MemoryLoader((torch.arange(100 + 10 * rank),), 8)

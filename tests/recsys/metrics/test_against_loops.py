@@ -192,7 +192,7 @@ def test_metrics_of_lists(users: list[Any], k: int, weighted: bool) -> None:
 
 @given(some_rows, st.data())
 @settings(max_examples=40, deadline=None)
-def test_one_number_that_is_none_is_refused(rows: list[Row], data: st.DataObject) -> None:
+def test_one_nan_or_infinity_is_refused(rows: list[Row], data: st.DataObject) -> None:
     place, what = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.sampled_from(["score", "weight"]))
     wrong = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
     rows[place] = rows[place]._replace(**{what: wrong, "user_weight": wrong if what == "weight" else 1.0})
@@ -225,7 +225,7 @@ def test_weights_that_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nranks", [1, 2, 3])
-def test_on_ranks_with_rows_of_any_of_them(sessions: Sessions, nranks: int) -> None:
+def test_metrics_match_the_loops_on_ranks(sessions: Sessions, nranks: int) -> None:
     """Many cases in a call; a rank may have no rows of a case, and a user may have rows on several ranks."""
     cases: list[Any] = []
     owners = st.lists(st.integers(0, nranks - 1), min_size=16, max_size=16)

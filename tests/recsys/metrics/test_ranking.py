@@ -44,7 +44,7 @@ users = st.lists(
 
 @given(users, st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
-def test_as_a_naive_reference_has_it(users: list[Any], k: int) -> None:
+def test_ranking_metrics_match_a_naive_reference(users: list[Any], k: int) -> None:
     ranked, relevant = [list(row) for row, _ in users], [taken for _, taken in users]
     found = ranking_metrics(torch.tensor(ranked), ragged(relevant), k)
     expected = naive(ranked, relevant, k)
@@ -88,7 +88,7 @@ def test_equal_scores_count_by_their_expectation() -> None:
             assert float(metric.compute()) == pytest.approx(0.2)
 
 
-def test_users_without_positives_are_left_out_and_said() -> None:
+def test_users_without_positives_are_left_out_with_a_warning() -> None:
     both = ranking_metrics(torch.tensor([[4], [6]]), ragged([[4], []]))
     for metric, name in ((HitRate(1), "hit_rate@1"), (Recall(1), "recall@1"), (NDCG(1), "ndcg@1"), (MRR(1), "mrr@1")):
         metric.update(torch.tensor([0.9, 0.1, 0.8]), torch.tensor([1, 0, 0]), torch.tensor([0, 0, 1]))
@@ -128,12 +128,14 @@ def test_rows_that_are_refused(scores: Any, taken: Any, users: Any, message: str
         (torch.zeros(1, 3, dtype=torch.bool), [[1]], None, "items must be integers.* got torch.bool"),
     ],
 )
-def test_what_makes_no_sense(ranked: torch.Tensor, relevant: Any, k: int | None, message: str) -> None:
+def test_invalid_arguments_of_ranking_metrics_are_refused(
+    ranked: torch.Tensor, relevant: Any, k: int | None, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ranking_metrics(ranked, ragged(relevant), k)
 
 
-def test_lists_and_numbers_of_places_that_are_none() -> None:
+def test_wrong_types_and_invalid_k_are_refused() -> None:
     with pytest.raises(TypeError, match=r"must be a tensor and relevant ones a Ragged, .*, got list and list"):
         ranking_metrics([[1]], [[1]])  # type: ignore[arg-type]
     for make in (Recall, NDCG, HitRate, MRR):

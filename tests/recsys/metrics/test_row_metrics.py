@@ -30,7 +30,7 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @given(st.integers(2, 300), st.integers(0, 1000), st.integers(1, 40))
 @settings(max_examples=15, deadline=None)
-def test_like_a_naive_reference_in_batches_of_any_size(count: int, seed: int, batch: int) -> None:
+def test_row_metrics_match_a_naive_reference(count: int, seed: int, batch: int) -> None:
     scores, labels = rows(count, seed)
     auc, loss, from_logits, rmse = AUC(), LogLoss(), LogLoss(logits=True), RMSE()
     for one, label in zip(scores.split(batch), labels.split(batch), strict=True):
@@ -53,7 +53,7 @@ def test_ranks_have_the_number_of_all_rows(session: Session) -> None:
         auc, loss, rmse = AUC(), LogLoss(logits=True), RMSE()
         for metric in (auc, loss, rmse):
             metric.update(scores[share], labels[share])
-        clock = iter([0.0, 5.0, 6.0 + rank])  # when it is made, when it begins anew, at its update
+        clock = iter([0.0, 5.0, 6.0 + rank])  # at its start, at its reset, at its update
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(row_metrics, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
             speed = Throughput()
@@ -95,7 +95,7 @@ def test_millions_of_rows_are_summed_exactly_enough() -> None:
     assert float(loss.compute()) == pytest.approx(math.log(2), rel=1e-7)
 
 
-def test_reset_begins_anew() -> None:
+def test_reset_clears_a_metric() -> None:
     speed = Throughput()
     speed.update(10)
     speed.reset()
@@ -110,7 +110,7 @@ def test_reset_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("metric", [AUC(), LogLoss(logits=True), RMSE()])
-def test_what_makes_no_sense_is_refused(metric: Any) -> None:
+def test_invalid_predictions_and_targets_are_refused(metric: Any) -> None:
     one = torch.tensor([0.5, 0.5])
     with pytest.raises(ValueError, match="2 predictions for 3 targets"):
         metric.update(one, torch.tensor([1, 0, 1]))

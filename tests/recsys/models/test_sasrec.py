@@ -122,7 +122,7 @@ def test_histories_that_cannot_be_written(tmp_path: Path, arguments: dict[str, A
         (lambda frame: with_history(frame, "movie", name="user"), "a column 'user' already"),
     ],
 )
-def test_what_makes_no_sense(call: Any, message: str) -> None:
+def test_invalid_arguments_of_sasrec_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(pl.DataFrame({"user": [1], "movie": [1], "timestamp": [1]}))
 
@@ -145,7 +145,7 @@ def test_padded_rows(lists: list[list[int]], length: int) -> None:
 # --- the planted rule ---
 
 
-def test_the_last_two_items_tell_the_next() -> None:
+def test_the_last_two_items_determine_the_next() -> None:
     lists = sequences(synthetic_sequences(300, 30, 12), "movie")["movie"].to_list()
     after_one: dict[Any, set[int]] = {}
     after_two: dict[Any, set[int]] = {}
@@ -179,7 +179,7 @@ def histories(workflow: Workflow, rows: pl.DataFrame) -> pl.DataFrame:
 
 @pytest.mark.long("larger trainings")
 @pytest.mark.parametrize("how", ["row_wise", "replicated"])
-def test_what_was_planted_is_learnt(
+def test_the_rule_of_synthetic_histories_is_learned(
     sessions: Sessions, split: Any, workflow: Workflow, tmp_path: Path, how: str
 ) -> None:
     """A model of the last item alone would be right half of the time; the learned model must know the rule."""
@@ -214,7 +214,7 @@ def test_what_was_planted_is_learnt(
 
 
 @pytest.mark.parametrize("temperature", [None, 0.05])
-def test_nothing_later_is_seen(temperature: float | None) -> None:
+def test_attention_sees_no_later_items(temperature: float | None) -> None:
     torch.manual_seed(0)
     model = SASRec(30, length=6, embedding_dim=8, blocks=2, temperature=temperature).eval()
     lists = [[5, 6, 7], [5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 9, 10, 11], []]

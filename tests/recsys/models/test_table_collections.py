@@ -63,7 +63,7 @@ def test_the_same_weights_gradients_and_names_as_torchrecs() -> None:
         torch.testing.assert_close(own.grad, their.grad)
 
 
-def test_what_cannot_be_looked_up() -> None:
+def test_batches_that_cannot_be_looked_up_are_refused() -> None:
     tables = PooledTables(SIZES, embedding_dim=4)
     with pytest.raises(ValueError, match="no column 'genres', but user"):
         tables({"user": torch.tensor([1])})

@@ -32,7 +32,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "saved"
 
 
-def test_what_was_saved_is_loaded(saved: Path) -> None:
+def test_a_checkpoint_is_loaded(saved: Path) -> None:
     state = {"model": {"weight": torch.zeros(3)}, "dense": {"step": 0, "betas": None, "name": ""}}
     checkpoint.load(saved, state)
     assert state["model"]["weight"].tolist() == [1, 1, 1]
@@ -68,7 +68,7 @@ def test_a_description_that_leads_elsewhere_is_refused(saved: Path, name: Any) -
 
 
 @pytest.mark.parametrize("content", [b"", b"x", pickle.dumps({"a": 1}), pickle.dumps(None)])
-def test_what_is_no_description_is_refused(saved: Path, content: bytes) -> None:
+def test_an_invalid_description_is_refused(saved: Path, content: bytes) -> None:
     (saved / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match="not the description of a checkpoint"):
         checkpoint.contents(saved)

@@ -98,7 +98,7 @@ def test_grown_with_other_strategies(session: Session, tmp_path: Path) -> None:
         torch.testing.assert_close(new.tables.embedding_bags["users"].weight[OLD:], expected.expand(NEW - OLD, 8))
 
 
-def test_what_cannot_grow_is_said(session: Session, tmp_path: Path) -> None:
+def test_tables_that_cannot_grow_are_refused(session: Session, tmp_path: Path) -> None:
     session.run(yesterday, "row_wise", "adagrad", tmp_path)
 
     def load(rows: int, grow: Any) -> None:
@@ -134,7 +134,9 @@ def test_what_cannot_grow_is_said(session: Session, tmp_path: Path) -> None:
             model.load(tmp_path / "odd", grow={"users": torch.ones(OLD) / OLD})
 
     session.run(odd, OLD)
-    with pytest.raises(ValueError, match=r"cannot grow: nobody knows what 'z' of new rows of .*users.weight"):
+    with pytest.raises(
+        ValueError, match=r"cannot grow: no initial value of 'z' is known for new rows of .*users.weight"
+    ):
         session.run(odd, NEW)
 
 

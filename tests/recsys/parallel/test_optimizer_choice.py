@@ -68,7 +68,9 @@ def test_a_name_and_what_makes_it_train_alike(sessions: Sessions, how: str, name
         ("shard", {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "no options .* got momentum=0.9"),
     ],
 )
-def test_what_cannot_be_is_said(sessions: Sessions, how: str, options: dict[str, Any], message: str) -> None:
+def test_optimizers_that_cannot_be_used_are_refused(
+    sessions: Sessions, how: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         sessions[2].run(trained, how, options)
 

@@ -229,7 +229,7 @@ def test_a_step_that_is_left_out_leaves_nothing_behind(sessions: Sessions, copie
 
 
 @COPIED
-def test_gradients_that_nobody_sets_to_zero_add_up(sessions: Sessions, copied: bool) -> None:
+def test_gradients_without_zero_grad_add_up(sessions: Sessions, copied: bool) -> None:
     def train(common: bool) -> States:
         model = Model()
         parts = [divided(batch(step), 2) for step in range(4)]
@@ -251,7 +251,7 @@ def test_gradients_that_nobody_sets_to_zero_add_up(sessions: Sessions, copied: b
     torch.testing.assert_close(sessions[2].run(train, True), train(False), rtol=1e-4, atol=1e-5)
 
 
-def test_what_comes_back_is_a_plain_model(sessions: Sessions) -> None:
+def test_gather_returns_a_plain_model(sessions: Sessions) -> None:
     def train() -> Any:
         replicated = replicate(Model(), adagrad)
         return replicated.gather(), replicated.module
@@ -277,7 +277,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_on_one_rank_nobody_looks_at_the_rows_of_a_gradient(sessions: Sessions) -> None:
+def test_one_rank_does_not_read_the_rows_of_a_gradient(sessions: Sessions) -> None:
     def look() -> tuple[list[str], str]:
         replicated = on_every_rank(Model(), sgd, True)
         loss_of(replicated.model, batch(0)).backward()
@@ -305,7 +305,7 @@ class Tied(nn.Module):
         return (self.rows(ids) @ self.rows.weight.T).mean(1)
 
 
-def test_what_such_tables_cannot_do_is_said(sessions: Sessions) -> None:
+def test_unsupported_uses_of_shared_tables_are_refused(sessions: Sessions) -> None:
     def step(model: nn.Module, optimizer: Any, copied: bool = False) -> None:
         replicated = on_every_rank(model, optimizer, copied)
         loss_of(replicated.model, batch(0)).backward()

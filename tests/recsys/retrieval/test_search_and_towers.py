@@ -119,9 +119,9 @@ def test_an_index_is_kept(index: ItemIndex, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [([1, 2, 3], "3 ids, and vectors of shape"), ([1, None], "null"), ([1, 1], "twice")]
+    ("ids", "message"), [([1, 2, 3], "a row for each of 3 ids"), ([1, None], "null"), ([1, 1], "twice")]
 )
-def test_what_is_no_index(ids: list[Any], message: str) -> None:
+def test_invalid_ids_of_an_index_are_refused(ids: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ItemIndex(pl.Series(ids), torch.eye(2))
 
@@ -223,7 +223,7 @@ def build(workflow: Workflow, layers: list[int]) -> TwoTower:
 
 @pytest.mark.long("larger trainings")
 @pytest.mark.parametrize(("how", "layers"), [("row_wise", []), ("table_wise", [32, 8]), ("replicated", [8])])
-def test_what_was_planted_is_found(workflow: Workflow, how: str, layers: list[int]) -> None:
+def test_two_towers_find_the_movies_of_synthetic_groups(workflow: Workflow, how: str, layers: list[int]) -> None:
     rows, taken = workflow.transform(planted()).collect(), planted()
     movies = taken.select("movie", "genres").unique("movie", maintain_order=True)
     catalogue = workflow.transform(movies, ["movie", "genres"]).collect()
@@ -285,7 +285,7 @@ def test_the_tower_of_who_asks_is_served(workflow: Workflow, tmp_path: Path, lay
         np.testing.assert_allclose(answers, model.query({"user": codes}).numpy(), rtol=1e-4, atol=1e-6)
 
 
-def test_in_ranks_the_loss_has_the_rows_of_the_rank_alone() -> None:
+def test_the_loss_of_a_rank_uses_only_its_own_rows() -> None:
     """Uneven batches do no harm, as documented."""
 
     def shapes() -> list[Any]:

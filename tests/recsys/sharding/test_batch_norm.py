@@ -68,7 +68,7 @@ def train(how: str, folder: Path | None = None) -> tuple[dict[str, torch.Tensor]
     return buffers, found, model.gather()
 
 
-def test_one_model_on_all_ranks_and_as_where_it_is_replicated(session: Session) -> None:
+def test_batch_norm_is_equal_on_ranks_sharded_or_replicated(session: Session) -> None:
     (first, found, model), (second, *_) = session.run_all(train, "sharded")
     assert len(first) == 3 and int(first["over.1.num_batches_tracked"]) == 20
     torch.testing.assert_close(second, first, rtol=0, atol=0)
@@ -82,7 +82,7 @@ def test_one_model_on_all_ranks_and_as_where_it_is_replicated(session: Session) 
 
 
 @pytest.mark.parametrize("how", ["sharded", "replicated"])
-def test_what_is_saved_is_rank_0s(session: Session, tmp_path: Path, how: str) -> None:
+def test_saved_buffers_are_those_of_rank_0(session: Session, tmp_path: Path, how: str) -> None:
     (_, _, model), _ = session.run_all(train, how, tmp_path)
 
     def load() -> dict[str, torch.Tensor]:

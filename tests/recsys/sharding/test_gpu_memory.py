@@ -110,7 +110,7 @@ def test_the_rank_with_the_least_memory_counts(monkeypatch: pytest.MonkeyPatch) 
     told: list[Any] = []
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: told.append(mine))
     for here[0] in range(3):
-        with pytest.raises(TypeError):  # nobody has answered
+        with pytest.raises(TypeError):  # the replaced collective returns nothing
             planning._least_free(torch.device("cuda", 0), 3)
     assert told == [(9_000, "a"), (9_000, "a"), (4_000, "b")]
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(slice(None), told))
@@ -175,7 +175,7 @@ def waits_of_means() -> list[str]:
     return waits.found
 
 
-def test_what_a_gpu_is_asked_for() -> None:
+def test_the_planner_uses_the_free_memory_of_the_gpu() -> None:
     with Session(2, devices="cpu") as session:
         with pytest.raises(ValueError, match="do not fit") as caught:
             session.run(plan_with, None)
@@ -183,7 +183,7 @@ def test_what_a_gpu_is_asked_for() -> None:
         assert found is not None
         needed = int(found[1].replace(",", ""))
         with pytest.raises(ValueError, match=r"bytes each \([\d,]+ are free on rank 0; the rest is for dense layers"):
-            session.run(plan_with, int(needed / 0.95))  # enough for the table, and for nothing beside it
+            session.run(plan_with, int(needed / 0.95))  # enough for the table, but not for other memory
         session.run(plan_with, int(needed / 0.8))
         received, same = session.run(gather_by_blocks)
         assert same and received and max(received) <= 64 << 10

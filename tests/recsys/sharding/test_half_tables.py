@@ -108,7 +108,7 @@ def test_rates_of_copies_are_those_of_their_groups(sessions: Sessions) -> None:
     assert sessions[2].run(run) == pytest.approx(0.05, abs=1e-3)
 
 
-def test_other_types_are_refused_before_a_step(sessions: Sessions) -> None:
+def test_unsupported_data_types_are_refused(sessions: Sessions) -> None:
     def run() -> list[str]:
         said = []
         for data_type, how, fused in (

@@ -58,7 +58,7 @@ def test_the_first_and_the_last_row_are_inside(session: Session, pooled: bool) -
     assert len(session.run(ask, "row_wise", [0, ROWS - 1], pooled)) == 2
 
 
-def test_unchecked_on_request(session: Session) -> None:
+def test_ids_are_not_checked_with_checked_false(session: Session) -> None:
     assert len(session.run(ask, "table_wise", [57], checked=False)) == 2
 
 

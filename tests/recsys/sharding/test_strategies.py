@@ -71,15 +71,15 @@ class Case:
     fused: bool | None = None
     eps: float = 1e-8
     batches: tuple[int, ...] = (6, 6, 6, 6)
-    """Samples of each rank; the first so many ranks count."""
+    """The number of samples of each rank; a case with fewer ranks uses the first of them."""
     longest: int = 4
-    """A bag has 0 to so many ids."""
+    """The largest number of ids in a bag."""
     steps: int = 3
     seed: int = 0
     real: bool = True
-    """Whether the tables have values before they are sharded."""
+    """True if the tables have values before they are sharded."""
     sequences: bool = False
-    """Whether they are those of an `EmbeddingCollection`, which does not pool."""
+    """True for the tables of an `EmbeddingCollection`, which does not pool."""
 
     def tables(self, device: str = "cpu") -> EmbeddingBagCollection | EmbeddingCollection:
         torch.manual_seed(self.seed)
@@ -215,7 +215,7 @@ def assert_same(session: Session, case: Case, parts: int = 1) -> list[Any]:
 
 @pytest.mark.parametrize("nranks", [2, pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trains_as_in_one_piece(sessions: Sessions, strategy: str, nranks: int) -> None:
+def test_each_strategy_trains_as_one_process_does(sessions: Sessions, strategy: str, nranks: int) -> None:
     answers = assert_same(sessions[nranks], Case(strategy))
     plan = answers[0][3]
     assert plan == answers[-1][3] and plan.strategies == {"table_0": strategy, "table_1": strategy}
@@ -458,7 +458,7 @@ def test_copies_are_alike_even_if_the_ranks_tables_were_not(sessions: Sessions) 
 
 
 @pytest.mark.parametrize("strategies", PLANS.values(), ids=PLANS)
-def test_the_tables_that_were_given_are_let_go(sessions: Sessions, strategies: dict[str, str]) -> None:
+def test_shard_frees_the_tables_that_it_was_given(sessions: Sessions, strategies: dict[str, str]) -> None:
     """A rank has no whole table, only its shards."""
 
     def left() -> list[str]:
@@ -545,7 +545,7 @@ def test_sequences_of_different_lengths(sessions: Sessions) -> None:
         torch.testing.assert_close(torch.tensor(losses(strategies))[:, 0], torch.tensor(first)[:, 0], rtol=0, atol=1e-6)
 
 
-def test_ranks_with_more_batches_wait_for_nobody(sessions: Sessions) -> None:
+def test_equal_steps_end_with_the_shortest_rank(sessions: Sessions) -> None:
     def steps() -> list[int]:
         return list(equal_steps(range(3 + 2 * dist.get_rank())))
 
@@ -594,7 +594,7 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
         ({"optimizer": {"table_0": "sgd"}}, r"optimizer= says nothing about table 'table_1': add it, or '\*'"),
         ({"lr": {"users": 0.1, "*": 1.0}}, r"'users' matches no table; there are table_0, table_1"),
         ({"optimizer": "adamw"}, "`optimizer` must be one of sgd, adagrad.* got 'adamw'"),
-        ({"strategies": {"*": "rowwise"}}, r"'rowwise' is no sharding strategy; there are table_wise, row_wise"),
+        ({"strategies": {"*": "rowwise"}}, r"'rowwise' is not a sharding strategy; choose one of table_wise, row_wise"),
         ({"strategies": {"users*": "row_wise"}}, r"'users\*' matches no table; there are table_0, table_1"),
         (
             {"strategies": {"table_1": "column_wise"}, "case": Case(columns=36)},
@@ -622,16 +622,16 @@ def bags(device: str, *sizes: tuple[str, int, int]) -> EmbeddingBagCollection:
             {"model": Clicks(), "strategies": {"seen": "grid_shard"}},
             r"'seen' cannot be grid_shard .* EmbeddingCollection",
         ),
-        ({"model": Clicks()}, r"parameters beside its tables \(over.0.weight, .*dense_optimizer"),
+        ({"model": Clicks()}, r"other parameters than its tables \(over.0.weight, .*dense_optimizer"),
     ],
 )
-def test_what_cannot_work_is_said_before(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
+def test_invalid_plans_are_refused_before_sharding(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
     options = {"dense_optimizer": torch.optim.SGD} | options if "seen" in str(options.get("strategies")) else options
     answers = sessions[4].run_all(refused, **options)
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers[0]
 
 
-def test_not_outside_a_rank() -> None:
+def test_shard_is_refused_outside_a_rank() -> None:
     with pytest.raises(RuntimeError, match="in_ddp"):
         shard(bags("meta", ("a", 8, 8)), batch_size=8)
 
@@ -665,7 +665,11 @@ def test_large_tables_are_not_copied_unasked(sessions: Sessions) -> None:
 
     (said, chosen), (not_said, _) = sessions[2].run_all(plan, {"*": "data_parallel"})
     assert chosen["large"] == "data_parallel" and not not_said
-    assert len(said) == 1 and "'large' is to be data_parallel: each step sends" in said[0] and "70,000 rows" in said[0]
+    assert (
+        len(said) == 1
+        and "'large' is sharded as data_parallel: each step sends" in said[0]
+        and "70,000 rows" in said[0]
+    )
     said, chosen = sessions[2].run(plan, {})
     assert not said and chosen["large"] != "data_parallel"
 
@@ -907,7 +911,7 @@ def test_a_gpu_that_fbgemm_has_no_code_for(monkeypatch: pytest.MonkeyPatch) -> N
         check_gpu(torch.device("cuda", 0))
 
 
-def test_what_fbgemm_logs_as_it_is_imported(
+def test_fbgemms_warnings_at_import_are_left_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Warnings such as FBGEMM 1.6 logs, once for each of its libraries, are left out; an error stays."""

@@ -129,7 +129,7 @@ OPTIMIZERS: dict[str, tuple[Make, bool]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_learned_is_the_same(sessions: Sessions, name: str) -> None:
+def test_captured_steps_learn_the_same_weights(sessions: Sessions, name: str) -> None:
     """Over two epochs and a half, with an uneven last batch, a schedule, records and evaluations between."""
     make, sparse = OPTIMIZERS[name]
     options = {"sparse": sparse, "schedule": warmup_decay(75, warmup=10)}
@@ -165,7 +165,7 @@ def test_a_run_is_resumed(sessions: Sessions, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_captured(sessions: Sessions) -> None:
+def test_training_that_cannot_be_captured(sessions: Sessions) -> None:
     """An error with `captured=True`; without it, the run is the usual one."""
     refusals: dict[str, dict[str, Any]] = {
         "draws random numbers on the CPU": {"dropout": 0.5},  # as dropout does here, and does not on a GPU

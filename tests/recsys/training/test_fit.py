@@ -143,7 +143,7 @@ def test_evaluation_of_padded_rows_is_that_of_all_rows(sessions: Sessions, rows:
 
 
 @pytest.mark.long("larger trainings")
-def test_other_losses_and_metrics(sessions: Sessions) -> None:
+def test_fit_takes_a_loss_and_metrics(sessions: Sessions) -> None:
     def regress() -> tuple[History, float]:
         torch.manual_seed(0)
         model = replicate(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1))
@@ -377,7 +377,7 @@ def test_resumed_on_other_ranks_the_loss_follows_the_same_curve(
 
 @pytest.mark.long("larger trainings")
 @pytest.mark.slow
-def test_other_batches_make_other_epochs(sessions: Sessions, tmp_path: Path) -> None:
+def test_a_resumed_run_with_other_batches_has_the_same_epochs(sessions: Sessions, tmp_path: Path) -> None:
     """On half as many ranks with the same batches, an epoch has twice the steps, and the run as many epochs."""
     options = {"epochs": 3, "progress": False, "snapshots": Snapshots(tmp_path, every=4, resume=True)}
     with pytest.raises(ZeroDivisionError):
@@ -389,7 +389,7 @@ def test_other_batches_make_other_epochs(sessions: Sessions, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: Sessions, tmp_path: Path) -> None:
+def test_a_run_with_a_loader_for_each_rank_resumes_on_the_same_ranks_only(sessions: Sessions, tmp_path: Path) -> None:
     snapshots = Snapshots(tmp_path, resume=True)
 
     def own() -> None:
@@ -397,7 +397,7 @@ def test_rows_of_ones_own_do_not_go_on_elsewhere(sessions: Sessions, tmp_path: P
         fit(build("replicated"), predict, rows, epochs=1, snapshots=snapshots, progress=False)
 
     sessions[2].run(own)
-    with pytest.raises(ValueError, match="taken on 2 ranks with rows of their own, and here are 1"):
+    with pytest.raises(ValueError, match="taken on 2 ranks with a loader of its own for each, and here are 1"):
         sessions[1].run(own)
 
 
@@ -413,7 +413,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
             nonlocal seen
             seen += 1
             if seen == 3 and dist.get_rank() == 1:
-                preemption.tell()
+                preemption.announce()
             return predict(module, batch)
 
         os.environ[preemption.NOTICES] = "1"
@@ -422,7 +422,7 @@ def test_a_snapshot_is_taken_when_a_node_is_about_to_be_taken_away(sessions: Ses
             fit(build("replicated"), forward, rows, steps=8, snapshots=Snapshots(tmp_path, every=100), progress=False)
         finally:
             del os.environ[preemption.NOTICES]
-            preemption.told = False
+            preemption.announced = False
 
     sessions[2].run(warned)
     assert [path.name for path in Snapshots(tmp_path).all()] == ["step-3", "step-8"]
@@ -513,7 +513,7 @@ def test_an_evaluation_that_fails_costs_no_training(sessions: Sessions, tmp_path
 
 
 @pytest.mark.slow
-def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> None:
+def test_a_metric_that_cannot_be_computed_is_reported(sessions: Sessions) -> None:
     def one_label(alone: bool) -> History:
         model, (train, _) = build("replicated"), loaders(600, 64)
         rows = clicks(100, 2)
@@ -536,7 +536,7 @@ def test_a_metric_that_cannot_be_computed_is_said_to_be(sessions: Sessions) -> N
 
 
 @pytest.mark.slow
-def test_what_is_kept(sessions: Sessions, tmp_path: Path) -> None:
+def test_snapshots_keep_the_newest(sessions: Sessions, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "by it"
     snapshots = Snapshots(folder, every=2, keep=3)
     run = sessions[2].run(train, "sharded", 1200, 64, steps=11, snapshots=snapshots, progress=False)
@@ -651,7 +651,7 @@ def half(
         Pairs(), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-8, fused=True if fused else None), **more
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Detected call of")  # a first step that is left out is nobody's mistake
+        warnings.filterwarnings("error", "Detected call of")  # a first step may be left out
         history = fit(replicated, watch, *loaders(3000, 64), progress=False, precision=precision, **options)
     return history, {key: value.clone() for key, value in replicated.module.state_dict().items()}, seen, sums
 
@@ -738,7 +738,7 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ({"epochs": 1, "precision": "half"}, '`precision` must be "bf16", "fp16", "fp32" or None, got \'half\''),
         (
             {"epochs": 1, "snapshots": Snapshots("x", keep_best="ndcg")},
-            "keep_best='ndcg' needs valid=, .* valid_loss, auc",
+            "keep_best must be one of the metrics, .*valid_loss, auc, .*got 'ndcg'",
         ),
         ({"epochs": 1, "remainder": "drop"}, "valid has remainder='drop'"),
         ({"epochs": 1.5}, "`epochs` must be an integer, at least 1, got 1.5"),
@@ -763,7 +763,7 @@ def linear(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ),
     ],
 )
-def test_what_makes_no_sense(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
+def test_invalid_arguments_of_fit_are_refused(sessions: Sessions, options: dict[str, Any], pattern: str) -> None:
     def refused() -> str:
         data, valid = loaders(100, 10)
         valid.remainder = options.pop("remainder", "keep")
@@ -777,7 +777,7 @@ def test_what_makes_no_sense(sessions: Sessions, options: dict[str, Any], patter
     assert len(set(answers)) == 1 and re.search(pattern, answers[0]), answers
 
 
-def test_not_outside_a_rank() -> None:
+def test_replicate_and_fit_are_refused_outside_a_rank() -> None:
     data = MemoryLoader((torch.arange(10),), 2)
     with pytest.raises(RuntimeError, match="in_ddp"):
         replicate(nn.Linear(1, 1), torch.optim.SGD)
@@ -803,7 +803,7 @@ def test_a_model_on_meta_is_not_replicated(sessions: Sessions) -> None:
     final=st.floats(0, 1),
     shape=st.sampled_from(["cosine", "linear", 2, 0.5]),
 )
-def test_up_and_down(steps: int, parts: list[int], final: float, shape: str | float) -> None:
+def test_warmup_decay_rises_and_falls(steps: int, parts: list[int], final: float, shape: str | float) -> None:
     warmup, start = parts
     if start >= steps:
         with pytest.raises(ValueError, match="warmup <= start < steps"):
@@ -818,7 +818,7 @@ def test_up_and_down(steps: int, parts: list[int], final: float, shape: str | fl
     assert warmup_decay(steps, warmup=warmup)(warmup) == 1.0
 
 
-def test_shapes() -> None:
+def test_shapes_of_warmup_decay() -> None:
     assert [warmup_decay(4, shape="linear")(i) for i in range(5)] == [1, 0.75, 0.5, 0.25, 0]
     assert [warmup_decay(4, shape=2)(i) for i in range(5)] == [1, 0.5625, 0.25, 0.0625, 0]
     assert warmup_decay(4)(2) == pytest.approx(0.5) and warmup_decay(4)(1) > 0.75
@@ -858,7 +858,7 @@ def test_a_history_to_look_at() -> None:
 
 
 @pytest.mark.slow
-def test_shown_as_lines_where_there_is_no_notebook(sessions: Sessions, tmp_path: Path) -> None:
+def test_progress_is_printed_as_lines_without_a_notebook(sessions: Sessions, tmp_path: Path) -> None:
     session = sessions[2]
     before = len(session.logs(0))
     for steps in (4, 8):
@@ -894,7 +894,7 @@ history = in_ddp(2, train)
 
 @pytest.mark.long("notebooks")
 @pytest.mark.slow
-def test_shown_in_the_cell_as_it_goes(kernel: Kernel) -> None:
+def test_progress_is_shown_in_the_cell(kernel: Kernel) -> None:
     cell, outputs = kernel.start(CELL), []
     for step in (10, 20):
         outputs += kernel.finish(cell, until=lambda result: f"<td>{step}</td>" in str(result.outputs)).outputs  # noqa: B023

@@ -88,7 +88,7 @@ def test_a_rate_of_0_that_is_set_between_two_runs_moves_nothing(sessions: Sessio
 
 
 @pytest.mark.parametrize("where", ["target", "prediction"])
-def test_a_number_that_is_none_stops_the_run_before_its_step(sessions: Sessions, tmp_path: Path, where: str) -> None:
+def test_a_nan_stops_the_run_before_its_step(sessions: Sessions, tmp_path: Path, where: str) -> None:
     x, y = X.clone(), Y.clone()
     (x if where == "prediction" else y)[28] = math.nan
 
@@ -165,7 +165,7 @@ def test_a_metric_without_a_direction_chooses_nothing(sessions: Sessions, tmp_pa
     sessions[1].run(run)
 
 
-def test_predictions_that_are_none_are_refused_by_any_metric(sessions: Sessions) -> None:
+def test_nan_predictions_are_refused_by_any_metric(sessions: Sessions) -> None:
     class Means(MeanMetric):
         def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
             super().update(preds)

@@ -324,7 +324,7 @@ def test_unknown_ids_of_plain_tables() -> None:
         if any(one is module for one, _ in tables)
     }
     assert names == {"user": ["user"], "wide": ["user"], "movie": ["seen"]}
-    warned = pytest.warns(UserWarning, match=r"of shop, and it cannot be seen which tables.*fill_unknown")
+    warned = pytest.warns(UserWarning, match=r"in shop, and the model's tables for these columns.*fill_unknown")
     with warned, unknown_filled(model, workflow, list(features), tables):
         weights = [table.weight[:, 0].tolist() for table in (model.user, model.wide, model.shop, model.movie)]
     assert weights == [[3, 3, 2, 4], [3, 3, 2, 4], [1000, 1000, 2, 4], [1000, 3, 2, 4]]
@@ -445,7 +445,7 @@ class Scores(nn.Module):
         ),
     ],
 )
-def test_what_cannot_be_exported(
+def test_models_that_cannot_be_exported(
     small: Workflow, tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     given = {"workflow": small, "model": Scores(5), "path": tmp_path / "repository", "name": "some", **arguments}
@@ -913,7 +913,7 @@ def repository(exported: Path, tmp_path: Path) -> Path:
 @server_needed
 @pytest.mark.long("Triton: exports and a server")
 @pytest.mark.parametrize("end", ["well", "exception", "killed", "stub killed"])
-def test_nothing_is_left_of_a_server(repository: Path, end: str) -> None:
+def test_a_server_leaves_no_processes_or_memory(repository: Path, end: str) -> None:
     before = regions()
     error = pytest.raises(KeyError) if end == "exception" else contextlib.nullcontext()
     with error, serve(repository) as server:
@@ -995,7 +995,7 @@ def test_a_server_that_is_not_ready_in_time(repository: Path) -> None:
     assert regions() == before
 
 
-def test_without_a_server_it_is_said_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_server_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBDIST_TRITON", str(tmp_path / "nowhere"))
     with (
         pytest.raises(FileNotFoundError, match=r"nowhere(?s:.*)-m venv(?s:.*)requirements/triton.txt"),

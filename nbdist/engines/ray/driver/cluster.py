@@ -1,4 +1,4 @@
-"""Getting connected to a Ray cluster: room for the ranks, a process on each node that has it, and the same versions."""
+"""The connection to a Ray cluster: resources for the ranks, a process on each of their nodes, and equal versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTLE, RESERVE = 5.0, 2.0
 
 
 class Link:
-    """A node: the agent, its ranks, the messages to send to it, and the data that it has."""
+    """A node: its agent, its ranks, the messages to send to it, and the data that it has."""
 
     def __init__(self, number: int, host: Any, first: int, count: int) -> None:
         self.number, self.host, self.first, self.count = number, host, first, count
@@ -41,7 +41,7 @@ class Link:
         """Ray's, to know it by where Ray speaks of its nodes."""
 
     def forget(self) -> None:
-        """Reset the state, for other ranks."""
+        """Reset the state for other ranks."""
         self.outbox = []
         self.filled.clear()
         self.has.clear()
@@ -55,7 +55,7 @@ class Link:
         return range(self.first, self.first + self.count)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the agent. A call whose connection failed is repeated: the agent lives, or Ray says that it died."""
+        """Call the agent. A call whose connection failed is repeated, unless Ray reports the agent's death."""
         import ray
 
         deadline = time.monotonic() + PATIENCE
@@ -79,14 +79,15 @@ def versions(same: Sequence[str]) -> dict[str, str]:
 
 
 def version_check() -> Callable[[Mapping[str, str]], str]:
-    """Gives a function that says how the versions on a node differ. Ray sends it by value: nbdist may not be there."""
+    """Return a function that describes how the versions on a node differ. Ray sends it by value: the node may lack
+    nbdist."""
 
     def differences(here: Mapping[str, str]) -> str:
         import importlib.metadata
         import platform
 
         def base(version: str | None) -> str | None:
-            """Without the build's name: torch's `+cpu` and `+cu130` are the same to what travels."""
+            """Remove the build's name: torch's `+cpu` and `+cu130` make no difference to pickles."""
             return None if version is None else version.partition("+")[0]
 
         def there(name: str) -> str | None:
@@ -132,7 +133,7 @@ def shortage(options: RayOptions, count: int) -> str:
 
 
 def most_by_sums(options: RayOptions) -> int:
-    """Return the number of ranks for which the free resources of all nodes together are enough."""
+    """Return the number of ranks for which the sums of the nodes' free resources are enough."""
     import ray
 
     free = ray.available_resources()
@@ -176,7 +177,8 @@ def host_class() -> Any:
             return ray.get_runtime_context().get_node_id()
 
         def draining(self) -> dict[str, int]:
-            """The nodes of the cluster that will be taken away, and when: milliseconds since the epoch; 0: unknown."""
+            """Return the nodes of the cluster that will be taken away, with the time: milliseconds since 1970; 0:
+            unknown."""
             from ray._private.state import state  # a driver of ray:// has no such thing
 
             return dict(state.get_draining_nodes())
@@ -210,7 +212,7 @@ def host_class() -> Any:
 
 
 class Cluster:
-    """The connection to Ray, the resources that are reserved there, and an agent's process on each node."""
+    """The connection to Ray, the reserved resources, and an agent's process on each node."""
 
     def __init__(
         self, options: RayOptions, world_size: int, say: Callable[[str], None], least: int | None = None
@@ -234,7 +236,7 @@ class Cluster:
             wait_for_room(lambda: self._take_what_is_free(world_size, least), self._options, least, say)
 
     def _ask(self, ranks: int) -> None:
-        """Ask Ray for room for a number of ranks, in the place of an earlier request."""
+        """Request resources for a number of ranks from Ray, in place of an earlier request."""
         from ray.util import placement_group
 
         self._give_back()
@@ -253,10 +255,10 @@ class Cluster:
             self._group = None
 
     def _take_what_is_free(self, world_size: int, least: int) -> bool:
-        """Reserve room for all ranks, or for as many as there is room for; whether there is for `least`.
+        """Reserve resources for all ranks, or for as many as possible; return whether they are enough for `least`.
 
-        How many fit follows from more than sums (nodes, placement, labels), so Ray is asked: first for as many as the
-        sums allow, then by halves.
+        The number that fits depends on more than sums (nodes, placement, labels), so Ray is asked: first for the number
+        that the sums allow, then for half as many, and so on.
         """
 
         def fit(ranks: int, seconds: float) -> bool:
@@ -329,7 +331,7 @@ class Cluster:
             raise Refused(refusal(" | ".join(lines)))
 
     def close(self) -> None:
-        """Give all back."""
+        """Give all resources back."""
         import ray
 
         for link in self.links:

@@ -1,4 +1,4 @@
-"""In Ray's driver: the connection to a cluster."""
+"""The connection to a cluster, in Ray's driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOO_BUSY = (
 
 
 class Refused(Exception):
-    """The cluster cannot do what is asked; the text says why and what to do."""
+    """The cluster cannot fulfill the request; the text says why and what to do."""
 
 
 def connect(options: RayOptions, say: Callable[[str], None]) -> None:
@@ -58,7 +58,7 @@ def connect(options: RayOptions, say: Callable[[str], None]) -> None:
 
 
 def _reach(address: str) -> None:
-    """Raise `OSError` where no process listens, which Ray itself would find out after minutes only."""
+    """Raise `OSError` if no process listens at the address: Ray itself would notice only after minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():  # not "auto"
         socket.create_connection((host.strip("[]"), int(port)), 10.0).close()

@@ -1,4 +1,4 @@
-"""In Ray's driver: all that passes between the kernel and the agents of the nodes."""
+"""The traffic between the kernel and the agents of the nodes, in Ray's driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from ....deaths import lost_with_head, lost_with_node
-from ....system.segments import Segment, Span
+from ....system.segments import BufferLocation, Segment
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
 from ....wire.protocol import Notice
@@ -26,7 +26,7 @@ UNREAD = 4 << 20
 
 
 class SharedSegment:
-    """A segment of the notebook's, on its way to the nodes."""
+    """A segment of the notebook that is being sent to the nodes."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment, self.size = segment, segment.size
@@ -34,7 +34,7 @@ class SharedSegment:
         self._refs: collections.OrderedDict[int, Any] = collections.OrderedDict()
 
     def chunk(self, start: int) -> Any:
-        """A part in the object store, put there once for nodes that take it at about the same time."""
+        """Put a part into the object store, once for all nodes that take it at about the same time."""
         import numpy as np
         import ray
 
@@ -66,7 +66,7 @@ class Forwarding:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
-        """Begin to carry messages."""
+        """Begin to forward messages."""
         loop = asyncio.get_running_loop()
         jobs: list[Coroutine[Any, Any, None]] = [self._watch_head(), self._watch_draining()]
         for link in self._links:
@@ -74,7 +74,7 @@ class Forwarding:
         self._tasks = [loop.create_task(job) for job in jobs]
 
     async def close(self, grace: float) -> bool:
-        """End the ranks. Returns whether all nodes can start others."""
+        """End the ranks. Returns whether all nodes can start other ranks."""
         closing = [link.call("ask", "close", grace) for link in self._links if not link.lost]
         done = await asyncio.gather(*(asyncio.wait_for(c, grace + 20.0) for c in closing), return_exceptions=True)
         for task in self._tasks:
@@ -101,7 +101,7 @@ class Forwarding:
             link.filled.set()
 
     def _share(self, segment: Segment) -> str:
-        """The name of a segment; one that is here already keeps it, and is not sent again."""
+        """Return the name of a segment; a segment that is known already keeps its name, and is not sent again."""
         status = os.fstat(segment.fd)
         key = f"{status.st_dev}:{status.st_ino}"
         if key in self._shared:
@@ -140,7 +140,7 @@ class Forwarding:
                 link.coming[key] = spreading
 
     async def _spread(self, key: str, shared: SharedSegment, links: Sequence[Link]) -> None:
-        """Send a segment to nodes: to some of them, which pass it on."""
+        """Send a segment to some nodes, which pass it on to the others."""
         feeding = [self._feed(key, shared, branch) for branch in branches([link for link in links if not link.lost])]
         missed = set().union(*await asyncio.gather(*feeding)) if feeding else set()
         if missed:  # behind a node that was lost, which is reported otherwise
@@ -148,7 +148,7 @@ class Forwarding:
         shared.sent()
 
     async def _feed(self, key: str, shared: SharedSegment, links: Sequence[Link]) -> set[int]:
-        """Send a segment to the first of these nodes, which passes it on. Returns those that it has not got to."""
+        """Send a segment to the first of these nodes, which passes it on. Returns the nodes that it has not reached."""
         first, below = links[0], plan(links[1:])
         under_way: collections.deque[asyncio.Future[Any]] = collections.deque()
         missed: set[int] = set()
@@ -171,7 +171,7 @@ class Forwarding:
     # ------------------------------------------------------------------------------------------------ from the nodes
 
     async def _guarded(self, link: Link, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of a link as long as there is one; then its ranks are lost."""
+        """Do the work of a link while its node lives; then report its ranks as lost."""
         try:
             await work
         except asyncio.CancelledError:
@@ -182,14 +182,14 @@ class Forwarding:
     def _lose(self, link: Link, why: str) -> None:
         if not link.lost:
             link.lost = why
-            self._tell("lost", ((link.first, link.first + link.count), why))
+            self._forward("lost", ((link.first, link.first + link.count), why))
 
-    def _tell(self, kind: str, what: Any, parcel: Parcel | None = None) -> None:
+    def _forward(self, kind: str, what: Any, parcel: Parcel | None = None) -> None:
         with contextlib.suppress(OSError):  # it has hung up: all ends soon
-            self._kernel.send(("news", kind, what), parcel)
+            self._kernel.send(("event", kind, what), parcel)
 
     def read(self, size: int) -> None:
-        """The kernel has read so much output."""
+        """Note that the kernel has read this number of bytes of output."""
         self._unread -= size
         self._more.set()
 
@@ -207,8 +207,8 @@ class Forwarding:
                 self._on_item(link, *item)
 
     def _on_item(self, link: Link, kind: str, *what: Any) -> None:
-        if kind == "told":
-            self._tell("told", *what)
+        if kind == "events":
+            self._forward("events", *what)
         elif kind == "part":
             key, size, start, data = what
             if key not in link.incoming:
@@ -217,8 +217,8 @@ class Forwarding:
         else:
             rank, message, (inline, spans, keys) = what
             segments = [link.incoming.pop(key) for key in keys]
-            parcel = Parcel(inline, [Span(*span) for span in spans], segments)
-            self._tell("answered", (rank, message), parcel)
+            parcel = Parcel(inline, [BufferLocation(*span) for span in spans], segments)
+            self._forward("answered", (rank, message), parcel)
             parcel.close()
 
     async def _watch_head(self) -> None:
@@ -243,7 +243,7 @@ class Forwarding:
 
     async def _watch_draining(self) -> None:
         """Notify all ranks when one of their nodes is about to be taken away; the cell shows which node."""
-        told: set[str] = set()
+        notified: set[str] = set()
         while any(link.node_id for link in self._links):  # tasks have no nodes of their own
             await asyncio.sleep(LOOK)
             asked = next((link for link in self._links if not link.lost), None)
@@ -255,29 +255,29 @@ class Forwarding:
                 raise
             except Exception:  # a lost one is reported otherwise; another one is asked then
                 continue
-            new = [link for link in self._links if link.node_id in draining and link.node_id not in told]
-            told.update(link.node_id for link in new)
+            new = [link for link in self._links if link.node_id in draining and link.node_id not in notified]
+            notified.update(link.node_id for link in new)
             for link in new:  # before what the ranks do about it
                 notice = Notice(preemption_notice(link, draining[link.node_id]))
-                self._tell("answered", (link.first, notice))
-            telling = [link for link in self._links if new and not link.lost]
-            await asyncio.gather(*[link.call("ask", "preemption") for link in telling], return_exceptions=True)
+                self._forward("answered", (link.first, notice))
+            alive = [link for link in self._links if new and not link.lost]
+            await asyncio.gather(*[link.call("ask", "preemption") for link in alive], return_exceptions=True)
 
 
 def preemption_notice(link: Link, deadline: int) -> str:
-    """Return the notice of a node that is drained; `deadline` is in milliseconds since the epoch, 0: unknown."""
+    """Return the notice about a node that is drained; `deadline` is in milliseconds since 1970, 0: unknown."""
     left = f" in {max(0.0, deadline / 1000 - time.time()):.0f} s" if deadline else ""
     return f"{link.name} will be taken away{left}: its ranks may save what they have (nbdist.preempted())"
 
 
 def branches(links: Sequence[Link]) -> list[Sequence[Link]]:
-    """Divide the nodes into the parts to which a node sends at the same time."""
+    """Divide nodes into parts to which one node sends at the same time."""
     half = (len(links) + 1) // 2
     return [part for part in (links[:half], links[half:]) if part]
 
 
 def plan(links: Sequence[Link]) -> list[Branch]:
-    """Return the tree of nodes by which data are passed on."""
+    """Return the tree of nodes along which data are passed on."""
     return [Branch(part[0].host, [link.number for link in part], plan(part[1:])) for part in branches(links)]
 
 

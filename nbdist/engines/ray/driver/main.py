@@ -1,10 +1,9 @@
-"""The process between a notebook and a Ray cluster. It is Ray's driver, so that the kernel is none.
+"""The process between a notebook and a Ray cluster. It is Ray's driver, so that the kernel need not be.
 
 Ray ends a driver that has lost the head of its cluster ("Failed to connect to GCS within 60 seconds"), and starts
-threads, handlers and loggers in it; a kernel must outlive the one and be spared the other. To the kernel, this process
-is the other end of one connection. To the cluster, it is the owner of one agent on each node (`node.py`), which end
-with it. Each agent has one connection, through Ray, whatever the number of its ranks. For the workers of `parallel_map`
-there are tasks of Ray's instead (`tasks.py`).
+threads, handlers and loggers in it. A kernel must not have either. For the kernel, this process is the other end of one
+connection. For the cluster, it owns one agent on each node (`node/agent.py`), which ends with it. Each agent has one
+connection through Ray, for any number of ranks. The workers of `parallel_map` use Ray tasks instead (`tasks.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .tasks import TaskCluster
 
 
 async def serve(control: Channel, kernel: int, cluster: Cluster | TaskCluster) -> None:
-    """Do what the kernel asks until it hangs up, or its process ends."""
+    """Answer the kernel's requests until it closes the connection, or its process ends."""
     loop = asyncio.get_running_loop()
     requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
 

@@ -1,7 +1,8 @@
-"""In Ray's driver: the workers of `parallel_map`, each of whose chunks of items is a task of Ray's.
+"""The workers of `parallel_map`, in Ray's driver: each chunk of items is a Ray task.
 
-To the rest of the driver this is one node with its agent. What the kernel sends to a worker becomes a task, one after
-the other, which Ray runs where there is room; there `chunk.py` hands it to a process. Nothing is reserved in between.
+For the rest of the driver this is one node with its agent. A message of the kernel to a worker becomes a task. Ray runs
+the tasks of a worker one after the other, on any node with free resources. There `chunk.py` passes it to a process.
+Nothing is reserved between tasks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Message = tuple[ToRank, Any]
 
 
 class TaskCluster:
-    """The connection to Ray for workers whose work is done in tasks: the counterpart of `cluster.Cluster`."""
+    """The connection to Ray for workers that run in tasks: the counterpart of `cluster.Cluster`."""
 
     def __init__(self, options: RayOptions, workers: int, say: Callable[[str], None]) -> None:
         self.takes_folder = "working_dir" not in options.runtime_env
@@ -40,7 +41,7 @@ class TaskCluster:
 
     @staticmethod
     def _try(options: RayOptions, here: Mapping[str, str], say: Callable[[str], None]) -> None:
-        """See to it that a task can run at all, before there are items in it."""
+        """Check that a task can run at all, before it contains items."""
         import ray
 
         trial = ray.remote(**_wanted(options))(version_check()).remote(here)
@@ -53,21 +54,21 @@ class TaskCluster:
             raise Refused(refusal(differences))
 
     def close(self) -> None:
-        """Give all back."""
+        """Give all resources back."""
         import ray
 
         ray.shutdown()
 
 
 class Tasks(Link):
-    """Tasks of Ray that run the chunks of one call after another, in the place of a node's agent."""
+    """Ray tasks that run the chunks of one call, in place of a node's agent."""
 
     def __init__(self, options: RayOptions, workers: int, here: Mapping[str, str]) -> None:
         super().__init__(0, None, 0, workers)
         self._live = not str(options.address).startswith("ray://")  # Ray's client knows no generators
         self._task = _task(options, self._live)
         self._here = here
-        self._news: asyncio.Queue[Event] = asyncio.Queue()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._reset(())
 
     def _reset(self, about: Sequence[Any]) -> None:
@@ -79,7 +80,7 @@ class Tasks(Link):
         self._running: dict[int, Any] = {}
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Do what an agent would do."""
+        """Do the work of an agent."""
         methods: dict[str, Callable[..., Any]] = {
             "open": self._open,
             "store": self._store,
@@ -91,7 +92,7 @@ class Tasks(Link):
 
     async def _open(self, surroundings: Any, first: int, count: int, modules: Any, notebook: bool, env: Any) -> Node:
         self._reset((surroundings, modules, notebook, env))
-        self._news = asyncio.Queue()
+        self._events = asyncio.Queue()
         return Node("", "the cluster", "", {}, "", (), [[] for _ in range(count)])
 
     async def _store(self, key: str, size: int, start: int, part: Any, below: Sequence[Any]) -> set[int]:
@@ -117,9 +118,9 @@ class Tasks(Link):
                 self._jobs[rank] = asyncio.get_running_loop().create_task(self._work(rank))
 
     async def _poll(self, number: int) -> tuple[int, int, list[Event]]:
-        events = [await self._news.get()]
-        while not self._news.empty():
-            events.append(self._news.get_nowait())
+        events = [await self._events.get()]
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
         if ("closed",) in events:
             return number + 1, 0, [("closed",)]
         output = sum(len(event[-1]) for event in events if event[0] == "output")
@@ -139,11 +140,11 @@ class Tasks(Link):
                 for rank in [rank for rank, job in self._jobs.items() if job in late]:
                     self._cancel(rank, force=True)
             self._reset(())
-            self._news.put_nowait(("closed",))
+            self._events.put_nowait(("closed",))
         return None
 
     def _cancel(self, rank: int, force: bool = False) -> None:
-        """Interrupt a worker; `force` ends the process of Ray's in which it works."""
+        """Interrupt a worker; `force` ends the Ray process in which it works."""
         import ray
 
         self._waiting[rank].clear()
@@ -151,11 +152,11 @@ class Tasks(Link):
             ray.cancel(self._running[rank], force=force)
 
     async def _work(self, rank: int) -> None:
-        """Do the waiting chunks of a worker, one task after another."""
+        """Run the waiting chunks of a worker, one task after another."""
         try:
             while self._waiting[rank]:
                 async for event in self._done(rank, self._waiting[rank].popleft()):
-                    self._news.put_nowait(_of_worker(rank, event))
+                    self._events.put_nowait(_of_worker(rank, event))
                     if event[0] == "exit":
                         self._waiting[rank].clear()
         finally:
@@ -163,7 +164,7 @@ class Tasks(Link):
             self._jobs.pop(rank, None)
 
     async def _done(self, rank: int, items: Message) -> AsyncIterator[Event]:
-        """Yield the events of a chunk, on which a task works."""
+        """Yield the events of a chunk while a task works on it."""
         import ray
 
         ended = False
@@ -189,7 +190,7 @@ class Tasks(Link):
 
 
 def _of_worker(rank: int, event: Event) -> Event:
-    """An event as this call's: there every worker is the first, and counts what it sends by itself."""
+    """Convert an event: in its task every worker is the first, and numbers its own messages."""
     kind, first, *rest = event
     if kind == "part":
         return (kind, f"{rank}:{first}", *rest)
@@ -202,7 +203,7 @@ def _of_worker(rank: int, event: Event) -> Event:
 
 
 def _wanted(options: RayOptions) -> dict[str, Any]:
-    """Return the resources of a task, as Ray takes them."""
+    """Return the resources of a task in Ray's terms."""
     resources = dict(options.resources)
     wanted: dict[str, Any] = {"num_cpus": options.cpus, "num_gpus": options.gpus, "resources": resources}
     if "memory" in resources:

@@ -1,4 +1,4 @@
-"""Ray's driver, a process of its own, as the kernel sees it; and the room that is kept there between sessions."""
+"""Ray's driver process, from the view of the kernel; and the resources that stay reserved between sessions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any
 from ....deaths import lost_connection
 from ....errors import NbdistError
 from ....system import ending, interpreter
-from ....system.interrupts import postponed_interrupts
-from ....system.processes import blind, forget_in_children, open_standard_descriptors, own_pidfd
+from ....system.interrupts import deferred_interrupts
+from ....system.processes import open_standard_descriptors, own_pidfd, redirect_to_devnull, register_after_fork
 from ....wire.channel import Channel
 from ....wire.parcel import Parcel
 from ..launch.starting import environment
@@ -33,10 +33,10 @@ ANSWER = 3.0
 
 
 class DriverProcess:
-    """Ray's driver as the kernel sees it: a process that holds room for `world_size` ranks on a cluster, or for `least`
-    of them at least, or gives their work to Ray in `tasks`.
+    """Ray's driver, from the view of the kernel: a process that reserves resources for `world_size` ranks on a cluster,
+    or for at least `least`, or runs their work in Ray `tasks`.
 
-    Raises `NbdistError` where the cluster cannot be reached, has no room, or differs.
+    Raises `NbdistError` if the cluster cannot be reached, has too few resources, or has other versions.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class DriverProcess:
         self.address, self.threads = options.address, max(1, int(options.cpus))
         self._numbers = itertools.count(1)
         self._asked: dict[int, concurrent.futures.Future[Any]] = {}
-        self._news: queue.Queue[tuple[Any, ...]] = queue.Queue()
-        self._hearer: Callable[[str, Any, Parcel | None], None] | None = None
+        self._replies: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self._receiver: Callable[[str, Any, Parcel | None], None] | None = None
         self._sending = threading.RLock()
         self._timer: threading.Timer | None = None
         self._not_ours = False
@@ -70,16 +70,16 @@ class DriverProcess:
                 pass_fds=[fd for fd in (theirs.fileno(), kernel) if fd >= 0],
                 stderr=self._log,
             )
-        forget_in_children(self)
+        register_after_fork(self)
         try:
             plain = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
             self.send("connect", plain | {"address": address}, world_size, tasks, least)
             threading.Thread(target=self._listen, name="nbdist: cluster", daemon=True).start()
-            while (news := self._next())[0] == "notice":
-                notice(news[1])
-            if news[0] != "ready":
-                raise NbdistError(news[1] if news[0] == "refused" else self.why_gone())
-            self.counts: list[int] = news[1]
+            while (reply := self._next())[0] == "notice":
+                notice(reply[1])
+            if reply[0] != "ready":
+                raise NbdistError(reply[1] if reply[0] == "refused" else self.why_gone())
+            self.counts: list[int] = reply[1]
             """Ranks on each node."""
             self.world_size = sum(self.counts)
             self.whole = self.world_size == world_size
@@ -91,19 +91,19 @@ class DriverProcess:
     def _next(self) -> tuple[Any, ...]:
         while True:  # a second at a time: Python handles an interrupt right before a wait at its end
             with contextlib.suppress(queue.Empty):
-                return self._news.get(timeout=1.0)
+                return self._replies.get(timeout=1.0)
 
     def after_fork(self) -> None:
-        """In a child of this process: the room is not its own."""
+        """Forget the resources in a child of this process: they belong to the parent."""
         self._not_ours = True
-        blind(self._control.fileno())
+        redirect_to_devnull(self._control.fileno())
 
-    def hear(self, hearer: Callable[[str, Any, Parcel | None], None] | None) -> None:
-        """Pass all events of the nodes to `hearer`, in another thread: kind, content, parcel."""
-        self._hearer = hearer
+    def subscribe(self, receiver: Callable[[str, Any, Parcel | None], None] | None) -> None:
+        """Pass all events of the nodes to `receiver`, in another thread: kind, content, parcel."""
+        self._receiver = receiver
 
     def send(self, *message: Any, parcel: Parcel | None = None) -> None:
-        """Send a message. Raises `OSError` when the process is gone."""
+        """Send a message. Raises `OSError` if the process has ended."""
         with self._sending:
             try:
                 self._control.send(message, parcel)
@@ -114,7 +114,7 @@ class DriverProcess:
                 raise
 
     def request(self, what: str, *arguments: Any, seconds: float | None = 120.0) -> Any:
-        """Ask, and wait for the answer; None where there is none."""
+        """Send a request and wait for the answer; None without an answer."""
         number, future = next(self._numbers), concurrent.futures.Future[Any]()
         self._asked[number] = future
         try:
@@ -126,7 +126,7 @@ class DriverProcess:
             self._asked.pop(number, None)
 
     def ask(self, node: int, what: str, *arguments: Any) -> Any:
-        """Ask the agent of a node; None where it does not answer."""
+        """Ask the agent of a node; None if it does not answer."""
         found = self.request("ask", [node], what, arguments, ANSWER, seconds=2 * ANSWER)
         return found[0] if found else None
 
@@ -140,30 +140,30 @@ class DriverProcess:
         try:
             while True:
                 message, parcel, _ = self._control.receive()
-                if message[0] == "news":
-                    self._tell(message[1], message[2], parcel)
+                if message[0] == "event":
+                    self._deliver(message[1], message[2], parcel)
                 elif message[0] == "answer":
                     future = self._asked.get(message[1])
                     if future is not None and not future.done():
                         future.set_result(message[2])
                 else:
-                    self._news.put(message)
+                    self._replies.put(message)
         except (EOFError, OSError):
-            self._news.put(("gone",))
-            if self._hearer is not None:
-                self._tell("lost", (None, self.why_gone()), None)
+            self._replies.put(("gone",))
+            if self._receiver is not None:
+                self._deliver("lost", (None, self.why_gone()), None)
             for future in list(self._asked.values()):
                 future.cancel()
 
-    def _tell(self, kind: str, what: Any, parcel: Parcel | None) -> None:
-        hearer = self._hearer
-        if hearer is not None:
-            hearer(kind, what, parcel)
+    def _deliver(self, kind: str, what: Any, parcel: Parcel | None) -> None:
+        receiver = self._receiver
+        if receiver is not None:
+            receiver(kind, what, parcel)
         elif parcel is not None:
             parcel.close()
 
     def why_gone(self) -> str:
-        """Why the process is gone, as far as it has said."""
+        """Return the reason why the process has ended, if it has reported one."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(2)
         self._log.seek(0)
@@ -171,7 +171,7 @@ class DriverProcess:
         return lost_connection(words)
 
     def keep(self) -> None:
-        """Keep the room for the next ranks, but not for long."""
+        """Keep the resources for the next ranks, for a limited time."""
         if not self._options.linger:
             return self.stop()
         with _lock:
@@ -181,7 +181,7 @@ class DriverProcess:
             self._timer.start()
 
     def reusable(self) -> bool:
-        """Return whether the reserved room can be used again; give it back if not."""
+        """Return whether the reserved resources can be used again; give them back if not."""
         if self._timer is not None:
             self._timer.cancel()
         if self.process.poll() is None and None not in self.ask_all("received"):
@@ -198,7 +198,8 @@ class DriverProcess:
             self.stop()
 
     def stop(self, at_once: bool = False) -> None:
-        """Give the room back: hang up, and the process ends all there. Ray does so, too, if it goes `at_once`."""
+        """Give the resources back: close the connection, and the process ends everything. With `at_once` the process is
+        killed, and Ray does it."""
         if self._not_ours:
             return
         if at_once:
@@ -232,9 +233,9 @@ def acquire(
     tasks: bool = False,
     least: int | None = None,
 ) -> None:
-    """Put into `taken` a driver with room for a number of ranks, or for at least `least`: one that was kept after an
-    earlier session, or a new one. After an interrupt the caller stops the driver that is in `taken`."""
-    with _lock, postponed_interrupts():
+    """Put into `taken` a driver with resources for a number of ranks, or for at least `least`: one that was kept after
+    an earlier session, or a new one. After an interrupt the caller stops the driver in `taken`."""
+    with _lock, deferred_interrupts():
         kept = _idle.get((os.getpid(), repr(options), world_size, tasks), [])
         taken += kept[-1:]
         del kept[-1:]
@@ -243,7 +244,7 @@ def acquire(
 
 
 def _private_ray() -> tuple[str, Mapping[str, str]]:
-    """The address of a Ray of this machine alone, which ends with this process, and the variables that open it."""
+    """Return the address of a Ray on this machine, which ends with this process, and the variables that open it."""
     with _lock:
         process, address, token = private_rays.get(os.getpid(), (None, "", ""))
         if process is None or process.poll() is not None:
@@ -274,12 +275,12 @@ def token_variables(token: str) -> Mapping[str, str]:
 
 
 def check_token_support() -> None:
-    """Raise `NbdistError` for a Ray that would take orders from everybody who reaches its machine."""
+    """Raise `NbdistError` for a version of Ray without tokens: everybody who reaches its machine could use it."""
     version = importlib.metadata.version("ray")
     if tuple(int(part) for part in version.split(".")[:2]) < (2, 52):
         raise NbdistError(
-            f"Ray {version} knows no tokens, without which everybody who reaches this machine could run code as you "
-            f"do: a Ray of this machine alone needs Ray 2.52 or newer. A cluster that runs already can be used: "
+            f"Ray {version} has no tokens, so everybody who reaches this machine could run code in it: to start Ray on "
+            f"this machine, nbdist needs Ray 2.52 or newer. Or use a cluster that is running: "
             f"RayOptions(address=...)"
         )
 
@@ -289,14 +290,14 @@ def _after_fork() -> None:
     _lock = threading.RLock()  # another thread may have held it
     for process, _, _ in private_rays.values():
         if process.stdin is not None and not process.stdin.closed:
-            blind(process.stdin.fileno())  # its end ends the process
+            redirect_to_devnull(process.stdin.fileno())  # its end ends the process
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def release_at(address: str) -> None:
-    """Give back at once what is kept on one cluster for the next calls."""
+    """Give back at once the resources that are kept on one cluster for later calls."""
     with _lock:
         here = [(key, drivers) for key, drivers in _idle.items() if key[0] == os.getpid()]
         found = [driver for _, drivers in here for driver in drivers if driver.address == address]
@@ -308,7 +309,7 @@ def release_at(address: str) -> None:
 
 @ending.last
 def release() -> None:
-    """Give back at once what is kept on clusters for the next calls, and end the Ray of this machine."""
+    """Give back at once the resources that are kept on clusters for later calls, and end the Ray on this machine."""
     with _lock:
         drivers = [driver for (pid, *_), found in _idle.items() if pid == os.getpid() for driver in found]
         _idle.clear()

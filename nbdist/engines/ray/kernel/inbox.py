@@ -1,7 +1,6 @@
 """Events of the ranks on a cluster, in the kernel: a thread reads them from the driver, calls take them from here.
 
-The events of a node come in the order in which they happened there: the output of a rank before a message that the
-rank sent later, and before its end.
+The events of a node arrive in order: the output of a rank before a later message of the rank, and before its end.
 """
 
 from __future__ import annotations
@@ -16,21 +15,23 @@ from collections.abc import Callable
 from typing import Any
 
 from ....deaths import NOT_OURS
-from ....system.interrupts import postponed_interrupts
-from ....system.processes import blind
+from ....system.interrupts import deferred_interrupts
+from ....system.processes import redirect_to_devnull
 from ....wire.parcel import Parcel
 from ....wire.protocol import FromRank
 from ...contract import Exit, OnOutput
 from .driver_process import DriverProcess
 
 #: Bytes of output after which the driver gets an acknowledgment.
-_TELL = 1 << 18
+_ACKNOWLEDGE = 1 << 18
 
 
-class News:
-    """All that the ranks of a session have said and written, and how they have ended, until somebody takes it.
+class Inbox:
+    """The queue of events of a session's ranks: messages, output and exits that the kernel has not taken yet.
 
-    Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known.
+    Attributes:
+        pids: The process of each rank, by rank; None before it has started.
+        alive: The ranks that are not known to have ended.
     """
 
     def __init__(self, driver: DriverProcess) -> None:
@@ -44,17 +45,17 @@ class News:
         self.fd, self._wake = os.pipe()
         os.set_blocking(self.fd, False)
         os.set_blocking(self._wake, False)
-        driver.hear(self._take)
+        driver.subscribe(self._take)
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
+        """Forget the ranks in a child of this process: they belong to the parent."""
         self._lock = threading.RLock()
         self._events.clear()
         self._lose(self.alive, NOT_OURS)
-        blind(self.fd, self._wake)
+        redirect_to_devnull(self.fd, self._wake)
 
     def close(self) -> None:
-        self._driver.hear(None)
+        self._driver.subscribe(None)
         with self._lock:
             for event in self._events:
                 if event[0] == "message" and event[-1] is not None:
@@ -65,13 +66,13 @@ class News:
             self.fd = self._wake = -1
 
     def _take(self, kind: str, what: Any, parcel: Parcel | None) -> None:
-        """Take an event. Runs in the thread that reads from the driver."""
+        """Store an event. Runs in the thread that reads from the driver."""
         with self._lock:
             if self._wake < 0:  # closed meanwhile
                 if parcel is not None:
                     parcel.close()
                 return
-            if kind == "told":
+            if kind == "events":
                 for event in pickle.loads(what):
                     getattr(self, f"_on_{event[0]}")(*event[1:])
             elif kind == "answered":
@@ -118,7 +119,7 @@ class News:
             return any(event[0] == "exit" for event in self._events)
 
     def exits(self) -> list[Exit]:
-        """The ranks that have ended since the last call."""
+        """Return the ranks that have ended since the last call."""
         with self._lock:
             found = [event[1] for event in self._events if event[0] == "exit"]
             if found:
@@ -126,53 +127,53 @@ class News:
             return found
 
     def pass_on(self, rank: int, which: int, on_output: OnOutput) -> bool:
-        """Pass on one piece of what a rank has written; False where there is none."""
+        """Pass on one piece of a rank's output; return False if there is none."""
         pieces = self._written.get((rank, which))
         if not pieces:
             return False
-        with postponed_interrupts():  # what was taken would be lost
+        with deferred_interrupts():  # what was taken would be lost
             data = pieces.popleft()
             self._read += len(data)
             on_output(rank, which, data)
-        if self._read >= _TELL:
+        if self._read >= _ACKNOWLEDGE:
             read, self._read = self._read, 0
             with contextlib.suppress(OSError):
                 self._driver.send("read", 0, read)
         return True
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        """Pass on all that a rank has written so far."""
+        """Pass on all output of a rank so far."""
         for which in (0, 1):
             while self.pass_on(rank, which, on_output):
                 pass
 
 
-class NewsListener:
-    """Waits for news, and passes it on: see `contract.Listening`."""
+class InboxListener:
+    """A listener for the events of an inbox: see `contract.Listening`."""
 
     def __init__(
         self,
-        news: News,
+        inbox: Inbox,
         *,
         on_output: OnOutput,
         on_message: Callable[[int, FromRank, Parcel | None], None],
         on_exit: Callable[[Exit], None],
         pause: float,
     ) -> None:
-        """`pause` is for others: nodes gather output before they send it."""
-        self._news, self._on_output, self._on_message, self._on_exit = news, on_output, on_message, on_exit
+        """Listen to `inbox`. `pause` has no effect: nodes gather output before they send it."""
+        self._inbox, self._on_output, self._on_message, self._on_exit = inbox, on_output, on_message, on_exit
         self._selector = selectors.DefaultSelector()
-        self.watch(news.fd, lambda: os.read(news.fd, 1 << 12))
+        self.watch(inbox.fd, lambda: os.read(inbox.fd, 1 << 12))
 
     def watch(self, fd: Any, action: Callable[[], Any]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, action)
 
     def select(self, seconds: float) -> None:
         # After an interrupt there may be events that the descriptor does not announce any more.
-        for key, _ in self._selector.select(0.0 if len(self._news) else seconds):
+        for key, _ in self._selector.select(0.0 if len(self._inbox) else seconds):
             key.data()
-        for _ in range(len(self._news)):
-            if (event := self._news.next()) is not None:
+        for _ in range(len(self._inbox)):
+            if (event := self._inbox.next()) is not None:
                 self._pass_on(*event)
 
     def close(self) -> None:
@@ -181,10 +182,10 @@ class NewsListener:
     def _pass_on(self, kind: str, *what: Any) -> None:
         if kind == "output":
             rank, which = what
-            self._news.pass_on(rank, which, self._on_output)
+            self._inbox.pass_on(rank, which, self._on_output)
         elif kind == "message":
-            self._news.drain(what[0], self._on_output)
+            self._inbox.drain(what[0], self._on_output)
             self._on_message(*what)
         else:
-            self._news.drain(what[0].rank, self._on_output)
+            self._inbox.drain(what[0].rank, self._on_output)
             self._on_exit(what[0])

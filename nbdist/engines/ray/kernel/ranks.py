@@ -1,8 +1,8 @@
-"""Ranks on a Ray cluster, as the kernel holds them.
+"""Ranks on a Ray cluster, from the view of the kernel.
 
-There is one connection, to a process of their own (`driver.py`), which is Ray's driver; from there one goes to an agent
-on each node (`node.py`), which forks the ranks of that node as `engines/local.py` does here. A message to
-many ranks is one message to each node, and messages of a node's ranks at about the same time are one from it.
+The kernel has one connection, to Ray's driver process (`driver/main.py`). The driver has a connection to an agent on
+each node (`node/agent.py`), which forks the ranks of its node as `engines/local.py` does on this machine. A message to
+many ranks is one message to each node, and messages of a node's ranks at about the same time are one message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ....errors import NbdistError
 from ....notebook.shell import kernel_shell
 from ....system.connections import Address, Connection
 from ....system.limits import allow_open_files
-from ....system.processes import forget_in_children
+from ....system.processes import register_after_fork
 from ....system.search_path import search_path, working_folder
 from ....wire.messages import NOTICES, Setting, Slot
 from ....wire.parcel import Parcel
@@ -32,11 +32,11 @@ from ...contract import Exit, OnOutput, drop
 from ..node.agent import Node
 from ..options import RayOptions
 from .driver_process import ANSWER, DriverProcess, acquire
-from .inbox import News, NewsListener
+from .inbox import Inbox, InboxListener
 
 
 class RayEngine:
-    """Starts ranks on a cluster. Raises `NbdistError` where Ray is not installed."""
+    """The engine for a Ray cluster. Raises `NbdistError` if Ray is not installed."""
 
     local = False
 
@@ -74,11 +74,12 @@ class RayEngine:
             raise
 
     def warm(self, modules: Iterable[str]) -> None:
-        """The nodes load them before they fork ranks; those that have forked theirs, for the next ones."""
+        """Import modules on the nodes before they fork ranks; nodes that have forked ranks import them for the next
+        ones."""
         self._modules.update(dict.fromkeys(modules))
 
     def idle(self, seconds: float) -> None:
-        """Do nothing: `RayOptions.linger` says how long warm processes stay on the nodes."""
+        """Do nothing: `RayOptions.linger` sets how long idle processes stay on the nodes."""
 
 
 def make(options: RayOptions | None, env: Mapping[str, str] | None, start: str) -> RayEngine:
@@ -101,7 +102,7 @@ class RayRanks:
         self._gathered: list[_Sent] | None = None
         self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
         self._open = True
-        self._news = News(driver)
+        self._inbox = Inbox(driver)
         try:
             surroundings = search_path(), working_folder(), modules, kernel_shell() is not None
             nodes = driver.request("start", *surroundings, {**self.inherited(), **env})
@@ -113,19 +114,19 @@ class RayRanks:
                 for number, (node, count) in enumerate(zip(self._nodes, driver.counts, strict=True))
                 for local in range(count)
             ]
-            forget_in_children(self)
+            register_after_fork(self)
         except BaseException:
             self._open = False
-            self._news.close()
+            self._inbox.close()
             raise
 
     def after_fork(self) -> None:
-        """In a child of this process: the ranks are not its own."""
-        self._news.after_fork()
+        """Forget the ranks in a child of this process: they belong to the parent."""
+        self._inbox.after_fork()
 
     @property
     def pids(self) -> list[int | None]:
-        return self._news.pids
+        return self._inbox.pids
 
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         assert not list(fds), "descriptors reach no other machine"
@@ -150,7 +151,7 @@ class RayRanks:
                 self._gathered = None
 
     def _send_off(self) -> None:
-        """Send what was gathered, in one message: the driver need not look into what it passes on to each node."""
+        """Send the gathered messages in one message: the driver passes the part of each node on without reading it."""
         gathered, self._gathered = self._gathered or [], []
         found: dict[str, dict[int, list[tuple[int, Any]]]] = {"messages": {}, "signals": {}, "aborts": {}}
         for rank, kind, what, _ in gathered:
@@ -165,16 +166,17 @@ class RayRanks:
                     self.driver.send("ask", 0, [node], kind, (own,), ANSWER)
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
-        self._news.drain(rank, on_output)
+        self._inbox.drain(rank, on_output)
 
-    def listen(self, **handlers: Any) -> NewsListener:
-        return NewsListener(self._news, **handlers)
+    def listen(self, **handlers: Any) -> InboxListener:
+        return InboxListener(self._inbox, **handlers)
 
     def _interface(self, node: Node) -> str:
         return node.interface if self._several else LOOPBACK_INTERFACE
 
     def _may_have(self, name: str) -> bool:
-        """Return whether ranks take over a variable. On one machine they speak to each other over loopback alone."""
+        """Return whether ranks get a variable. Those that restrict connections to one machine do not hold on a
+        cluster."""
         return self._several or name not in INTERFACE_VARIABLES
 
     def inherited(self) -> Mapping[str, str]:
@@ -201,7 +203,7 @@ class RayRanks:
         self._rendezvous += 1
         host, deadline = self._nodes[0].address if self._several else None, time.monotonic() + self.patience
         while (address := self.driver.ask(0, "rendezvous", self._rendezvous, host)) is None:
-            if self._news.any_exit() or time.monotonic() > deadline:
+            if self._inbox.any_exit() or time.monotonic() > deadline:
                 raise NbdistError(
                     f"the node of rank 0 ({self._nodes[0].host}, {self._nodes[0].address}) does not answer, so that "
                     f"the ranks cannot meet. The next call starts fresh ranks"
@@ -210,7 +212,7 @@ class RayRanks:
         return _RemoteRendezvous(RendezvousAddress(*address))
 
     def exits(self) -> list[Exit]:
-        return self._news.exits()
+        return self._inbox.exits()
 
     def signal(self, rank: int, signum: int) -> None:
         self._ask_for(rank, "signals", signum)
@@ -218,8 +220,8 @@ class RayRanks:
     def abort(self, rank: int, group: int, peers: Sequence[Address]) -> None:
         self._ask_for(rank, "aborts", (group, peers))
 
-    def tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
-        if rank not in self._news.alive:
+    def deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> bool:
+        if rank not in self._inbox.alive:
             return False
         with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
             self.driver.send("ask", 0, [self.slots[rank].node], "widget", (rank, content, buffers), ANSWER)
@@ -227,7 +229,7 @@ class RayRanks:
 
     def _ask_for(self, rank: int, what: str, argument: Any) -> None:
         """Send the agent of a rank a request about the rank."""
-        if rank in self._news.alive:
+        if rank in self._inbox.alive:
             with self.together():
                 assert self._gathered is not None
                 parcel = self._gathered[-1].parcel if self._gathered else None
@@ -255,7 +257,7 @@ class RayRanks:
         return {rank: found for node in nodes for rank, found in (node or {}).items()}
 
     def received(self) -> list[int | None]:
-        """Bytes of big data that each node has got from the notebook."""
+        """Return the bytes of big data that each node has received from the notebook."""
         return self.driver.ask_all("received")
 
     def close(self, grace: float = 0.0, on_output: OnOutput = drop) -> None:
@@ -264,7 +266,7 @@ class RayRanks:
         self._open = False
         try:
             healthy = self.driver.request("close", grace, seconds=grace + 30.0)
-            self._news.close()
+            self._inbox.close()
             if healthy and self.driver.whole:  # with less room than was wanted, the next ones ask for all of it again
                 return self.driver.keep()
         except BaseException:  # an interrupt: as long as the driver lives, so does its room
@@ -274,7 +276,7 @@ class RayRanks:
 
 
 class _Sent(NamedTuple):
-    """A message on its way to a rank."""
+    """A message that is being sent to a rank."""
 
     rank: int
     kind: str
@@ -285,7 +287,7 @@ class _Sent(NamedTuple):
 
 
 def _make_room() -> None:
-    """Raise this process's limit of open files for all ranks together. Raises `NbdistError` where it is too low."""
+    """Raise this process's limit of open files for all ranks together. Raises `NbdistError` if it is too low."""
     needed = 16
     room = allow_open_files(needed)
     if room < needed:
@@ -296,12 +298,12 @@ def _make_room() -> None:
 
 
 def _loopback(ip: str) -> bool:
-    """Return whether this is an address that each machine has for itself."""
+    """Return whether an address is a loopback address, which each machine has for itself."""
     return ip.startswith("127.") or ip == "::1"
 
 
 class _RemoteRendezvous:
-    """A store on the node of rank 0, whose agent gives rank 0 its descriptors: see `contract.OpenRendezvous`."""
+    """A store on the node of rank 0, whose agent gives its descriptors to rank 0: see `contract.OpenRendezvous`."""
 
     def __init__(self, address: RendezvousAddress) -> None:
         self.address = address

@@ -1,7 +1,8 @@
-"""The folders of a Ray of this machine: for its sockets and logs, and for the objects in its store.
+"""The folders of a Ray on this machine: for its sockets and logs, and for the objects in its store.
 
-Ray joins paths to command lines that a space ends too early, binds Unix sockets below its temporary folder, whose names
-have 107 bytes, and keeps its objects in /dev/shm without a look at whether files can be made there.
+Ray puts paths into command lines without quotes, so that a space breaks them. It binds Unix sockets below its temporary
+folder, and their names have at most 107 bytes. It keeps objects in /dev/shm without a check that files can be made
+there.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ _SMALLEST_STORE = 80 << 20
 
 
 def temporary_folder() -> tuple[str, bool]:
-    """Return the folder for Ray's sessions, and whether it was made for this Ray: Ray itself could not use its choice.
+    """Return the folder for Ray's sessions, and whether it was made for this Ray because Ray's own choice cannot be
+    used.
 
-    Raises `OSError` where there is none, or `RAY_TMPDIR` names one that Ray cannot use.
+    Raises `OSError` if there is no usable folder, or if `RAY_TMPDIR` names one that Ray cannot use.
     """
     place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     first = os.path.join(place, "ray")
@@ -61,9 +63,9 @@ def unusable(place: str, sessions: str) -> str:
 
 
 def store(folder: str) -> dict[str, Any]:
-    """Return parameters of Ray's node for its objects, which are kept in `folder` where shared memory has no room.
+    """Return parameters of a Ray node for its object store, which is in `folder` if shared memory is too small.
 
-    An address space that is limited has a small store: Ray maps all of it.
+    If the address space is limited, the store is small: Ray maps all of it.
     """
     parameters: dict[str, Any] = {}
     if _not_writable(SHARED_MEMORY) or _full(SHARED_MEMORY, _STORE):

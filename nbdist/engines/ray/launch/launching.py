@@ -1,7 +1,7 @@
 """Ray on machines that are reached by ssh or srun, started from the notebook's process and ended with it.
 
-On each machine `machine.py` runs for that long: the end of its standard input, which ssh and srun pass on, is the end
-of the notebook. Who wants to use that Ray needs a token, which goes there by standard input, too.
+`machine.py` runs on each machine until its standard input ends, which ssh and srun pass on: at the end of the notebook.
+Clients of this Ray need a token, which is sent through standard input, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import NbdistError
-from ....system.processes import blind, forget_in_children
+from ....system.processes import redirect_to_devnull, register_after_fork
 from ..driver.cluster import versions
 from ..kernel import driver_process as process
 from ..options import RayOptions
@@ -40,7 +40,7 @@ _BEGIN = "import json, sys; config = json.loads(sys.stdin.readline()); there = {
 
 
 def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
-    """Return the engine's options for machines with `gpus` GPUs each; `fields` are what the user says of them.
+    """Return the engine's options for machines with `gpus` GPUs each; `fields` are the user's options.
 
     Raises `ValueError` or `TypeError` for fields that make no sense.
     """
@@ -48,20 +48,21 @@ def engine_options(gpus: int, fields: Mapping[str, Any]) -> RayOptions:
 
 
 class Machines:
-    """Ray, started on machines.
+    """Ray on several machines.
 
-    Attributes: `address`, at which it is used from here.
+    Attributes:
+        address: The address for clients on this machine.
 
     Args:
-        commands: What runs a command on one machine or, as srun does, on several: name → command.
-        size: How many machines these are.
+        commands: Name → command that runs a further command on one machine, or like srun on several.
+        size: The number of machines.
         gpus: GPUs of each machine.
-        python: The interpreter there.
-        arguments: Further ones of `ray start`.
-        wait: Seconds that they may take.
-        say: Shows the user what is waited for.
-        tunnel: Of a command that reaches the head, the one that forwards a port of this machine (the first) to an
-            address there. None: the head is reached from here.
+        python: The interpreter on the machines.
+        arguments: Further arguments of `ray start`.
+        wait: The longest time of the start, in seconds.
+        say: Shows the user the progress.
+        tunnel: Returns the command that forwards a port of this machine to an address at the head. None: this machine
+            can connect to the head directly.
 
     Raises:
         NbdistError: A machine cannot be reached, has no Ray or another one, or takes too long.
@@ -82,8 +83,8 @@ class Machines:
         self._names = [name for name, _ in commands]
         self._programs = [command[0] for _, command in commands]
         self._processes: list[subprocess.Popen[str]] = []
-        self._news: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines that are no news
+        self._lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
+        self._last = [collections.deque[str](maxlen=10) for _ in commands]  # lines of other output
         self.address = ""
         self._tunnel: subprocess.Popen[str] | None = None
         process.check_token_support()
@@ -96,12 +97,12 @@ class Machines:
             "arguments": list(arguments),
             "folder": f"/tmp/ray-{secrets.token_hex(4)}",
         }
-        forget_in_children(self)
+        register_after_fork(self)
         try:
             there = [python, "-c", _BEGIN]
             for number, (_, command) in enumerate(commands):
                 self._start(number, [*command, *there] if tunnel is None else [*command, shlex.join(there)])
-                self._tell(number, {**config, "number": number})
+                self._send(number, {**config, "number": number})
             head = self._wait(size, wait, say)
             ip, port = head["ip"], head["client"]
             if tunnel is not None:
@@ -113,8 +114,10 @@ class Machines:
             raise
 
     def after_fork(self) -> None:
-        """In a child of this process: the machines are not its own."""
-        blind(*(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed))
+        """Forget the machines in a child of this process: they belong to the parent."""
+        redirect_to_devnull(
+            *(one.stdin.fileno() for one in self._processes if one.stdin is not None and not one.stdin.closed)
+        )
         self._processes, self._tunnel = [], None
 
     def _start(self, number: int, command: Sequence[str]) -> None:
@@ -128,10 +131,10 @@ class Machines:
     def _read(self, number: int, stream: Any) -> None:
         with contextlib.suppress(ValueError):  # closed meanwhile
             for line in stream:
-                self._news.put((number, line.rstrip()))
-        self._news.put((number, None))
+                self._lines.put((number, line.rstrip()))
+        self._lines.put((number, None))
 
-    def _tell(self, number: int, what: Any) -> None:
+    def _send(self, number: int, what: Any) -> None:
         stdin = self._processes[number].stdin
         assert stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it is gone, and its end is reported
@@ -139,7 +142,7 @@ class Machines:
             stdin.flush()
 
     def _wait(self, size: int, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-        """Wait until all machines run Ray. Returns what the head has said."""
+        """Wait until all machines run Ray. Returns the message of the head."""
         begin = time.monotonic()
         word = begin + WORD
         ready: dict[int, dict[str, Any]] = {}
@@ -153,7 +156,7 @@ class Machines:
                 say(f"{self._so_far(size, begun, ready)} ({now - begin:.0f} s)")
                 word = now + WORD
             try:
-                number, line = self._news.get(timeout=0.5)
+                number, line = self._lines.get(timeout=0.5)
             except queue.Empty:
                 continue
             if line is None:
@@ -163,19 +166,19 @@ class Machines:
             elif not line.startswith(machine.MARK):
                 self._last[number].append(line)
             else:
-                news = json.loads(line.removeprefix(machine.MARK))
-                begun.add(news["number"])
-                if news["kind"] in ("refused", "ended"):
-                    raise NbdistError(f"{self._name(number, news)} cannot run Ray: {news['text']}")
-                if news["kind"] == "ready":
-                    ready[news["number"]] = news
-                    if news["number"] == 0:
+                message = json.loads(line.removeprefix(machine.MARK))
+                begun.add(message["number"])
+                if message["kind"] in ("refused", "ended"):
+                    raise NbdistError(f"{self._name(number, message)} cannot run Ray: {message['text']}")
+                if message["kind"] == "ready":
+                    ready[message["number"]] = message
+                    if message["number"] == 0:
                         for other in range(len(self._processes)):
-                            self._tell(other, {"address": news["address"]})
+                            self._send(other, {"address": message["address"]})
         return ready[0]
 
-    def _name(self, number: int, news: dict[str, Any]) -> str:
-        return self._names[number] if len(self._names) > 1 else str(news["host"])
+    def _name(self, number: int, message: dict[str, Any]) -> str:
+        return self._names[number] if len(self._names) > 1 else str(message["host"])
 
     def _so_far(self, size: int, begun: set[int], ready: dict[int, Any]) -> str:
         reached = f", {len(begun)} are reached" if len(begun) > len(ready) else ""
@@ -190,14 +193,14 @@ class Machines:
         status, text = self._processes[number].wait(), " ".join(self._last[number]).strip()
         name, program = self._names[number], self._programs[number]
         if program == "ssh" and status == 255:
-            told = text or "ssh says nothing"
-            return f"{name} cannot be reached: {told}. `ssh {name} true` has to work without a question"
+            reason = text or "ssh says nothing"
+            return f"{name} cannot be reached: {reason}. `ssh {name} true` has to work without a question"
         if status in (126, 127):
             return f"{name} does not find its Python: {text}. Say python=, the one that has Ray and nbdist there"
         return f"{program} for {name} ended with exit code {status} before Ray ran: {text or 'it says nothing'}"
 
     def _dig(self, tunnel: Callable[[int, str], Sequence[str]], address: str, seconds: float) -> int:
-        """Forward a port of this machine. Returns its number."""
+        """Forward a port of this machine, and return its number."""
         with socket.create_server(("127.0.0.1", 0)) as sock:
             port = int(sock.getsockname()[1])
         self._names.append(f"the tunnel to {address}")
@@ -249,7 +252,7 @@ class Machines:
 
 
 def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machines:
-    """Ray on these hosts. Raises `NbdistError` where there is no ssh here, too."""
+    """Start Ray on these hosts. Raises `NbdistError`, for example without ssh on this machine."""
     if shutil.which("ssh") is None:
         raise NbdistError("there is no ssh on this machine, by which the hosts are reached: install OpenSSH's client")
     ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15", *options]
@@ -261,7 +264,7 @@ def by_ssh(hosts: Sequence[str], options: Sequence[str], **about: Any) -> Machin
 
 
 def by_slurm(nodes: int, options: Sequence[str], gpus: int, **about: Any) -> Machines:
-    """Ray on nodes of Slurm. Raises `NbdistError` where there is no srun here, too."""
+    """Start Ray on nodes of Slurm. Raises `NbdistError`, for example without srun on this machine."""
     if shutil.which("srun") is None:
         raise NbdistError(
             'there is no srun on this machine: nbdist.cluster("slurm") starts from one of a Slurm cluster, such as its '

@@ -1,4 +1,4 @@
-"""A cluster of several Ray nodes on this machine, for trials and tests of what runs on many machines."""
+"""A cluster of several Ray nodes on this machine, for trials and tests of multi-node code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .stopping import family, kill
 
 
 class LocalCluster(Cluster):
-    """Ray's `Cluster` of nodes on this machine, which also starts on a busy machine, and leaves no process.
+    """Ray's `Cluster` of nodes on this machine, with a start that works on a busy machine, and an end that leaves no
+    process.
 
     Args:
         nodes: The number of nodes to start with.
         head: Parameters of the head node alone.
         **options: Parameters of each node (`ray._private.parameter.RayParams`), such as `num_cpus`.
 
-    Raises an error of Ray's where a node does not start.
+    Raises an error of Ray if a node does not start.
     """
 
     def __init__(self, nodes: int = 2, head: Mapping[str, Any] | None = None, **options: Any) -> None:

@@ -1,8 +1,8 @@
-"""On a machine that `nbdist.cluster` was given: a node of Ray, as long as standard input is open.
+"""A program that runs a Ray node on a machine of `nbdist.cluster`, until its standard input ends.
 
-The notebook's side (`launching.py`) sends this file's text by ssh or srun, before anything of nbdist is known to be
-there: it imports the standard library alone until that is sure. It writes lines of JSON after `MARK`; other lines are
-written by the machine's shell.
+The notebook (`launching.py`) sends the text of this file by ssh or srun, when it is not known yet whether the machine
+has nbdist. So it imports only the standard library until the versions are checked. It writes lines of JSON after
+`MARK`; other lines come from the machine's shell.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARK = "nbdist:"
 
 
 def main(config: dict[str, Any]) -> None:
-    """Be a node of Ray until standard input ends.
+    """Run a Ray node until standard input ends.
 
     Args:
         config: `number`, 0 for the head, unless Slurm gives one; `versions` that there have to be; `gpus`; `env` for
@@ -128,7 +128,7 @@ def _watch(
 
 
 def _differences(versions: Mapping[str, str]) -> str:
-    """Return the differences between the versions here and the versions that are required."""
+    """Return the differences between the versions here and the required versions."""
     found = {"Python": platform.python_version()}
     for name in versions.keys() - found.keys():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -145,7 +145,7 @@ def _differences(versions: Mapping[str, str]) -> str:
 
 
 def _base(version: str | None) -> str | None:
-    """Without the build's name, such as torch's `+cpu`."""
+    """Remove the build's name from a version, such as torch's `+cpu`."""
     return None if version is None else version.partition("+")[0]
 
 
@@ -159,7 +159,7 @@ def _missing_gpus(gpus: int) -> str:
 
 
 def _end(ray: subprocess.Popen[str], folder: str) -> None:
-    """End Ray and all that it has started, at once: no user is left who could use time to save something."""
+    """End Ray and all its processes at once: the user cannot save anything any more."""
     import psutil
 
     from nbdist.engines.ray.launch.stopping import family, kill

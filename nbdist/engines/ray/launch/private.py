@@ -1,4 +1,4 @@
-"""A Ray of this machine alone, as a process of its own."""
+"""A Ray for this machine only, as a process of its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .stopping import family, kill
 
 
 def main(kernel: str) -> None:
-    """Be a Ray of this machine alone, until standard input ends.
+    """Run a Ray for this machine until standard input ends.
 
-    Print a line of JSON, `{"address": ...}`, or `{"refused": ...}` where Ray does not start.
+    Print a line of JSON, `{"address": ...}`, or `{"refused": ...}` if Ray does not start.
 
     `kernel` is a descriptor that ends with the process that uses this Ray; children of that process may hold the input.
     """
@@ -45,7 +45,7 @@ def main(kernel: str) -> None:
 
 
 def _serve(node: Any, kernel: int) -> None:
-    """Report the address, wait for an end of standard input or of `kernel`, and end Ray."""
+    """Report the address, wait for the end of standard input or of `kernel`, and end Ray."""
     print(json.dumps({"address": node.gcs_address}), flush=True)
     ends = select.poll()
     for fd in (0, kernel):
@@ -58,7 +58,7 @@ def _serve(node: Any, kernel: int) -> None:
 
 
 def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
-    """Start Ray as `ray.init(address="local")` does, which takes no ports."""
+    """Start Ray as `ray.init(address="local")` does, without arguments for ports."""
     import ray._private.node
     import ray._private.parameter
 
@@ -69,7 +69,7 @@ def _start(sessions: str, ports: Mapping[str, Any]) -> Any:
 
 
 def _session(sessions: str) -> str:
-    """The folder in `sessions` of the Ray that this process has started; empty where it came to none.
+    """Return the folder in `sessions` of the Ray that this process has started; empty if it has none.
 
     Ray ends the name with the process id.
     """

@@ -1,9 +1,10 @@
-"""Starting a node of Ray on a machine that may be busy: light imports, no waiting for Ray's agents, and why it failed.
+"""Starting a Ray node on a machine that may be busy: light imports, no wait for Ray's agents, and the reason for a
+failure.
 
-A raylet asks its agents, two Python processes, for their ports, waits 15 seconds for each answer, and then ends; an
-agent that shares two cores with other programs may need longer for its imports. Nothing sets that time (Ray 2.52 to
-2.60; ray-project/ray#65983). So nbdist chooses the ports. Ray passes three of them on to the raylet. nbdist writes the
-fourth to the file to which the agent would write it.
+A raylet asks its agents, two Python processes, for their ports, waits 15 seconds for each answer, and then ends. An
+agent that shares two cores with other programs may need longer for its imports, and no option changes the limit (Ray
+2.52 to 2.60; ray-project/ray#65983). So nbdist chooses the ports. Ray passes three of them on to the raylet. nbdist
+writes the fourth to the file to which the agent would write it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _FATAL = re.compile(r"^\[.*? [CF] .*?\] *(?:\(\w+\) )?(?:\S+:\d+: +)?(.+)|^(\w+(
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for processes of Ray, on top of `environ`: they import in a third of the time, and are waited for."""
+    """Return variables for processes of Ray, with `environ`: imports take a third of the time, and Ray waits longer."""
     path = os.pathsep.join(filter(None, [LIGHT, environ.get("PYTHONPATH", "")]))
     return {**{name: value for name, value in _PATIENCE.items() if name not in environ}, "PYTHONPATH": path}
 
@@ -58,13 +59,13 @@ def agent_ports() -> dict[str, int]:
 
 
 def as_options(ports: Mapping[str, int]) -> list[str]:
-    """Ports of agents, as options of `ray start`."""
+    """Return the ports of agents as options of `ray start`."""
     return [f"{_PORTS[name]}={port}" for name, port in ports.items()]
 
 
 @contextlib.contextmanager
 def announced(ports: Mapping[str, int]) -> Iterator[None]:
-    """Give the port that Ray does not pass on to each raylet that starts below this process meanwhile."""
+    """Give the port that Ray does not pass on to each raylet that starts below this process in this block."""
     over = threading.Event()
     thread = threading.Thread(target=_announce, args=(ports[_ANSWERED_BY_FILE], over), daemon=True)
     thread.start()
@@ -96,9 +97,9 @@ def _write_port(port: int, options: Mapping[str, str]) -> None:
 
 
 def patiently(start: Callable[[], Any], fatal: Callable[[], object] = lambda: None) -> Any:
-    """Start a node, again where it was not there after Ray's 30 seconds, unless `fatal` returns an error.
+    """Start a node, once more if it was not ready after Ray's 30 seconds, unless `fatal` returns an error.
 
-    Returns what `start` does.
+    Returns the value of `start`.
     """
     import psutil
 
@@ -114,11 +115,11 @@ def patiently(start: Callable[[], Any], fatal: Callable[[], object] = lambda: No
 
 
 def why(session: str, said: str) -> str:
-    """Why a node does not start, and what to do.
+    """Return the reason why a node does not start, and what to do.
 
     Args:
         session: The folder of this start, such as /tmp/ray/session_2026-…; it may be missing.
-        said: What Ray itself said of it.
+        said: Ray's own message about it.
     """
     if _slow(session):
         cores, load = os.cpu_count() or 1, os.getloadavg()[0]
@@ -132,7 +133,8 @@ def why(session: str, said: str) -> str:
 
 
 def fatal(session: str) -> str:
-    """Return the error with which a process of a node has ended, by the node's logs; empty where it was just slow."""
+    """Return the error with which a process of a node has ended, from the node's logs; empty if the node was only
+    slow."""
     if _slow(session):
         return ""
     found = [next(filter(None, one.groups())) for line in _lines(session, "*") if (one := _FATAL.search(line))]

@@ -1,4 +1,4 @@
-"""Killing what is left of Ray nodes on this machine.
+"""Killing the remaining processes of Ray nodes on this machine.
 
 Ray's agents and workers notice late that their node has ended, on a busy machine after more than a minute.
 """

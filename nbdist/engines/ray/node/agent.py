@@ -1,7 +1,7 @@
-"""On a node of a cluster: its ranks, forked by the engine of that machine, and all that they say in one stream.
+"""The agent on a node of a cluster: it forks the ranks of the node, and sends their output and messages in one stream.
 
-`driver.py` speaks to it: it asks what has happened (`poll`), stores big data (`storing.py`), hands over messages
-(`deliver`), and has questions (`ask`); it has threads for that. Ranks go by their numbers in the whole session.
+The driver uses threads of the agent: it fetches events (`poll`), stores big data (`storing.py`), delivers messages
+(`deliver`), and sends requests (`ask`). Ranks have their numbers in the whole session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Event = tuple[Any, ...]
 
 
 class Node(NamedTuple):
-    """A node as its ranks find it: address, environment, folder, search path, cores, devices."""
+    """A node from the view of its ranks: address, environment, folder, search path, cores, devices."""
 
     address: str
     host: str
@@ -59,7 +59,7 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
     """Describe this node for `count` ranks.
 
     Args:
-        address: Of this node in the cluster.
+        address: The address of this node in the cluster.
         path: The notebook's `sys.path`: what of it is here, too, holds.
         cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
         gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
@@ -78,7 +78,8 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
 
 def _address_of_ray() -> dict[str, str]:
-    """The variable by which a rank that uses Ray itself comes to this cluster, and starts no Ray of its own."""
+    """Return the variable with which a rank that uses Ray itself connects to this cluster, and starts no Ray of its
+    own."""
     ray = sys.modules.get("ray")
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if ray is not None and ray.is_initialized() else {}
 
@@ -86,7 +87,7 @@ def _address_of_ray() -> dict[str, str]:
 class Agent:
     """The ranks `first` to `first + count - 1` of a session.
 
-    `poll` answers after `heartbeat` seconds in any case. `grouped` says whether they will be in a process group.
+    `poll` answers after at most `heartbeat` seconds. `grouped` says whether the ranks will be in a process group.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Agent:
         """The ranks that have a call."""
         self.stored = Stored()
         self._delivered = 0
-        self._told: tuple[int, int, list[Event]] = 0, 0, []
-        self._news: collections.deque[Event] = collections.deque()
+        self._last_poll: tuple[int, int, list[Event]] = 0, 0, []
+        self._events: collections.deque[Event] = collections.deque()
         self._due = float("inf")
         self._output_at = 0.0
         self._sent = 0
@@ -126,7 +127,7 @@ class Agent:
             on_output=self._on_output,
             on_message=self._on_message,
             on_exit=self._on_exit,
-            on_start=lambda number, pid: self._tell("started", self._first + number, pid),
+            on_start=lambda number, pid: self._add_event("started", self._first + number, pid),
         )
         self._listener.watch(self._woken, lambda: None)
 
@@ -135,23 +136,23 @@ class Agent:
     def poll(self, number: int) -> tuple[int, int, list[Event]]:
         """Return the number of this answer, the bytes of output in it, and the events since the last answer.
 
-        Events are pickles for the kernel (`_told`), parts of big data, and answers that refer to these. `number` is the
-        number of the last answer that has arrived: an answer that was lost on the way is given again.
+        Events are pickles of several events for the kernel (`packed`), parts of big data, and answers that refer to
+        these parts. `number` is the number of the last answer that has arrived: an answer that was lost is given again.
         """
         with self._polling:
-            if self._told[0] == number:
-                self._told = number + 1, *self._gather()
-            return self._told
+            if self._last_poll[0] == number:
+                self._last_poll = number + 1, *self._gather()
+            return self._last_poll
 
     def _gather(self) -> tuple[int, list[Event]]:
         if not self._closing:
             self._listener.resume()
-        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._news else 0.0
+        self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._events else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
         events, size, output = [], 0, 0
-        while self._news and size < 4 * CHUNK:
-            events.append(self._news.popleft())
+        while self._events and size < 4 * CHUNK:
+            events.append(self._events.popleft())
             size += len(events[-1][-1]) if events[-1][0] in ("part", "output") else 0
             output += len(events[-1][-1]) if events[-1][0] == "output" else 0
         if output:
@@ -159,15 +160,15 @@ class Agent:
         self._due = float("inf")
         return output, [("closed",)] if self._closing else list(packed(events))
 
-    def _tell(self, *event: Any, within: float = 0.0) -> None:
-        self._news.append(event)
+    def _add_event(self, *event: Any, within: float = 0.0) -> None:
+        self._events.append(event)
         self._due = min(self._due, time.monotonic() + within)
 
     def _on_output(self, number: int, which: int, data: bytes) -> None:
-        """Take what a rank has written. Nothing more of it is looked at before the next answer: it is not alone."""
+        """Receive output of a rank. More output is read only after the next answer, because other ranks wait, too."""
         if data:
             later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
-            self._tell("output", self._first + number, which, data, within=max(0.0, later))
+            self._add_event("output", self._first + number, which, data, within=max(0.0, later))
 
     def _on_message(self, number: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         rank = self._first + number
@@ -182,13 +183,13 @@ class Agent:
             case protocol.Error():
                 self._calling.discard(rank)
         if about is None or not about[2]:
-            self._tell("message", [rank], message, None if about is None else about[0], within=within)
+            self._add_event("message", [rank], message, None if about is None else about[0], within=within)
         else:
-            self._tell("answered", rank, message, about, within=within)
+            self._add_event("answered", rank, message, about, within=within)
 
     def _on_exit(self, exit: Exit) -> None:
         self._calling.discard(self._first + exit.rank)
-        self._tell("exit", self._first + exit.rank, exit.status, exit.reason)
+        self._add_event("exit", self._first + exit.rank, exit.status, exit.reason)
 
     def _send_parts(self, parcel: Parcel) -> tuple[bytes | None, list[Any], list[str]]:
         import numpy as np
@@ -199,16 +200,17 @@ class Agent:
             keys.append(key := str(self._sent))
             bytes_of_it = np.frombuffer(segment.private(), dtype=np.uint8)
             for start in range(0, segment.size, CHUNK):
-                self._tell("part", key, segment.size, start, bytes_of_it[start : start + CHUNK])
+                self._add_event("part", key, segment.size, start, bytes_of_it[start : start + CHUNK])
         parcel.close()
         return parcel.inline, list(parcel.spans), keys
 
     # ---------------------------------------------------------------------------------------------- what comes here
 
     def deliver(self, number: int, items: Sequence[tuple[bytes, Any]], keep: Iterable[str]) -> None:
-        """Hand pickled messages to ranks, with parcels of segments that are here; those to `keep` may be sent again.
+        """Deliver pickled messages to ranks, with parcels of segments on this node; segments in `keep` may be used
+        again.
 
-        `number` counts the calls: one that is repeated, since its answer was lost, does nothing.
+        `number` counts the calls: a call that is repeated, because its answer was lost, has no effect.
         """
         if number <= self._delivered:
             return
@@ -236,17 +238,17 @@ class Agent:
                 self._rendezvous = None
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Answer a question, or do something that no rank does itself."""
+        """Answer a request, or do work that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
             "signals": self._signal,
             "aborts": self._abort,
-            "widget": self._tell_widget,
+            "widget": self._deliver_widget_event,
             "stacks": self._stacks,
             "memory": self._memory,
             "connections": self._ranks.connections,
             "received": lambda: self.stored.received,
             "warm": self._engine.warm,
-            "preemption": self._ranks.tell_preemption,
+            "preemption": self._ranks.notify_of_preemption,
             "rendezvous": self._open_rendezvous,
             "close": self._close,
         }
@@ -260,8 +262,8 @@ class Agent:
         for rank, (group, peers) in aborts:
             self._ranks.abort(rank - self._first, group, peers)
 
-    def _tell_widget(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        self._ranks.tell_widget(rank - self._first, content, buffers)
+    def _deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
+        self._ranks.deliver_widget_event(rank - self._first, content, buffers)
 
     def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the stacks of those ranks in `ranks` that run on this node."""
@@ -279,7 +281,7 @@ class Agent:
         return [rank - self._first for rank in ranks if rank - self._first in here]
 
     def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
-        """Return the store with a number; None for a closed one. A question whose answer was lost is asked again."""
+        """Return the store with a number; None for a closed one. A request whose answer was lost is repeated."""
         with self._opening:
             if number > self._rendezvous_number:
                 if self._rendezvous is not None:
@@ -304,25 +306,25 @@ class Agent:
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
-    """Pack events for the kernel into as few pickles as keep their order; equal messages of ranks are sent once."""
+    """Pack events for the kernel into few pickles, in order; equal messages of ranks are sent once."""
     messages = [event for event in events if event[0] == "message"]
     answered = {rank for _, ranks, what, _ in messages if not isinstance(what, protocol.Begun) for rank in ranks}
-    told: list[Event] = []
+    batch: list[Event] = []
     for event in events:
         kind, *what = event
         if kind in ("part", "answered"):
-            if told:
-                yield "told", pickle.dumps(told, protocol=5)
-                told = []
+            if batch:
+                yield "events", pickle.dumps(batch, protocol=5)
+                batch = []
             yield event
         elif kind == "message" and isinstance(what[1], protocol.Begun) and what[0][0] in answered:
             continue  # it is over already
-        elif kind == "message" and told and told[-1][0] == "message" and _alike(told[-1], event):
-            told[-1] = "message", [*told[-1][1], *what[0]], *event[2:]
+        elif kind == "message" and batch and batch[-1][0] == "message" and _alike(batch[-1], event):
+            batch[-1] = "message", [*batch[-1][1], *what[0]], *event[2:]
         else:
-            told.append(event)
-    if told:
-        yield "told", pickle.dumps(told, protocol=5)
+            batch.append(event)
+    if batch:
+        yield "events", pickle.dumps(batch, protocol=5)
 
 
 def _alike(one: Event, other: Event) -> bool:
@@ -332,4 +334,4 @@ def _alike(one: Event, other: Event) -> bool:
 
 def unpacked(items: Iterable[Event]) -> list[Event]:
     """Return the events from which `packed` has made `items`."""
-    return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "told" else [item])]
+    return [event for item in items for event in (pickle.loads(item[1]) if item[0] == "events" else [item])]

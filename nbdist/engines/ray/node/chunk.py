@@ -1,7 +1,7 @@
-"""In a process of Ray's: a chunk of the items of `parallel_map`, done in a process that the warm server forks.
+"""A chunk of items of `parallel_map`, in a Ray process: a process from the fork server works on it.
 
-That process is kept for the call's next chunk that Ray brings here. It looks like any worker, to the function and to
-its user; and where it dies, Ray's own process can say how.
+This process is kept for the next chunk of the call that Ray runs here. For the function and its user, it is like any
+worker; and if it dies, the Ray process can report how.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Worker:
         self.deliver(message._replace(setting=setting, seeds=own), parcel)
 
     def deliver(self, message: protocol.ToRank, parcel: Any) -> None:
-        """Hand the process a message."""
+        """Send the process a message."""
         import ray
 
         if parcel is not None:
@@ -70,7 +70,7 @@ class Worker:
         return unpacked(items)
 
     def interrupt(self) -> None:
-        """Interrupt the function, whose call is over."""
+        """Interrupt the function, because its call is over."""
         self._agent.ask("signals", [(0, signal.SIGINT)])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Big data on a node of a cluster: taken from the notebook's side or from another node, and passed on to others."""
+"""Big data on a node of a cluster: received from the driver or from another node, and passed on to others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK = 16 << 20
 
 
 class Branch(NamedTuple):
-    """A node that gets data from another one, and those that it passes them on to."""
+    """A node that gets data from another node, and the nodes to which it passes them on."""
 
     host: Any
     numbers: list[int]
@@ -38,7 +38,7 @@ class Stored:
             self._segments.pop(key).close()
 
     def store(self, key: str, size: int, start: int, data: Any, below: Sequence[Branch]) -> set[int]:
-        """Take a part of a segment and pass it on. All parts are stored before the segment is delivered.
+        """Store a part of a segment and pass it on. All parts are stored before the segment is delivered.
 
         Returns the numbers of the nodes below that it has not got to.
         """
@@ -61,7 +61,7 @@ class Stored:
 
 
 def _missed(branch: Branch, stored: Any) -> set[int]:
-    """The nodes of a branch that a part has not got to."""
+    """Return the nodes of a branch that a part has not reached."""
     import ray
 
     try:

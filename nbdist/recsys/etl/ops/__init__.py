@@ -1,1 +1,1 @@
-"""The operations of a workflow, its steps: each is one class, of what it makes, learns, saves, and has a server do."""
+"""The steps of a workflow: one class each, for the columns that it makes, and for learning, saving and serving."""

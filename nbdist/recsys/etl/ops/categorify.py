@@ -1,4 +1,4 @@
-"""Codes of values, by how often each occurs in the training rows."""
+"""Codes for values, ordered by their frequency in the training rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from .step import Query, Saved, Stage, State, Step, TrainingRows, names_of, requ
 class Categorify(Step):
     """Replace values by codes, the most frequent values first; in lists, each element by its code.
 
-    Code 0 is null, 1 a value that is not in the vocabulary, 2 the most frequent value seen by `Workflow.fit`, and so
-    on; equally frequent values are in ascending order. A null list becomes a list of the one code 0; an empty list
-    stays empty. Codes are int64. Where no training row has code 0 or 1, nothing trains their rows of a table: see
-    `fill_unknown`.
+    Code 0 is null, 1 an unknown value, 2 the most frequent value seen by `Workflow.fit`, and so on; equally frequent
+    values are in ascending order. A null list becomes a list with the code 0; an empty list stays empty. Codes are
+    int64. If no training row has code 0 or 1, the rows of a table for them are not trained: see `fill_unknown`.
 
     Args:
         *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list
@@ -31,7 +30,7 @@ class Categorify(Step):
             with one vocabulary name any.
         max_size: Codes that a column may have, null and unknown values included: the rarest values are left
             out. None: any number. Or a mapping from columns to that.
-        num_buckets: How many codes there are for values that are not in the vocabulary: with more than one, their hash
+        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, their hash
             decides, and what is known begins with code 1 + num_buckets. ``num_buckets=n, max_size=n + 1`` keeps no
             vocabulary at all: then each value is hashed. Or a mapping from columns to that.
 
@@ -93,7 +92,7 @@ class Categorify(Step):
         return pl.Schema({**schema, **codes})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Collection[str] = ()) -> Stage:
-        """The codes of `names`; of the columns in `coded`, a `Join` has added them already."""
+        """Return the codes of `names`; a `Join` has already added the codes for the columns in `coded`."""
 
         def run(frame: pl.LazyFrame) -> pl.LazyFrame:
             for name in names:
@@ -155,11 +154,11 @@ class Categorify(Step):
     def describe(self, number: int, state: State) -> dict[str, Any]:
         """`columns`: {column: {type, size, min_count, max_size, num_buckets, nulls, unseen, vocabulary}}.
 
-        The file `vocabulary` has the columns `value` and `count`, and columns may have the same one; the value in row i
+        The file `vocabulary` has the columns `value` and `count`, and several columns may share it; the value in row i
         (from 0) has code i + 1 + num_buckets. size = rows + 1 + num_buckets; nulls and unseen: counts of code 0, and of
-        the codes of values that are not known; `buckets`, where there are several: the file with the `count` of
-        each of them. What is not known has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists,
-        each element is coded, and a null list becomes [0].
+        the codes of unknown values; `buckets`, if there are several: the file with the `count` of each bucket. An
+        unknown value has code 1 + hash modulo num_buckets, with the hash of `hashing.py`. In lists, each element has a
+        code, and a null list becomes [0].
         """
         columns: dict[str, dict[str, Any]] = {}
         for i, name in ((i, name) for i, group in enumerate(self.groups) for name in group):
@@ -225,7 +224,8 @@ class Categorify(Step):
         return f"Categorify({groups}, {options})"
 
     def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
-        """Make a value per column of one for all or a mapping; the same for columns with one vocabulary."""
+        """Return a value for each column, from one for all or from a mapping; columns with one vocabulary get the same
+        value."""
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.adds, value)
         for name in value:

@@ -1,4 +1,4 @@
-"""Columns by polars expressions."""
+"""Columns computed by polars expressions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .step import Saved, State, Step, require
 class Compute(Step):
     """Add or replace columns by polars expressions over a row: ``Compute(label=pl.col("rating") > 3)``.
 
-    All of them see the columns as they were before the step.
+    All expressions see the columns before the step.
 
     Args:
         **columns: The expressions. They may not depend on other rows (`Workflow.fit` sees to that), nor be random,
@@ -57,7 +57,8 @@ class Compute(Step):
         return [self.columns[name].alias(name) for name in names]
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: {column: {reads, expression}}: the columns it is computed from, and polars' JSON."""
+        """Return `columns`: {column: {reads, expression}}: the columns that the expression reads, and polars' JSON of
+        it."""
         columns = {
             name: {"reads": self.reads(name), "expression": expressions.to_json(one, f"Compute: column {name!r}")}
             for name, one in self.columns.items()

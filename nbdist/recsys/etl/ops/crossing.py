@@ -1,4 +1,4 @@
-"""Several columns as one: a code for each combination of their values, by a hash."""
+"""Several columns as one: a code for each combination of their values, computed by a hash."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .step import Stage, State, Step, names_of
 
 
 class HashedCross(Step):
-    """Add a column of codes of combinations, such as of genre and age group, which a table then has rows for.
+    """Add a column with codes of combinations, such as of genre and age group, for which a table can have rows.
 
-    Code 0 where any of the values is null, otherwise one of 1 to `num_buckets`, by a hash that is the same everywhere:
-    combinations may share one. A table of the codes has ``num_buckets + 1`` rows. It needs no `fit`, and is served.
+    The code is 0 if any of the values is null, otherwise 1 to `num_buckets`, by a hash that is equal on all machines:
+    combinations may share a code. A table of the codes has ``num_buckets + 1`` rows. The step needs no `fit`, and can
+    be served.
 
     Args:
         *columns: Two or more, of integers, strings, booleans or categoricals.
         name: The new column.
-        num_buckets: How many codes there are for combinations.
+        num_buckets: The number of codes for combinations.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.

@@ -1,4 +1,4 @@
-"""Columns left out."""
+"""Removal of columns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .step import Stage, State, Step, names_of, require
 
 
 class Drop(Step):
-    """Leave columns out.
+    """Remove columns.
 
     Args:
-        *columns: Their names.
+        *columns: Names of columns.
 
     Raises:
         TypeError, ValueError: for what is no name, a name given twice, or none at all.

@@ -1,4 +1,4 @@
-"""Steps that change each value of some columns by itself: what training does with polars, a server does with NumPy."""
+"""Steps that change each value of some columns separately: in training with polars, in a server with NumPy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .step import State, Step, names_of, require
 
 
 class ColumnStep(Step):
-    """A step that replaces columns, each by what it makes of it, row by row.
+    """A step that replaces columns, each by a function of it, row by row.
 
-    A server does it by the function of `triton/served/preprocess.py` that is called like its `kind`.
+    A server uses the function of `triton/served/preprocess.py` with the name of its `kind`.
     """
 
     def __init__(self, *columns: str) -> None:
@@ -58,8 +58,8 @@ class FillMissing(ColumnStep):
     A request has NaN where a float is missing.
 
     Args:
-        *columns: Of numbers.
-        value: What is there instead; it has to be one of the columns' type.
+        *columns: Names of columns of numbers.
+        value: The replacement; it must have the columns' type.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -93,7 +93,7 @@ class Log(ColumnStep):
     """Replace numbers x by log(1 + x): for counts and prices with few very large values. float64, or float32 of it.
 
     Args:
-        *columns: Of numbers, at least 0; below -1 the result is NaN.
+        *columns: Names of columns of numbers, at least 0; below -1 the result is NaN.
 
     Examples:
         >>> import polars as pl
@@ -110,10 +110,10 @@ class Log(ColumnStep):
 
 
 class Clip(ColumnStep):
-    """Replace numbers below a minimum by it, and numbers above a maximum by that.
+    """Replace numbers below a minimum by the minimum, and numbers above a maximum by the maximum.
 
     Args:
-        *columns: Of numbers.
+        *columns: Names of columns of numbers.
         min_value: The minimum. None or -inf: no minimum.
         max_value: The maximum. None or inf: no maximum.
 
@@ -154,7 +154,7 @@ class Clip(ColumnStep):
 
 
 def _bound(name: str, value: Any) -> float | None:
-    """A bound of `Clip` as JSON can hold it: a finite number, or None where no value is beyond it."""
+    """Return a bound of `Clip` for JSON: a finite number, or None if no value is beyond it."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -167,12 +167,12 @@ def _bound(name: str, value: Any) -> float | None:
 
 
 class Bucketize(ColumnStep):
-    """Replace numbers by codes of ranges: 0 for what is missing (null or NaN), 1 below the first boundary, and so on.
+    """Replace numbers by codes of ranges: 0 for a missing value (null or NaN), 1 below the first boundary, and so on.
 
-    A boundary belongs to the range above it. A table of the codes has as many rows as there are boundaries, and two.
+    A boundary belongs to the range above it. A table of the codes needs two rows more than there are boundaries.
 
     Args:
-        *columns: Of numbers.
+        *columns: Names of columns of numbers.
         boundaries: Rising.
 
     Raises:
@@ -209,8 +209,8 @@ class ListSlice(ColumnStep):
     """Cut lists to their first or last values.
 
     Args:
-        *columns: Of lists.
-        first: How many from the front are left;
+        *columns: Names of columns of lists.
+        first: The number of first values to keep;
         last: or from the back. One of the two.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Statistics of the training rows with the same user, movie and so on, as columns of each row."""
+"""Statistics of the training rows with the same key, such as a user or movie, as columns of each row."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _STATISTICS = ("count", "sum", "mean", "std", "var", "min", "max")
 
 
 class JoinGroupby(StatisticsStep):
-    """Add what the training rows with the same key have in common: how many there are, the mean of their prices.
+    """Add statistics of the training rows with the same key, such as their number or the mean of their prices.
 
-    Null is a key of its own. Nulls and NaN do not count, but for "count", which is of rows. A key that is not known has
-    a count and a sum of 0. Any other statistic that a key does not have, because it is not known, has no values, or,
-    for "std" and "var", a single one, gets the value over all training rows. Unlike with `TargetEncoding`, a training
-    row counts itself: do not take what is to be predicted.
+    Null is a key of its own. Nulls and NaN do not count, except in "count", the number of rows. An unknown key has a
+    count and a sum of 0. Any other missing statistic is computed from all training rows: for an unknown key, for a key
+    without values, and for "std" and "var" of a single value. Unlike with `TargetEncoding`, a training row counts
+    itself: do not use the target.
 
     Args:
         *by: The keys: integers, strings, booleans or categoricals. Several in a tuple or list are taken together.
-        columns: Of numbers or booleans, what all statistics but "count" are of.
-        stats: Which: "count" (int64), "sum", "mean", "std", "var", "min", "max" (float64).
+        columns: Columns of numbers or booleans, for all statistics except "count".
+        stats: The statistics: "count" (int64), "sum", "mean", "std", "var", "min", "max" (float64).
 
-    The new columns are called ``<by>_count`` and ``<by>_<column>_<stat>``, such as "user_genre_price_mean".
+    The new columns have names like ``<by>_count`` and ``<by>_<column>_<stat>``, such as "user_genre_price_mean".
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.

@@ -24,7 +24,7 @@ class Join(Step):
         table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files; held in memory.
         on: The key, a column or several, in the rows as in the table, where integers may be of other types. In the
             table each key occurs once; a null matches nothing.
-        columns: Which columns to add. None: all but the key.
+        columns: Names of columns to add. None: all but the key.
 
     Raises:
         FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
@@ -84,7 +84,7 @@ class Join(Step):
         return pl.Schema({**schema, **{name: self.table.schema[name] for name in self.adds}})
 
     def apply(self, names: Sequence[str], state: State, training: bool, coded: Sequence[str] = ()) -> Stage:
-        """The look-up of `names`, and of the codes of some of its columns, `coded`, each in a column `codes_column`."""
+        """Look up `names`, and the codes of the columns in `coded`, each in a column `codes_column`."""
         table = self.table.lazy()
         for name in coded:
             table = state.vocabularies[name].encode(table, name, codes_column(name))
@@ -104,8 +104,8 @@ class Join(Step):
         return run
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`on`: columns of the key; `columns`: {column: type} that are added; `table`: file with the key and these
-        columns. Keys in it are unique and not null; where no row has the key, the columns are null."""
+        """Return `on`: the columns of the key; `columns`: {column: type} of the added ones; `table`: the file with
+        both. Keys in it are unique and not null; rows with another key get nulls."""
         columns = {name: type_name(self.table.schema[name]) for name in self.adds}
         return {"on": self.on, "columns": columns, "table": f"table-{number}.parquet"}
 
@@ -124,12 +124,13 @@ class Join(Step):
 
 
 def codes_column(name: str) -> str:
-    """The column for the codes of a column, until it is replaced by them."""
+    """Return the name of the column for the codes of a column, until they replace it."""
     return f"{name} (codes, nbdist)"
 
 
 def origin(steps: Sequence[Step], column: str) -> Join | None:
-    """The join that a column comes from, as it is after some steps. None: from the input, or computed."""
+    """Return the join from which a column comes after some steps; None for columns of the input and computed
+    columns."""
     for step in reversed(steps):
         if column in step.adds:
             return step if isinstance(step, Join) else None

@@ -1,4 +1,4 @@
-"""Numbers brought to a common scale, which is learned from the training rows."""
+"""Numbers on a common scale, which is learned from the training rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Scale(StatisticsStep):
         return pl.Schema({**schema, **dict.fromkeys(self.columns, pl.Float32())})
 
     def _shift_and_scale(self, state: State, name: str) -> tuple[float, float]:
-        """The numbers by which a column is shifted, and then divided."""
+        """Return the numbers to subtract from a column and to divide it by."""
         seen = overall(self._learned(state, name))
         shift, scale = self._of(seen)
         # What differs by no more than values are rounded to is one value.
@@ -45,7 +45,8 @@ class _Scale(StatisticsStep):
         return made
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) / scale."""
+        """Return `columns`: names; `learnt`; `shift`, `scale`: {column: number}. The value x becomes (x - shift) /
+        scale."""
         both = {name: self._shift_and_scale(state, name) for name in self.columns}
         shift, scale = ({name: one[i] for name, one in both.items()} for i in range(2))
         return {**super().describe(number, state), "shift": shift, "scale": scale}
@@ -66,7 +67,7 @@ class Normalize(_Scale):
     whose values are all the same becomes 0. The standard deviation has the divisor n - 1.
 
     Args:
-        *columns: Of numbers or booleans.
+        *columns: Names of columns of numbers or booleans.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -88,13 +89,13 @@ class Normalize(_Scale):
 
 
 class NormalizeMinMax(_Scale):
-    """Replace numbers by where they are between the least and the greatest of the training rows, 0 to 1; float32.
+    """Replace numbers by their position between the minimum and the maximum of the training rows, 0 to 1; float32.
 
-    Nulls and NaN do not count, and stay: see `FillMissing`. What is beyond both comes
-    out below 0 or above 1: see `Clip`. A column whose values are all the same becomes 0.
+    Nulls and NaN do not count, and stay: see `FillMissing`. Values beyond the two become less than 0 or more than 1:
+    see `Clip`. A column whose values are all equal becomes 0.
 
     Args:
-        *columns: Of numbers or booleans.
+        *columns: Names of columns of numbers or booleans.
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.

@@ -14,7 +14,7 @@ class Round(ColumnStep):
     the integer nearest to ``x * 10 ** decimals``, divided by ``10 ** decimals``; nulls, NaN and infinities stay.
 
     Args:
-        *columns: Of numbers.
+        *columns: Names of columns of numbers.
         decimals: Decimal places, 0 to 15.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Steps that are about rows and not about their values: which of them count, and which was the one before."""
+"""Steps that depend on other rows: which rows count, and which row came before."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _PER_SECOND = {"ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 class RowStep(Step):
-    """A step that a row by itself is not enough for: it is done where rows are read, in the order of the input."""
+    """A step that needs more than the row itself: it runs where rows are read, in the order of the input."""
 
     def over(self, given: Input, reading: Reading) -> Input:
-        """The rows after it, of those before it; all ranks have to call it."""
+        """Return the rows after this step; all ranks must call it."""
         raise NotImplementedError
 
 
 class Filter(RowStep):
     """Keep the rows for which a polars expression is true: ``Filter(pl.col("rating") > 0)``.
 
-    It says which rows are learned from and written: the steps after it do not see the others, those before it do.
-    `Workflow.transform` and servers, which answer every row that they are asked, leave it out; so what it reads need
-    not be there in a request.
+    The other rows are neither learned from nor written. Steps after this one do not see them, steps before it do.
+    `Workflow.transform` and servers skip this step, because they answer every row; so the columns that it reads may be
+    missing in a request.
 
     Args:
         condition: A row for which it is null is left out. It may not depend on other rows, nor be random, nor hold
@@ -72,7 +72,7 @@ class Filter(RowStep):
         return given.filtered(self.condition, reading)
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`columns`: those that it reads; `expression`: polars' JSON."""
+        """Return `columns`: the columns that it reads; `expression`: polars' JSON of the expression."""
         expression = expressions.to_json(self.condition, "Filter")
         return {"columns": expressions.reads(self.condition), "expression": expression}
 
@@ -87,17 +87,17 @@ class Filter(RowStep):
 class DifferenceLag(RowStep):
     """Add the difference between a row's value and an earlier row's value, such as the time since a user's last click.
 
-    Rows are compared as they are in the input: sort it by the key, and then by time. Where the row `shift` places
-    before has another key, or there is none, the difference is null: see `FillMissing`. A request has no row before it,
-    so a server cannot do this step: let requests carry its columns.
+    Rows are compared in the order of the input: sort it by the key, and then by time. If the row `shift` places before
+    has another key, or does not exist, the difference is null: see `FillMissing`. A request has no earlier row, so a
+    server cannot do this step: send the column in the request.
 
     Args:
-        *columns: Of numbers or dates.
+        *columns: Names of columns of numbers or dates.
         by: The key, a column or several: "user". Null is a key of its own.
-        shift: How many rows before, or, below 0, after; or several of these.
+        shift: The number of rows before, or, below 0, after; or several of these.
 
-    The new columns are called ``<column>_difference_lag_<shift>``; int64, or as the column where that is of floats. Of
-    dates it is days, int64, and of dates with times seconds, float64.
+    The new columns are called ``<column>_difference_lag_<shift>``. They are int64, or the type of a float column. For
+    dates they are days (int64), for dates with times seconds (float64).
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -138,7 +138,7 @@ class DifferenceLag(RowStep):
 
     def over(self, given: Input, reading: Reading) -> Input:
         made = [name for name in self.adds if self.needs({name}) <= given.schema.keys()]
-        return given.beside(self._expressions(given.schema, made, State()), self.shift)
+        return given.with_columns(self._expressions(given.schema, made, State()), self.shift)
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
         made = []

@@ -14,17 +14,17 @@ from .step import Query, Saved, Stage, State, Step, TrainingRows
 
 
 class StatisticsStep(Step):
-    """A step that learns a table of sums, as `moments` describes it, for each of some names."""
+    """A step that learns a table of sums, as described in `moments`, for each of some names."""
 
     _numbers: Sequence[str]
     """The columns whose numbers are learned."""
 
     def _aggregates(self) -> dict[str, Aggregate]:
-        """The sums that it learns, by a name: a column that it makes, or a part of its name."""
+        """Return the sums to learn, by name: a column that the step makes, or a part of its name."""
         raise NotImplementedError
 
     def _learned(self, state: State, name: str) -> pl.DataFrame:
-        """The table that was learned by that name."""
+        """Return the learned table with this name."""
         return state.tables[self.kind, name]
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
@@ -38,7 +38,7 @@ class StatisticsStep(Step):
         *more: pl.Expr,
         also: Callable[[pl.DataFrame], object] = lambda frame: None,
     ) -> dict[str, pl.DataFrame]:
-        """The tables of some aggregates.
+        """Return the tables of some aggregates.
 
         Args:
             more: Keys that are computed, and called as `key` calls them.
@@ -52,7 +52,7 @@ class StatisticsStep(Step):
         queries = [Query([*columns, *roots], lambda frame: frame.select(named))]
 
         def added(aggregates: Mapping[str, Aggregate], means: Mapping[str, pl.DataFrame]) -> dict[str, pl.DataFrame]:
-            """The sums of the values; or, where there are means, of the squares of their distances from these."""
+            """Return the sums of the values, or, if there are means, of the squared distances from the means."""
             sums = {name: Sums(one.keys) for name, one in aggregates.items()}
             for (frame,) in rows.read(f"add up {', '.join(columns)}", queries):
                 if not means:
@@ -73,7 +73,7 @@ class StatisticsStep(Step):
         }
 
     def _keep(self, name: str, table: pl.DataFrame, state: State, previous: State, where: str) -> None:
-        """Put a table into the state, with what was known before; raise `ValueError` where it is of no value at all."""
+        """Store a table, merged with an earlier one, in the state; raise `ValueError` if it contains no value."""
         one, before = self._aggregates()[name], previous.tables.get((self.kind, name))
         table = state.tables[self.kind, name] = table if before is None else merged([before, table], one.keys)
         if one.column is not None and not int(table[COUNT].sum()):
@@ -94,7 +94,7 @@ class StatisticsStep(Step):
                 raise ValueError(f"{self}: {name!r} cannot go on from the previous workflow: it had no std or var")
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """`learnt`: {name: file}, with the table that `moments.py` describes."""
+        """Return `learnt`: {name: file}, with the tables that `moments.py` describes."""
         files = {name: f"learnt-{number}-{i}.parquet" for i, name in enumerate(self._aggregates())}
         return {**super().describe(number, state), "learnt": files}
 
@@ -111,7 +111,7 @@ class StatisticsStep(Step):
 
     @staticmethod
     def _join(table: pl.DataFrame, on: Sequence[str], defaults: Mapping[str, float]) -> Stage:
-        """Add columns of a table with the keys `on`, null being one; `defaults` for keys that are not there."""
+        """Join columns of a table by the keys `on`, null included; `defaults` for unknown keys."""
         table = table.rechunk()
         missing = [
             pl.col(name).fill_null(pl.lit(default).cast(table.schema[name])) for name, default in defaults.items()
@@ -143,12 +143,12 @@ class StatisticsStep(Step):
 
 
 def _value(rows: pl.DataFrame, aggregate: Aggregate) -> pl.DataFrame:
-    """The keys, and the values that are added up."""
+    """Return the keys, and the values to sum."""
     value = pl.lit(None, pl.Float64) if aggregate.column is None else known(pl.col(key(aggregate.column)))
     keys = [_plain(pl.col(key(name)), rows.schema[key(name)]) for name in aggregate.keys]
     return rows.select(*keys, value.alias(VALUE))
 
 
 def _plain(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-    """A column with strings for categories, which are numbered otherwise in each part."""
+    """Return a column with strings for categories, whose numbers differ between parts."""
     return column.cast(pl.String) if isinstance(dtype, (pl.Categorical, pl.Enum)) else column

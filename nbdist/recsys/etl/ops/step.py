@@ -1,6 +1,6 @@
-"""The contract of a step: what it needs and makes of columns, what it learns, how it is saved, what a server does.
+"""The contract of a step: the columns that it needs and makes, learning, saving, and serving.
 
-A new step is one file here with one class, its test, and the line that exports it; where a server can do it, also a
+A new step is one file here with one class, its test, and the line that exports it; if a server can do it, also a
 function in `triton/served/preprocess.py`. Workflows, saved files and exports find the class by its `kind`.
 """
 
@@ -26,7 +26,7 @@ _FILE = re.compile(r"(table|vocabulary|learnt)-[a-z0-9-]+\.parquet")
 
 @dataclass(frozen=True)
 class State:
-    """All that a workflow has learned: vocabularies by column, tables of `moments` by the kind of a step and a name,
+    """The learned state of a workflow: vocabularies by column, tables of `moments` by the kind of a step and a name,
     and fingerprints of the rows by a name."""
 
     vocabularies: dict[str, Vocabulary] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class State:
 
 @dataclass(frozen=True)
 class Saved:
-    """The folder of a saved workflow, as steps are restored from it."""
+    """The folder of a saved workflow, from which steps are restored."""
 
     folder: Path
     polars: str
@@ -48,7 +48,7 @@ class Saved:
         """Read one of the Parquet files.
 
         Args:
-            name: Of a file in the folder itself.
+            name: The name of a file in the folder itself.
             columns: The columns that it must have, with their types; a type that is None may be any. None: any.
 
         Raises:
@@ -71,14 +71,14 @@ class Saved:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file; raises `ValueError` where it is none, such as a pipe, which reading would wait for."""
+    """Return the content of a file; raise `ValueError` for anything else, such as a pipe, which would block."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path.name} is not a regular file")
     return path.read_bytes()
 
 
 class Query(NamedTuple):
-    """A question to all training rows."""
+    """A query on all training rows."""
 
     columns: Sequence[str]
     then: Stage
@@ -99,12 +99,13 @@ class TrainingRows:
     """The rows' source, for messages."""
 
     def read(self, what: str, queries: Sequence[Query]) -> Iterator[list[pl.DataFrame]]:
-        """The answers to queries, for one part of this rank's rows after the other; `what` is shown at the bar."""
+        """Return the answers to queries, for one part of this rank's rows after the other; `what` is the text of the
+        bar."""
         raise NotImplementedError
 
 
 class Step:
-    """An operation. It is the same object before and after `fit`: what it learns is in the workflow's `State`."""
+    """A step of a workflow. The object does not change in `fit`: learned values are in the workflow's `State`."""
 
     kind: str
     """The step's name in saved workflows."""
@@ -133,16 +134,16 @@ class Step:
             Step.kinds[cls.kind] = cls
 
     def reads(self, name: str) -> Collection[str]:
-        """The columns that it makes the column `name` of."""
+        """Return the columns from which it makes the column `name`."""
         return [name]
 
     def needs(self, wanted: set[str]) -> set[str]:
-        """The columns that must be there before it, for `wanted` to be there after it."""
+        """Return the columns that must exist before the step, so that `wanted` exist after it."""
         made = wanted.intersection(self.adds)
         return (wanted - made).union(*map(self.reads, made))
 
     def check(self, schema: pl.Schema, where: str) -> pl.Schema:
-        """The columns after it, where those before it are `schema`.
+        """Return the columns after the step, given the `schema` before it.
 
         Raises:
             ValueError: beginning with `where` and naming the column: it cannot be done.
@@ -150,7 +151,7 @@ class Step:
         raise NotImplementedError
 
     def _check_numbers(self, names: Sequence[str], schema: pl.Schema, where: str, booleans: bool = True) -> None:
-        """Raise `ValueError` where columns are not there, or not of numbers (or booleans)."""
+        """Raise `ValueError` if columns do not exist, or are not numbers (or booleans)."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if not schema[name].is_numeric() and not (booleans and schema[name] == pl.Boolean()):
@@ -159,7 +160,7 @@ class Step:
                 )
 
     def _check_keys(self, names: Sequence[str], schema: pl.Schema, where: str) -> None:
-        """Raise `ValueError` where columns are not there, or not of integers, strings, booleans or categoricals."""
+        """Raise `ValueError` if columns do not exist, or are not integers, strings, booleans or categoricals."""
         for name in names:
             require(name, schema, f"{where}: {type(self).__name__}")
             if isinstance(schema[name], pl.List):
@@ -169,17 +170,17 @@ class Step:
             value_type(schema[name], f"{where}: {type(self).__name__}: column {name!r}")
 
     def _check_new(self, schema: pl.Schema, where: str) -> None:
-        """Raise `ValueError` where a column that it adds is there already."""
+        """Raise `ValueError` if a column that it adds exists already."""
         for name in self.adds:
             if name in schema:
                 raise ValueError(f"{where}: {type(self).__name__}: column {name!r} is in the rows already")
 
     def _expressions(self, schema: pl.Schema, names: Sequence[str], state: State) -> list[pl.Expr]:
-        """Some of the columns that it makes of columns of that schema, where expressions are all that it needs."""
+        """Return expressions for some of its columns, given the schema, if expressions are enough."""
         raise NotImplementedError
 
     def apply(self, names: Sequence[str], state: State, training: bool) -> Stage:
-        """The step as a part of a query that keeps the rows and their order.
+        """Return the step as a part of a query that keeps the rows and their order.
 
         Args:
             names: The columns to make, some or all of `adds`.
@@ -188,48 +189,48 @@ class Step:
         return lambda frame: frame.with_columns(self._expressions(frame.collect_schema(), names, state))
 
     def learn(self, rows: TrainingRows, state: State, previous: State) -> None:
-        """Put into `state` what the rows of all ranks say; all ranks have to call it.
+        """Learn from the rows of all ranks, and put the result into `state`; all ranks must call it.
 
         Args:
             previous: The state of the workflow that the fit goes on from; empty where there is none.
         """
 
     def check_growth(self, schema: pl.Schema, previous: State) -> None:
-        """Raise `ValueError` where it cannot go on from what a previous workflow has learned."""
+        """Raise `ValueError` if it cannot continue from the state of a previous workflow."""
 
     def check_training(self, names: Collection[str], rows: TrainingRows, state: State) -> None:
-        """Raise `ValueError` where rows are not those that it was fitted to, in their order, and that matters.
+        """Raise `ValueError` if the step depends on the rows of `fit` in their order, and these rows differ.
 
-        All ranks have to call it.
+        All ranks must call it.
 
         Args:
             names: The columns to make, some or all of `adds`.
         """
 
     def num_codes(self, name: str, before: int | None, state: State) -> int | None:
-        """The number of codes that a column which it makes has, where it is one of codes.
+        """Return the number of codes in a column that it makes; None for other columns.
 
         Args:
-            before: How many the column of that name has before it.
+            before: The number of codes that the column has before the step.
         """
         return None
 
     def describe(self, number: int, state: State) -> dict[str, Any]:
-        """The step as ``workflow.json`` holds it, without its kind; `number` is its place among the steps."""
+        """Return the step for ``workflow.json``, without its kind; `number` is its position among the steps."""
         return {name: getattr(self, name) for name in (self.positional, *self.options)}
 
     def files(self, described: Mapping[str, Any], state: State) -> dict[str, pl.DataFrame]:
-        """The tables that are saved with what `describe` has given, by the names of their files."""
+        """Return the tables that are saved with the result of `describe`, by file name."""
         return {}
 
     @classmethod
     def restore(cls, described: Mapping[str, Any], saved: Saved) -> Step:
-        """The step that was described so; what it has learned is put into ``saved.state``."""
+        """Return the step with this description, and put its learned values into ``saved.state``."""
         make: Any = cls
         return make(*described[cls.positional], **{name: described[name] for name in cls.options})  # type: ignore[no-any-return]
 
     def serve(self, names: Sequence[str], state: State) -> list[Kernel]:
-        """Kernels for some of the columns that it makes.
+        """Return kernels for some of its columns.
 
         Raises:
             ValueError: No server can do it.
@@ -248,7 +249,7 @@ class Step:
 
 
 def chained(stages: Sequence[Stage]) -> Stage:
-    """Some parts of a query, one after the other, as one."""
+    """Combine some parts of a query, one after the other, into one."""
 
     def run(frame: pl.LazyFrame) -> pl.LazyFrame:
         for stage in stages:
@@ -259,7 +260,7 @@ def chained(stages: Sequence[Stage]) -> Stage:
 
 
 def type_name(dtype: pl.DataType) -> str:
-    """A type as the saved workflow has it: ``int64``, ``float32``, ``bool``, ``string``, ``list[string]``."""
+    """Return the name of a type in a saved workflow: ``int64``, ``float32``, ``bool``, ``string``, ``list[string]``."""
     if isinstance(dtype, pl.List) and isinstance(dtype.inner, pl.DataType):
         return f"list[{type_name(dtype.inner)}]"
     if dtype.is_numeric() or dtype == pl.String:
@@ -268,7 +269,7 @@ def type_name(dtype: pl.DataType) -> str:
 
 
 def names_of(columns: str | Sequence[str]) -> list[str]:
-    """Names of columns; raises for what is no name, a name given twice, or none at all."""
+    """Return names of columns; raise for an invalid name, a repeated one, or an empty list."""
     names = [columns] if isinstance(columns, str) else list(columns)
     for name in names:
         if not isinstance(name, str):
@@ -281,13 +282,13 @@ def names_of(columns: str | Sequence[str]) -> list[str]:
 
 
 def require(name: str, columns: Any, where: str) -> None:
-    """Raise `ValueError` where there is no such column."""
+    """Raise `ValueError` if a column does not exist."""
     if name not in columns:
         raise ValueError(f"{where}: there is no column {name!r}, but {', '.join(map(repr, columns))}")
 
 
 def require_integer(value: Any, what: str) -> int:
-    """The value; raises `TypeError` where it is no integer."""
+    """Return the value; raise `TypeError` if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} must be an integer, got {value!r}")
     return value

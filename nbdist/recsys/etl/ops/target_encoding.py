@@ -1,4 +1,4 @@
-"""Categories as the mean of what is to be predicted: of other rows than the one that is trained from."""
+"""The mean of the target for each category, computed from other rows than the row itself."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ _LEFT, _SUM_LEFT, _PRIOR = "left (nbdist)", "sum left (nbdist)", "prior (nbdist)
 class TargetEncoding(StatisticsStep):
     """Add, for each category, the mean of a target over the training rows with that category; float32.
 
-    The mean is drawn towards the mean of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of
-    all) / (rows + smoothing)``. A category that is not known has the mean of all. Null is a category of its own. Rows
-    whose target is null or NaN do not count.
+    The mean is shrunk towards the mean of all rows, as if `smoothing` more rows had it: ``(sum + smoothing * mean of
+    all) / (rows + smoothing)``. An unknown category has the mean of all rows. Null is a category of its own. Rows with
+    a null or NaN target do not count.
 
     A training row must not see its own target. So training rows are divided at random into `folds`, and
-    ``Workflow.write(..., training=True)`` gives each the mean of the rows in the other folds; ``training=False``,
-    `Workflow.transform` and servers give what was learned from all. A row's fold follows from its number in the input,
-    so that `write` has to be given the rows, with the target, in the order, that `fit` was; their fingerprints are
-    compared.
+    ``Workflow.write(..., training=True)`` gives each row the mean of the rows in the other folds; ``training=False``,
+    `Workflow.transform` and servers give the mean of all training rows. The fold of a row depends on its number in the
+    input, so `write` needs the same rows as `fit`, with the target, in the same order; their fingerprints are compared.
 
     Args:
         *columns: The categories: integers, strings, booleans or categoricals. Several in a tuple or list are taken
             together, each combination as a category.
-        target: What the mean is of: numbers or booleans. It need not be there in requests.
+        target: The column whose mean is computed: numbers or booleans. Requests need not contain it.
         folds: Into how many parts training rows are divided, at least 2.
         smoothing: In rows, at least 0.
-        seed: What the folds follow from.
+        seed: The seed of the folds.
 
-    The new columns are called ``TE_<columns>_<target>``, such as "TE_user_genre_label".
+    The new columns have names like ``TE_<columns>_<target>``, such as "TE_user_genre_label".
 
     Raises:
         TypeError, ValueError: for arguments that make no sense.
@@ -180,7 +179,7 @@ class TargetEncoding(StatisticsStep):
         return step
 
     def _fold(self) -> pl.Expr:
-        """The fold of each row, by its number `ROW`; int64."""
+        """Return the fold of each row, by its number `ROW`; int64."""
         number = pl.col(ROW).cast(pl.UInt64)
         return (combined(pl.lit(self.seed % 2**64, pl.UInt64), number) % self.folds).cast(pl.Int64).alias(_FOLD)
 

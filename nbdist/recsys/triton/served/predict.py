@@ -1,4 +1,4 @@
-"""A model of Triton's Python backend: an ONNX model, for servers without the ONNX Runtime backend.
+"""A model for Triton's Python backend that runs an ONNX model, for servers without the ONNX Runtime backend.
 
 `nbdist.recsys.triton` writes this file into a model repository, next to ``model.onnx``. It needs NumPy and
 onnxruntime.
@@ -14,7 +14,7 @@ import onnxruntime
 
 
 class TritonPythonModel:
-    """The class that Triton makes an instance of and calls."""
+    """The class that Triton instantiates and calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         path = Path(args["model_repository"], args["model_version"], "model.onnx")
@@ -23,7 +23,7 @@ class TritonPythonModel:
         self._output = self._session.get_outputs()[0].name
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """All requests of a batch in one run of the model; an answer per request."""
+        """Run the model once for all requests of a batch, and return an answer per request."""
         import triton_python_backend_utils as backend  # there in the server alone
 
         columns = [{tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests]
@@ -34,7 +34,7 @@ class TritonPythonModel:
 
 
 def stack(parts: list[Any]) -> Any:
-    """Arrays of shape (rows, width) one below the other, narrower ones padded with -1."""
+    """Stack arrays of shape (rows, width); narrower ones are padded with -1."""
     width = max(part.shape[1] for part in parts)
     if any(part.shape[1] != width for part in parts):
         parts = [np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts]

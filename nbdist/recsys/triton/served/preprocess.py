@@ -1,11 +1,11 @@
-"""A model of Triton's Python backend: the raw columns of a request to what the trained model takes.
+"""A model for Triton's Python backend that converts the raw columns of a request to the trained model's inputs.
 
-The steps of a fitted workflow, in NumPy. `nbdist.recsys.triton` writes this file into a model repository, with
-``steps.json`` and ``arrays.npz`` next to it; it needs NumPy and nothing else.
+It runs the steps of a fitted workflow in NumPy. `nbdist.recsys.triton` writes this file into a model repository, with
+``steps.json`` and ``arrays.npz`` next to it; it needs only NumPy.
 
-A column is an array of one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are padded.
-Integers, booleans and dates (days, or units of time since 1970) are int64, uint64 columns are uint64, strings are bytes
-in an object array, and what is not there has a value of its own:
+A column is an array with one row per row of the request: shape (rows, 1), or (rows, longest) for lists, which are
+padded. Integers, booleans and dates (days, or units of time since 1970) are int64, uint64 columns are uint64, strings
+are bytes in an object array, and a missing value has a value of its own:
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ such."""
 
 
 def kernel(made: Any) -> Any:
-    """Put a function or class among the `KERNELS`."""
+    """Register a function or class in `KERNELS`."""
     KERNELS[made.__name__] = made
     return made
 
@@ -56,7 +56,7 @@ class ValueIndex:
             self._sorted = values[self._order]
 
     def __call__(self, values: Array) -> Array:
-        """The number of each value, -1 for those that are not there; int64, of the shape of `values`."""
+        """Return the number of each value, -1 for unknown ones; int64, with the shape of `values`."""
         if self._numbers is not None:
             numbers = (self._numbers.get(value, -1) for value in values.ravel().tolist())
             return np.fromiter(numbers, np.int64, values.size).reshape(values.shape)
@@ -71,7 +71,7 @@ class ValueIndex:
 
 @kernel
 class Categorify:
-    """Values to codes: 0 null, 1 to `num_buckets` not known, then the vocabulary; padding stays."""
+    """Map values to codes: 0 null, 1 to `num_buckets` unknown, then the vocabulary; padding stays."""
 
     def __init__(self, vocabulary: list[Array], num_buckets: int) -> None:
         self._index, self._num_buckets = ValueIndex(vocabulary[0][:, 0]), num_buckets
@@ -89,7 +89,7 @@ class Categorify:
 
 
 def hashed(values: Array) -> Array:
-    """The hash of each value, uint64: as `nbdist.recsys.etl.hashing` has it."""
+    """Return the hash of each value, uint64, as in `nbdist.recsys.etl.hashing`."""
     if values.dtype == object:
         return np.fromiter((zlib.crc32(value) for value in values.ravel().tolist()), np.uint64, values.size)
     return _mixed(np.ascontiguousarray(values).view(np.uint64))
@@ -104,7 +104,7 @@ def _mixed(values: Array) -> Array:
 
 @kernel
 def hashed_cross(*columns: Array, num_buckets: int) -> Array:
-    """Codes of combinations of columns: 0 where one is null, otherwise 1 to `num_buckets`."""
+    """Return codes of combinations of columns: 0 if one is null, otherwise 1 to `num_buckets`."""
     first, *others = (hashed(values).reshape(values.shape) for values in columns)
     for other in others:
         first = _mixed(first * np.uint64(0xBF58476D1CE4E5B9) + other)
@@ -146,13 +146,13 @@ class Lookup:
 
 @kernel
 def fill_missing(values: Array, value: float) -> Array:
-    """Values with `value` where there is none."""
+    """Replace missing values by `value`."""
     return np.where(_missing(values), values.dtype.type(value), values)
 
 
 @kernel
 def log(values: Array) -> Array:
-    """log(1 + x), in double precision."""
+    """Return log(1 + x), computed in double precision."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.log1p(values.astype(np.float64))
     return with_nulls(found.astype(np.float32) if values.dtype == np.float32 else found, is_null(values))
@@ -160,7 +160,7 @@ def log(values: Array) -> Array:
 
 @kernel
 def normalize(values: Array, shift: float, scale: float) -> Array:
-    """(x - shift) / scale, in double precision, then float32."""
+    """Return (x - shift) / scale, computed in double precision, as float32."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = ((values.astype(np.float64) - shift) / scale).astype(np.float32)
     return with_nulls(found, is_null(values))
@@ -168,7 +168,7 @@ def normalize(values: Array, shift: float, scale: float) -> Array:
 
 @kernel
 def clip(values: Array, min_value: float | None, max_value: float | None) -> Array:
-    """Values between bounds; what is missing stays so."""
+    """Limit values to bounds; missing values stay."""
     kind, found = values.dtype, values
     limits = (np.iinfo if kind.kind in "iu" else np.finfo)(kind)
     if min_value is not None and min_value > limits.min:
@@ -180,13 +180,13 @@ def clip(values: Array, min_value: float | None, max_value: float | None) -> Arr
 
 @kernel
 def bucketize(values: Array, boundaries: list[float]) -> Array:
-    """0 for what is missing, 1 below the first boundary, and so on."""
+    """Return codes of ranges: 0 for a missing value, 1 below the first boundary, and so on."""
     return np.where(_missing(values), 0, 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right"))
 
 
 @kernel
 def round(values: Array, decimals: int) -> Array:
-    """Floats rounded, halves to the even neighbor; very large ones stay."""
+    """Round floats, halves to the even neighbor; very large ones stay."""
     if values.dtype.kind != "f":
         return values
     scale, exact = 10.0**decimals, values.astype(np.float64)
@@ -198,7 +198,7 @@ def round(values: Array, decimals: int) -> Array:
 
 @kernel
 def list_slice(values: Array, first: int | None, last: int | None) -> Array:
-    """The first or the last values of lists."""
+    """Cut lists to their first or last values."""
     if last is None:
         return values[:, :first]
     padding = markers(values)[1]
@@ -234,7 +234,7 @@ class Preprocessing:
         return step["takes"], step["makes"], run
 
     def __call__(self, columns: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs, by name, of the inputs.
+        """Return the outputs, by name, for the inputs.
 
         Raises:
             ValueError: for a string that is not UTF-8, padding outside lists, and an output that is null, which
@@ -260,7 +260,8 @@ class Preprocessing:
 
 
 def load_array(arrays: Mapping[str, Array], key: str) -> Array:
-    """An array of an npz file; strings are there as the bytes of the distinct ones, where each ends, and numbers."""
+    """Read an array of an npz file; strings are stored as the bytes of the distinct strings, their ends, and
+    numbers."""
     if key in arrays:
         return arrays[key]
     text, ends = arrays[f"{key}.bytes"].tobytes(), arrays[f"{key}.ends"].tolist()
@@ -270,7 +271,7 @@ def load_array(arrays: Mapping[str, Array], key: str) -> Array:
 
 
 def markers(values: Array) -> tuple[Any, Any]:
-    """Return null and padding of an array of anything but floats."""
+    """Return the values that stand for null and padding in an array without floats."""
     if values.dtype == np.uint64:
         return np.uint64(NULL_UNSIGNED), np.uint64(PADDING_UNSIGNED)
     return (NULL_STRING, PADDING_STRING) if values.dtype == object else (NULL, PADDING)
@@ -286,7 +287,7 @@ def is_null(values: Array) -> Array:
 
 
 def with_nulls(values: Array, missing: Array) -> Array:
-    """Floats with nulls where `missing` says so; arithmetic need not keep which NaN one is."""
+    """Put nulls into floats where `missing` is true; arithmetic need not preserve the bits of NaN."""
     values.view(f"u{values.itemsize}")[missing] = NULL_FLOAT_BITS[values.itemsize]
     return values
 
@@ -302,13 +303,13 @@ def _check(name: str, values: Array, is_list: bool) -> None:
 
 
 class TritonPythonModel:
-    """The class that Triton makes an instance of and calls."""
+    """The class that Triton instantiates and calls."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._preprocessing = Preprocessing(Path(args["model_repository"], args["model_version"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """An answer per request. One that cannot be understood gets an error, and the others of its batch none."""
+        """Return an answer per request. A request that cannot be read gets an error; the others in its batch do not."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Stand in for the package of this name in Ray's processes, and import the package when it is first used.
+"""A substitute for the package of this name in Ray's processes, which imports the package when it is first used.
 
-The package builds a parser while it is imported, which takes three seconds of CPU. Each process of Ray imports it, by
-way of jsonschema, where it is installed, as it is with JupyterLab: two thirds of the time that Ray needs to start
-(Ray 2.60, jsonschema 4.26, rfc3987-syntax 1.1).
+The package builds a parser at import, which takes three seconds of CPU. Each process of Ray imports it through
+jsonschema, if it is installed, as with JupyterLab: two thirds of Ray's start time (Ray 2.60, jsonschema 4.26,
+rfc3987-syntax 1.1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if _spec is None or _spec.loader is None:
 
 
 def is_valid_syntax(term: str, value: str) -> bool:
-    """The package's function of this name, which is what jsonschema uses."""
+    """Call the package's function of this name, which jsonschema uses."""
     return bool(_package().is_valid_syntax(term, value))
 
 

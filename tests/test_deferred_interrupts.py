@@ -16,7 +16,7 @@ from nbdist import Session
 from nbdist.rank.kernel_channel import KernelChannel
 from nbdist.rank.keyboard import Keyboard
 from nbdist.rank.world import Membership
-from nbdist.system.interrupts import postponed_interrupts
+from nbdist.system.interrupts import deferred_interrupts
 from nbdist.wire.channel import Channel
 from nbdist.wire.protocol import Line
 
@@ -48,37 +48,37 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_waits_for_the_end() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), postponed_interrupts():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         press()
-        with postponed_interrupts():
+        with deferred_interrupts():
             reached.append("inner")
         reached.append("end")
     assert reached == ["inner", "end"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with postponed_interrupts():
+    with deferred_interrupts():
         pass
 
 
-def test_one_that_another_thread_took_is_heard_as_well() -> None:
+def test_an_interrupt_that_another_thread_received_is_raised() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        with pytest.raises(KeyboardInterrupt), postponed_interrupts():
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts():
             press()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def test_a_second_interrupt_does_not_wait() -> None:
-    with pytest.raises(KeyboardInterrupt), postponed_interrupts():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
         press()
         press()
         pytest.fail("it came too late")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_what_was_ignored_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with postponed_interrupts():
+        with deferred_interrupts():
             press()
             press()
     finally:
@@ -89,7 +89,7 @@ def test_another_thread_changes_nothing() -> None:
     found: list[Any] = []
 
     def look() -> None:
-        with postponed_interrupts():
+        with deferred_interrupts():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

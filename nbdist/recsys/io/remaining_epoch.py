@@ -1,0 +1,77 @@
+"""The remaining rows of an epoch, divided among other ranks or batches: plain arithmetic, as in `partition.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .partition import Partition
+
+
+class PositionSpan(NamedTuple):
+    """Positions ``start .. stop - 1`` of an epoch, which the first division of the epoch gave to one rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RemainingEpoch:
+    """The rows of an epoch that no rank has trained on yet, to be divided among other ranks.
+
+    Row p of them, from 0, is at the p-th position of all spans in `left`, in this order.
+    """
+
+    begun: Partition
+    """The first division of the epoch, which determines the order of its rows."""
+    left: tuple[PositionSpan, ...]
+
+    @classmethod
+    def after(cls, begun: Partition, step: int) -> RemainingEpoch:
+        """Return the remaining rows after `step` steps. A repeated row (`pad`) remains once, or not at all."""
+        spans = []
+        for rank in range(begun.world_size):
+            stop = begun.span(rank)[1] - begun.repeats(rank)
+            spans.append(PositionSpan(rank, min(begun.batch_start(rank, step), stop), stop))
+        return cls(begun, tuple(span for span in spans if span.start < span.stop))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that are left."""
+        return sum(span.stop - span.start for span in self.left)
+
+    def spans(self, start: int, stop: int) -> Iterator[tuple[int, PositionSpan]]:
+        """Yield the positions of the remaining rows ``start .. stop - 1``: the first row of each piece, and its span.
+
+        The first row follows after the last one again: so a rank repeats a row.
+        """
+        while start < stop:
+            first = start % self.rows
+            before = 0
+            for rank, low, high in self.left:
+                count = high - low
+                if before <= first < before + count:
+                    size = min(stop - start, before + count - first)
+                    yield start, PositionSpan(rank, low + first - before, low + first - before + size)
+                    start += size
+                    break
+                before += count
+
+    def after_steps(self, divided: Partition, step: int) -> RemainingEpoch:
+        """Return the rows that remain after `step` more steps of the ranks in `divided`."""
+        again = RemainingEpoch.after(divided, step)
+        return RemainingEpoch(
+            self.begun, tuple(span for own in again.left for _, span in self.spans(own.start, own.stop))
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        begun = self.begun
+        return {"begun": [begun.world_size, begun.batch_size], "left": [list(span) for span in self.left]}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any], rows: int, remainder: str) -> RemainingEpoch:
+        world_size, batch_size = state["begun"]
+        left: Sequence[Sequence[int]] = state["left"]
+        return cls(Partition(rows, world_size, batch_size, remainder), tuple(PositionSpan(*span) for span in left))
