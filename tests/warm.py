@@ -55,6 +55,8 @@ WHILE_IMPORTED = {
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
+#: Those of them that change nothing but where modules are found, and how threads wait.
+WITHOUT_EFFECT = {"PYTHONPATH", "OMP_WAIT_POLICY"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
 #: Bytes of a command line that a forked program can show.
@@ -73,8 +75,9 @@ def read_once(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables without which an imported library is another one."""
     from nbdist.engines.forkserver import read_at_import
 
-    names = [name for name in environ if name.startswith(READ_ONCE) and name != "PYTHONPATH" and environ[name]]
-    return {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
+    names = [name for name in environ if name.startswith(READ_ONCE) and environ[name]]
+    found = {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
+    return {name: found[name] for name in found.keys() - WITHOUT_EFFECT}
 
 
 class Popen(_started_popen):
@@ -143,7 +146,7 @@ class Template:
             code = "import sys; from warm import main; main(*sys.argv[1:-1])"
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *modules, " " * _SHOWN],
-                env={**os.environ, **WHILE_IMPORTED, "PYTHONPATH": _HERE},
+                env={**os.environ, "PYTHONPATH": _HERE},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -200,7 +203,7 @@ class Templates:
                 with all_started():
                     self._made.append(Template(*MODULES))
             if request["server"] and len(self._made) == 1:
-                self._made.append(Template(*MODULES, *OF_TESTS))
+                self._made.append(Template(*MODULES, *OF_TESTS))  # forked from the first, as any program is
             chosen: Template = self._made[request["server"]]
             return chosen.launch(request, fds)
 
@@ -249,6 +252,7 @@ def all_started() -> Iterator[None]:
 
 def main(fd: str, *modules: str) -> None:
     """Import, then fork a program for each request until the asker's end of the socket is closed."""
+    os.environ.update(WHILE_IMPORTED)
     for name in modules:
         with contextlib.suppress(ModuleNotFoundError):  # some environments have no fastai or TorchRec
             importlib.import_module(name)
