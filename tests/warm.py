@@ -46,6 +46,7 @@ OF_TESTS = (
     "torchrec.distributed",
     "torchmetrics",
     "fastai.collab",
+    "nbdist.kernel.launch",  # as conftest does, which nearly all tests import
 )
 #: Set while a template imports, as in nbdist's server: no thread may start, CUDA must not be initialized.
 WHILE_IMPORTED = {
@@ -55,8 +56,9 @@ WHILE_IMPORTED = {
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
-#: Those of them that change nothing but where modules are found, and how threads wait.
-WITHOUT_EFFECT = {"PYTHONPATH", "OMP_WAIT_POLICY"}
+#: Those of them that say where modules are found and whether streams have a buffer, which a fork sees to itself, and
+#: how threads wait.
+WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
 #: Bytes of a command line that a forked program can show.
