@@ -114,7 +114,7 @@ def write(folder: Path, frame: pl.DataFrame, cuts: list[int]) -> Path:
 
 @pytest.mark.slow
 @given(rows.filter(learnable), rows, st.lists(st.integers(0, 25), max_size=4), st.sampled_from([1, 1 << 30]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_they_are_what_a_reference_says(
     tmp_path_factory: pytest.TempPathFactory, seen: list[Any], asked: list[Any], cuts: list[int], memory: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_they_are_what_a_reference_says(
 
 
 @given(rows.filter(learnable), st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_row_sees_its_own_target(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], data: st.DataObject
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_small_spread_of_large_numbers() -> None:
 
 
 @given(rows.filter(learnable), rows)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_what_is_learnt_goes_on(tmp_path_factory: pytest.TempPathFactory, first: list[Any], second: list[Any]) -> None:
     steps = STEPS[:4]
     old = Workflow(*steps).fit(frame_of(first), progress=False)
@@ -286,7 +286,7 @@ def test_what_cannot_go_on() -> None:
     st.sampled_from([1, 1 << 30]),
     st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_filters_and_differences(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], cuts: list[int], memory: int, filtered: bool
 ) -> None:

@@ -136,7 +136,8 @@ def test_any_number_of_ranks_gives_the_same(
             assert path.read_bytes() == (tmp_path / str(world) / "workflow" / path.name).read_bytes()
 
 
-def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.long("more numbers of ranks"))])
+def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessions, tmp_path: Path, world: int) -> None:
     rng = np.random.default_rng(5)
     rows = 600
     frame = ratings(rows).with_columns(
@@ -175,7 +176,7 @@ def test_what_is_learnt_of_numbers_does_not_depend_on_the_ranks(sessions: Sessio
         expected[name] = run(tmp_path / name, memory)
     assert expected["1"] == expected["whole"]
     (tmp_path / "ranks").mkdir()
-    assert all(theirs == expected["1"] for theirs in sessions[3].run_all(run, tmp_path / "ranks"))
+    assert all(theirs == expected["1"] for theirs in sessions[world].run_all(run, tmp_path / "ranks"))
 
 
 def test_frames_in_ranks(sessions: Sessions, tmp_path: Path) -> None:
