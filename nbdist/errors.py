@@ -127,7 +127,7 @@ class RankStuck(NbdistError):
         >>> with Session(2, on_hang="raise") as session:
         ...     session.run(train)
         Traceback (most recent call last):
-        nbdist.errors.RankStuck: this call hangs: rank 0 waits in barrier at ...
+        nbdist.errors.RankStuck: this call hangs: rank 0 waits in barrier ...
     """
 
 
