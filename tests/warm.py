@@ -56,8 +56,8 @@ WHILE_IMPORTED = {
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
-#: Those of them that say where modules are found and whether streams have a buffer, which a fork sees to itself, and
-#: how threads wait.
+#: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, and threads
+#: may wait either way.
 WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
