@@ -21,7 +21,7 @@ SECONDS: dict[str, tuple[float, float, int]] = json.loads((HERE / "seconds.json"
 #: Seconds of a file that is not in `SECONDS`.
 UNKNOWN = 2.0
 #: Seconds of a test, on average over its file, above which it is slow.
-SLOW = 0.25
+SLOW = 0.2
 #: Seconds between two lines about the progress.
 INTERVAL = 15.0
 
