@@ -6,7 +6,8 @@ and what was added is booked on the kind of process and on the file of tests tha
 CPU seconds that no look saw, of processes that began and ended between two looks, are shown as "not seen".
 
 As a pytest plugin (`-p benchmarks.suite`, given by `PYTEST_ARGS`), this module notes which test a worker is running,
-and keeps the seconds that each file took in tests/seconds.json, by which `tests/progress.py` shows the time left.
+and keeps the seconds and the number of tests of each file in tests/seconds.json, by which `tests/progress.py` shows the
+time left.
 """
 
 from __future__ import annotations
@@ -59,11 +60,15 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 #: By file, and by whether the test is long.
 _seconds: Counter[tuple[str, bool]] = Counter()
+#: By file: the number of tests that are not long.
+_tests: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Add what a phase of a test took."""
-    _seconds[report.nodeid.partition("::")[0], "long" in report.keywords] += report.duration
+    file, long = report.nodeid.partition("::")[0], "long" in report.keywords
+    _seconds[file, long] += report.duration
+    _tests[file] += report.when == "setup" and not long
 
 
 def pytest_sessionfinish(session: Any) -> None:
@@ -72,7 +77,8 @@ def pytest_sessionfinish(session: Any) -> None:
         path = ROOT / "tests" / "seconds.json"
         seconds = json.loads(path.read_text())
         for (file, long), taken in _seconds.items():
-            seconds.setdefault(file, [0.0, 0.0])[long] = round(taken, 1)
+            seconds.setdefault(file, [0.0, 0.0, 0])[long] = round(taken, 1)
+            seconds[file][2] = _tests[file] or seconds[file][2]
         lines = [f" {json.dumps(file)}: {json.dumps(taken)}" for file, taken in sorted(seconds.items())]
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from .checks import explain_arguments
 from .deaths import describe_status
 from .notebook.shell import cell_numbers, fails_at_cause_of_exit, forget_shown_traceback
+from .system.interrupts import kept_interrupts
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -127,7 +128,7 @@ class RankStuck(NbdistError):
         >>> with Session(2, on_hang="raise") as session:
         ...     session.run(train)
         Traceback (most recent call last):
-        nbdist.errors.RankStuck: this call hangs: rank 0 waits in barrier at ...
+        nbdist.errors.RankStuck: this call hangs: rank 0 waits in barrier ...
     """
 
 
@@ -213,7 +214,8 @@ def entry(fn: F, name: str = "") -> F:
     def nbdist(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         try:
-            return fn(*args, **kwargs)
+            with kept_interrupts():
+                return fn(*args, **kwargs)
         except BaseException as exc:
             if isinstance(exc, TypeError) and exc.__traceback__ is not None and exc.__traceback__.tb_next is None:
                 what = explain_arguments(fn, kwargs, name or fn.__name__)

@@ -18,6 +18,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+#: A thread of a pool that has nothing to do sleeps. By default it looks for work in a loop, on cores that others need.
+#: OpenMP reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import psutil
 import pytest
 import warm as warm_programs

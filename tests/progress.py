@@ -1,7 +1,9 @@
 """Show the progress of a run of tests, the time left, each failure at once, and at the end what was left out.
 
-`seconds.json` holds the seconds of each file, without its long tests and of these alone, from a run on two quiet cores
-(`make suite`). Files that take longest begin first. The time left follows from these seconds and from the speed so far.
+`seconds.json` holds for each file the seconds without its long tests, the seconds of these alone, and the number of the
+others (`make suite` writes it). Files that take longest begin first. The time left follows from these seconds and from
+the speed so far. Where a test of a file takes more than `SLOW` seconds on average, all tests of the file are slow:
+`make quick` has two minutes.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-SECONDS: dict[str, tuple[float, float]] = json.loads((HERE / "seconds.json").read_text())
+SECONDS: dict[str, tuple[float, float, int]] = json.loads((HERE / "seconds.json").read_text())
 #: Seconds of a file that is not in `SECONDS`.
 UNKNOWN = 2.0
+#: Seconds of a test, on average over its file, above which it is slow.
+SLOW = 0.2
 #: Seconds between two lines about the progress.
 INTERVAL = 15.0
 
@@ -41,10 +45,14 @@ def expected(config: pytest.Config) -> dict[str, float]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest; the order within a file stays."""
+    """Begin with the files that take longest; the order within a file stays. Mark what is slow."""
     seconds = expected(config)
     order = {file: rank for rank, file in enumerate(sorted(seconds, key=lambda file: -seconds[file]))}
     items.sort(key=lambda item: order.get(file_of(item.nodeid), len(order)))
+    for item in items:
+        taken, _, tests = SECONDS.get(file_of(item.nodeid), (0.0, 0.0, 0))
+        if taken > SLOW * tests:
+            item.add_marker("slow")
 
 
 class Progress:

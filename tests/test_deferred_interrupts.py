@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from calls import press
 
 from nbdist import Session
+from nbdist.errors import entry
 from nbdist.rank.kernel_channel import KernelChannel
 from nbdist.rank.keyboard import Keyboard
 from nbdist.rank.world import Membership
@@ -83,6 +86,24 @@ def test_an_ignored_signal_stays_ignored() -> None:
             press()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_one_that_python_drops_comes_again() -> None:
+    """A press while a finalizer runs, or the callback of the lock of an import."""
+    hook = sys.unraisablehook
+
+    class Dropped:
+        def __del__(self) -> None:
+            press()
+
+    @entry
+    def call() -> None:
+        Dropped()
+        time.sleep(1000)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert sys.unraisablehook is hook
 
 
 def test_another_thread_changes_nothing() -> None:

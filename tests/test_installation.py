@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,24 +18,23 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def script(path: str) -> ModuleType:
-    """A file of this repository that is in no package."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+@functools.cache
+def noxfile() -> ModuleType:
+    """The file of `nox`, which looks for interpreters when it is imported."""
+    spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-noxfile = script("noxfile.py")
-ENVIRONMENTS = noxfile.ENVIRONMENTS
 FLOORS = re.compile(r"([A-Za-z0-9_.-]+)(?:\[.*?\])?>=([0-9.]+)")
 
 
 def would_install(name: str, extras: str, keep: bool, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The packages that pip would install, and those present: an environment of names and versions without files."""
-    about = ENVIRONMENTS[name]
-    python = noxfile.interpreter(about["python"])
+    about = noxfile().ENVIRONMENTS[name]
+    python = noxfile().interpreter(about["python"])
     if not Path(python).is_absolute():
         pytest.skip(f"no Python {about['python']} here")
     subprocess.run([python, "-m", "venv", "--without-pip", folder / "there"], check=True)
@@ -75,7 +75,7 @@ def test_floors_are_what_the_oldest_environment_has() -> None:
     project = nox.project.load_toml(ROOT / "pyproject.toml")["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["fastai"], *extras["notebook"], *extras["recsys"]]
-    pins = dict(pin.split("==") for pin in ENVIRONMENTS["oldest"]["pins"].split())
+    pins = dict(pin.split("==") for pin in nox.project.load_toml(ROOT / "environments.toml")["oldest"]["pins"].split())
     for requirement in wanted:
         found = FLOORS.match(requirement)
         assert found is not None, requirement

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,8 +59,10 @@ def room(module: str) -> str:
     return ".".join([top, *rest.split(".")[:1]]) if top in ("integrations", "recsys") and rest else top
 
 
-def imports(module: str) -> Iterator[str]:
+@functools.cache
+def imports(module: str) -> list[str]:
     """The modules of this package that a module imports, anywhere in its text."""
+    found: list[str] = []
     path = FILES[module]
     package = ["nbdist", *module.split(".")] if path.name == "__init__.py" else ["nbdist", *module.split(".")[:-1]]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -74,7 +76,8 @@ def imports(module: str) -> Iterator[str]:
         for name in names:
             if name.split(".")[0] == "nbdist":
                 inner = name.removeprefix("nbdist").lstrip(".")
-                yield inner if inner in FILES else inner.rpartition(".")[0]
+                found.append(inner if inner in FILES else inner.rpartition(".")[0])
+    return found
 
 
 @pytest.mark.parametrize("module", sorted(FILES.keys() - {ROOT}))

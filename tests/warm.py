@@ -46,6 +46,7 @@ OF_TESTS = (
     "torchrec.distributed",
     "torchmetrics",
     "fastai.collab",
+    "nbdist.kernel.launch",  # as conftest does, which nearly all tests import
 )
 #: Set while a template imports, as in nbdist's server: no thread may start, CUDA must not be initialized.
 WHILE_IMPORTED = {
@@ -55,6 +56,9 @@ WHILE_IMPORTED = {
 }
 #: Prefixes of variables that an interpreter and its libraries read once.
 READ_ONCE = ("LD_", "MALLOC_", "CUDA_", "PYTHON")
+#: Of these, the variables that make no difference to a fork: it finds modules and makes streams by itself, and threads
+#: may wait either way.
+WITHOUT_EFFECT = {"PYTHONPATH", "PYTHONUNBUFFERED", "OMP_WAIT_POLICY"}
 _HERE = str(Path(__file__).parent)
 _LIMIT = 1 << 20
 #: Bytes of a command line that a forked program can show.
@@ -73,8 +77,9 @@ def read_once(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables without which an imported library is another one."""
     from nbdist.engines.forkserver import read_at_import
 
-    names = [name for name in environ if name.startswith(READ_ONCE) and name != "PYTHONPATH" and environ[name]]
-    return {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
+    names = [name for name in environ if name.startswith(READ_ONCE) and environ[name]]
+    found = {**{name: environ[name] for name in names}, **dict(read_at_import(environ))}
+    return {name: found[name] for name in found.keys() - WITHOUT_EFFECT}
 
 
 class Popen(_started_popen):
@@ -143,7 +148,7 @@ class Template:
             code = "import sys; from warm import main; main(*sys.argv[1:-1])"
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, str(theirs.fileno()), *modules, " " * _SHOWN],
-                env={**os.environ, **WHILE_IMPORTED, "PYTHONPATH": _HERE},
+                env={**os.environ, "PYTHONPATH": _HERE},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
@@ -200,7 +205,7 @@ class Templates:
                 with all_started():
                     self._made.append(Template(*MODULES))
             if request["server"] and len(self._made) == 1:
-                self._made.append(Template(*MODULES, *OF_TESTS))
+                self._made.append(Template(*MODULES, *OF_TESTS))  # forked from the first, as any program is
             chosen: Template = self._made[request["server"]]
             return chosen.launch(request, fds)
 
@@ -249,6 +254,7 @@ def all_started() -> Iterator[None]:
 
 def main(fd: str, *modules: str) -> None:
     """Import, then fork a program for each request until the asker's end of the socket is closed."""
+    os.environ.update(WHILE_IMPORTED)
     for name in modules:
         with contextlib.suppress(ModuleNotFoundError):  # some environments have no fastai or TorchRec
             importlib.import_module(name)

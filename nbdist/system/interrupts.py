@@ -1,18 +1,24 @@
-"""Interrupts that wait for the end of a step, such as a message, and interrupts that raise in an event loop, too."""
+"""Interrupts: those that wait for the end of a step, such as a message, would raise nothing, or would be lost."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import importlib
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 #: `signal` without its enums: making these takes most of the time of a block, and a call has twenty blocks.
 _raw: Any = importlib.import_module("_signal")
 _SIGINT = int(signal.SIGINT)
+
+#: Seconds until an interrupt comes again that Python has dropped: by then it has left what has dropped it.
+_AGAIN = 0.05
 
 _handler: Any = None  # the function that is to be called for them
 _count = 0
@@ -75,6 +81,37 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         _raw.signal(_SIGINT, handler)
+
+
+class kept_interrupts:
+    """In the main thread, let an interrupt in this block that Python drops come again.
+
+    Python drops what a finalizer or a callback raises. An import has one of its lock: a call that imports something may
+    lose a press of the stop button there. Ranks see to it themselves.
+    """
+
+    def __enter__(self) -> None:
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            handler = _raw.getsignal(_SIGINT)
+            if handler is signal.default_int_handler or _only_cancels(handler):
+                self._before, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None and sys.unraisablehook == self._on_unraisable:
+            sys.unraisablehook = self._before
+
+    def _on_unraisable(self, unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            _thread.start_new_thread(_interrupt_again, ())
+        else:
+            self._before(unraisable)
+
+
+def _interrupt_again() -> None:
+    time.sleep(_AGAIN)
+    main: Any = threading.main_thread().ident
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def _only_cancels(handler: Any) -> bool:

@@ -6,10 +6,10 @@ python tests/docs/draw.py SEED [COUNT_OF_DOCSTRINGS COUNT_OF_MESSAGES COUNT_OF_P
 from __future__ import annotations
 
 import ast
+import functools
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +18,11 @@ Text = tuple[str, str]
 """The place of a text, `file:line`, and the text."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
     """Parse each module of nbdist, in the order of their paths."""
-    for file in sorted((ROOT / "nbdist").rglob("*.py")):
-        yield str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
+    files = sorted((ROOT / "nbdist").rglob("*.py"))
+    return [(str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))) for file in files]
 
 
 def docstrings() -> list[Text]:
@@ -52,7 +53,7 @@ def messages() -> list[Text]:
     for name, tree in modules():
         for node in ast.walk(tree):
             call = node.exc if isinstance(node, ast.Raise) else node
-            warns = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn")
+            warns = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn"
             if (isinstance(node, ast.Raise) or warns) and isinstance(call, ast.Call) and call.args:
                 text = template(call.args[0])
                 if len(re.findall(r"\w+", text)) > 3:

@@ -55,6 +55,12 @@ def _semaphores() -> list[str]:
         return [line.split()[-1] for line in file if "/dev/shm/sem.mp-" in line]
 
 
+def in_both(one: tuple[str, ...], cases: list[tuple[str, ...]]) -> list[Any]:
+    """Cases with `multiprocess`, whose pools lose workers by the same code: all but `one` are long."""
+    long = pytest.mark.long("more workers lost with multiprocess")
+    return [pytest.param("multiprocess", *case, marks=[] if case == one else [long]) for case in cases]
+
+
 class Point:
     def __init__(self, x: int) -> None:
         self.x = x
@@ -320,7 +326,14 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how, call", [*(("killed", call) for call in CALLS), *((how, "map") for how in ENDS)])
+LOSSES = [*(("killed", call) for call in CALLS), *((how, "map") for how in ENDS if how != "killed")]
+
+
+@pytest.mark.parametrize(
+    "ctx, how, call",
+    [*(("multiprocessing", *loss) for loss in LOSSES), *in_both(("killed", "map"), LOSSES)],
+    indirect=["ctx"],
+)
 def test_lost_worker(ctx: Any, how: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest's keeps the frames of the library's thread that was to start another worker, and was ended by SystemExit.
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
@@ -348,7 +361,11 @@ def test_lost_worker(ctx: Any, how: str, call: str, monkeypatch: pytest.MonkeyPa
 PHASES = ["starting", "in the initializer", "idle, holding the lock", "in a task", "while a result is sent", "closing"]
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "ctx, phase",
+    [*(("multiprocessing", phase) for phase in PHASES), *in_both(("in a task",), [(phase,) for phase in PHASES])],
+    indirect=["ctx"],
+)
 def test_worker_killed_in_each_phase(ctx: Any, phase: str) -> None:
     def work(i: int) -> Any:
         if phase in ("in a task", "closing"):

@@ -221,7 +221,7 @@ def check(names: tuple[str, ...], seen: list[Any], asked: list[Any], folder: Pat
 
 
 @given(first=st.sampled_from(list(MAKERS)), second=st.sampled_from(list(MAKERS)), seen=rows, asked=rows)
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=16, derandomize=True)
 def test_pairs_of_steps_match_the_reference(
     tmp_path_factory: pytest.TempPathFactory, first: str, second: str, seen: list[Any], asked: list[Any]
 ) -> None:

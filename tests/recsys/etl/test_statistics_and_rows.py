@@ -114,7 +114,7 @@ def write(folder: Path, frame: pl.DataFrame, cuts: list[int]) -> Path:
 
 @pytest.mark.slow
 @given(rows.filter(learnable), rows, st.lists(st.integers(0, 25), max_size=4), st.sampled_from([1, 1 << 30]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_statistics_match_the_reference(
     tmp_path_factory: pytest.TempPathFactory, seen: list[Any], asked: list[Any], cuts: list[int], memory: int
 ) -> None:
@@ -172,7 +172,7 @@ def test_statistics_match_the_reference(
 
 
 @given(rows.filter(learnable), st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_row_sees_its_own_target(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], data: st.DataObject
 ) -> None:
@@ -243,7 +243,7 @@ def test_a_small_spread_of_large_numbers() -> None:
 
 
 @given(rows.filter(learnable), rows)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_fitting_continues_from_a_previous_workflow(
     tmp_path_factory: pytest.TempPathFactory, first: list[Any], second: list[Any]
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_previous_workflow_that_does_not_fit_is_refused() -> None:
     st.sampled_from([1, 1 << 30]),
     st.booleans(),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_filters_and_differences(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Any], cuts: list[int], memory: int, filtered: bool
 ) -> None:

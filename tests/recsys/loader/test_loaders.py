@@ -145,7 +145,7 @@ def check_epochs(make: Any, s: dict[str, Any]) -> None:
 
 
 @given(settings_of())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_parquet_for_any_files_row_groups_ranks_and_batches(folder: Path, s: dict[str, Any]) -> None:
     write(folder, s["rows"], s["group"])
     options = {name: s[name] for name in ("shuffle", "remainder", "seed", "prefetch")}

@@ -177,13 +177,13 @@ some_lists = st.lists(
 
 
 @given(some_rows, st.integers(1, 6), st.integers(1, 8), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_metrics_of_rows(rows: list[Row], k: int, batch: int, weighted: bool) -> None:
     assert same(all_of(rows, k, batch, weighted), expected_of(rows, k, weighted))
 
 
 @given(some_lists, st.integers(1, 4), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_metrics_of_lists(users: list[Any], k: int, weighted: bool) -> None:
     ranked, relevant, weights = zip(*users, strict=True)
     expected = of_lists(ranked, relevant, weights if weighted else [1.0] * len(users), k)
@@ -231,7 +231,7 @@ def test_metrics_match_the_loops_on_ranks(sessions: Sessions, nranks: int) -> No
     owners = st.lists(st.integers(0, nranks - 1), min_size=16, max_size=16)
 
     @given(some_rows, some_lists, st.integers(1, 4), owners, st.booleans())
-    @settings(max_examples=40, deadline=None, database=None)
+    @settings(max_examples=20, deadline=None, database=None)
     def collect(rows: list[Row], users: list[Any], k: int, owners: list[int], weighted: bool) -> None:
         cases.append((rows, users, k, owners, weighted))
 

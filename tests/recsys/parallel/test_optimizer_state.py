@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 
-HOWS = ("sharded", "replicated")
+MORE = pytest.mark.long("more optimizers on replicated models")
 
 
 class Averaged(torch.optim.Optimizer):
@@ -73,8 +73,14 @@ def run(how: str, optimizer: str, saves: dict[int, Path], begin: Path | None = N
     return None if whole is None else dict(whole.state_dict())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("how", "optimizer"),
+    [
+        *(("sharded", optimizer) for optimizer in OPTIMIZERS),
+        *(("replicated", optimizer) for optimizer in ("averaged", "adam")),
+        *(pytest.param("replicated", one, marks=MORE) for one in ("nadam", "momentum", "plain")),
+    ],
+)
 def test_saved_and_resumed_bit_for_bit(session: Session, tmp_path: Path, how: str, optimizer: str) -> None:
     expected = session.run(run, how, optimizer, {})
     saves = {stop: tmp_path / str(stop) for stop in (0, 4)}

@@ -117,14 +117,20 @@ def alone(optimizer: Make, dense: bool, clip: float, ranks: int) -> Any:
     return model.state_dict(), norms
 
 
+THREE = pytest.mark.long("more optimizers on three ranks")
 COPIED = pytest.mark.parametrize("copied", [False, True], ids=["common", "copied"])
 
 
 @COPIED
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("optimizer", "dense", "clip"),
-    [(adagrad, True, 0.0), (adagrad, True, 0.5), (sgd, True, 0.0), (sparse_adam, False, 0.0), (sgd, False, 0.5)],
+    ("ranks", "optimizer", "dense", "clip"),
+    [
+        *((2, adagrad, True, 0.0), (2, sgd, True, 0.0), (2, sparse_adam, False, 0.0), (2, sgd, False, 0.5)),
+        (3, adagrad, True, 0.5),
+        pytest.param(2, adagrad, True, 0.5, marks=THREE),
+        *(pytest.param(3, *how, marks=THREE) for how in ((adagrad, True, 0.0), (sgd, True, 0.0))),
+        *(pytest.param(3, *how, marks=THREE) for how in ((sparse_adam, False, 0.0), (sgd, False, 0.5))),
+    ],
 )
 def test_ranks_train_what_one_process_trains(
     sessions: Sessions, ranks: int, copied: bool, optimizer: Any, dense: bool, clip: float

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 ROWS = 50
+MORE = pytest.mark.long("more strategies")
 
 
 def ask(strategy: str, ids: list[int], pooled: bool = True, **options: Any) -> torch.Tensor:
@@ -41,8 +42,14 @@ def ask(strategy: str, ids: list[int], pooled: bool = True, **options: Any) -> t
     return values.detach()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("wrong", [ROWS, 57, 10**6, -1])
+@pytest.mark.parametrize(
+    ("strategy", "wrong"),
+    [
+        pytest.param(strategy, wrong, marks=MORE if "table_" in strategy and wrong in (ROWS, 10**6) else ())
+        for strategy in STRATEGIES
+        for wrong in (ROWS, 57, 10**6, -1)
+    ],
+)
 def test_an_id_outside_a_table(session: Session, strategy: str, wrong: int) -> None:
     with pytest.raises(ValueError, match=rf"feature 'friend' has the id {wrong}, and table 'users' has 50 rows: .*49"):
         session.run(ask, strategy, [3, wrong])

@@ -43,17 +43,18 @@ pytestmark = pytest.mark.slow
 
 WARM = "import torchrec.distributed"
 NUMBERS = (2, 4)
-FOUR = pytest.mark.long("more on four ranks")
+FOUR, MORE = pytest.mark.long("more on four ranks"), pytest.mark.long("more strategies")
 #: One strategy of each kind: by rows, by columns, by both, copied. The others are long.
 SOME_STRATEGIES = [
     strategy
     if strategy in ("row_wise", "column_wise", "grid_shard", "data_parallel")
-    else pytest.param(strategy, marks=pytest.mark.long("more strategies"))
+    else pytest.param(strategy, marks=MORE)
     for strategy in STRATEGIES
 ]
 ROW_STRATEGIES = ("row_wise", "table_row_wise", "grid_shard")
 COLUMN_STRATEGIES = ("column_wise", "table_column_wise", "grid_shard")
 SEQUENCE_STRATEGIES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+OTHERS = ("table_row_wise", "table_column_wise", "grid_shard")
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def test_each_strategy_trains_as_one_process_does(sessions: Sessions, strategy: 
     assert (len({s.row for s in plan.shards}) > 1) == (strategy in ROW_STRATEGIES)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", SOME_STRATEGIES)
 @pytest.mark.parametrize(("optimizer", "nranks"), [("sgd", 2), ("rowwise_adagrad", 4)])
 def test_the_other_optimizers(sessions: Sessions, optimizer: str, strategy: str, nranks: int) -> None:
     parts = {"column_wise": nranks, "table_column_wise": nranks, "grid_shard": 2}.get(strategy, 1)
@@ -236,7 +237,8 @@ def test_the_other_optimizers(sessions: Sessions, optimizer: str, strategy: str,
 
 
 WAITING = [
-    *((strategy, "adam") for strategy in STRATEGIES),
+    *((strategy, "adam") for strategy in SEQUENCE_STRATEGIES),
+    *(pytest.param(one, "adam", marks=MORE) for one in OTHERS),
     *(("row_wise", "sgd"), ("data_parallel", "adagrad"), ("table_wise", "adagrad"), ("grid_shard", "rowwise_adagrad")),
 ]
 
@@ -507,7 +509,10 @@ def load(strategies: dict[str, str], folder: Path, optimizer: bool = True) -> tu
     return sharded.gather(), fit(sharded, range(3, 6))
 
 
-@pytest.mark.parametrize("strategies", [pytest.param(strategies, id=name) for name, strategies in PLANS.items()])
+@pytest.mark.parametrize(
+    "strategies",
+    [pytest.param(PLANS[name], id=name, marks=[MORE] if name.startswith("table_") else []) for name in PLANS],
+)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), pytest.param(4, 2, marks=FOUR)])
 def test_saved_on_n_ranks_and_loaded_on_m(
     sessions: Sessions, tmp_path: Path, strategies: dict[str, str], n: int, m: int
@@ -553,14 +558,20 @@ def test_equal_steps_end_with_the_shortest_rank(sessions: Sessions) -> None:
     assert sessions[2].run_all(lambda: list(equal_steps(range(5 if dist.get_rank() else 0)))) == [[], []]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [*SEQUENCE_STRATEGIES, *(pytest.param(one, marks=MORE) for one in OTHERS)])
 def test_outputs_are_in_the_order_of_the_features(sessions: Sessions, strategy: str) -> None:
     """TorchRec's own are in the order of the ranks that hold them."""
     assert_same(sessions[2], Case(strategy, rows=(2, 30, 7, 50, 6), mean=True, steps=3))
 
 
-@pytest.mark.parametrize("other", STRATEGIES)
-@pytest.mark.parametrize("strategy", ROW_STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [
+        pytest.param(strategy, other, marks=[] if strategy == "row_wise" or other == "data_parallel" else [MORE])
+        for strategy in ROW_STRATEGIES
+        for other in STRATEGIES
+    ],
+)
 def test_means_in_a_collection_of_several_strategies(sessions: Sessions, strategy: str, other: str) -> None:
     assert_same(sessions[2], Case(strategy, {"table_1": other}, mean=True, batches=(5, 2, 5, 5)))
 

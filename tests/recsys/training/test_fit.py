@@ -656,9 +656,17 @@ def half(
     return history, {key: value.clone() for key, value in replicated.module.state_dict().items()}, seen, sums
 
 
+HALF = pytest.mark.long("more in half precision")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("copied", "fused"), [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("norm", [None, 0.1])
+@pytest.mark.parametrize(
+    ("copied", "fused", "norm"),
+    [
+        *((False, False, 0.1), (False, True, None), (True, False, 0.1)),
+        *(pytest.param(*how, marks=HALF) for how in ((False, False, None), (False, True, 0.1), (True, False, None))),
+    ],
+)
 def test_fp16_learns_what_fp32_learns(sessions: Sessions, copied: bool, fused: bool, norm: float | None) -> None:
     options = {"epochs": 2, "max_grad_norm": norm}
     _, expected, full, _ = sessions[2].run(half, "fp32", copied, fused, None, **options)

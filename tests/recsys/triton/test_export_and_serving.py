@@ -180,6 +180,15 @@ def ensemble(workflow: Workflow, model: nn.Module, tmp_path_factory: pytest.Temp
 
 
 @pytest.fixture(scope="module")
+def served(workflow: Workflow, tmp_path_factory: pytest.TempPathFactory) -> Ensemble:
+    """The same ensemble as far as its preprocessing: the export of a model takes ten seconds."""
+    path = tmp_path_factory.mktemp("preprocessing")
+    result = served_steps(workflow, [*CODES, "age", "kids"])
+    result.write(path)
+    return Ensemble(path, "", result.inputs, "")
+
+
+@pytest.fixture(scope="module")
 def server(ensemble: Ensemble) -> Iterator[serving.Server]:
     with serve(ensemble.path) as server:
         yield server
@@ -226,9 +235,9 @@ texts = st.sampled_from(["", "u1", "u2", "u3", "ü", "drama", "comedy", "a\0", "
     )
 )
 @settings(max_examples=25, deadline=None)
-def test_preprocessing_in_numpy_is_the_workflow(workflow: Workflow, ensemble: Ensemble, rows: list[Any]) -> None:
+def test_preprocessing_in_numpy_is_the_workflow(workflow: Workflow, served: Ensemble, rows: list[Any]) -> None:
     frame = pl.DataFrame(rows, schema=SCHEMA, orient="row")
-    codes = Preprocessing(ensemble.path / "ctr_preprocess" / "1")(ensemble.request(frame))
+    codes = Preprocessing(served.path)(served.request(frame))
     for name, column in workflow.transform(frame, [*CODES, "age", "kids"]).collect().to_dict().items():
         found = codes[name].tolist()
         if name in ("genres", "tags"):
@@ -350,19 +359,19 @@ def test_a_value_that_training_cannot_have_had_is_an_error(workflow: Workflow, t
 
 
 @pytest.mark.parametrize("strings", [[b"\xff"], [b"ok", b"\xc3", b"\xa9"]])
-def test_strings_that_are_not_utf8_are_an_error(ensemble: Ensemble, strings: list[bytes]) -> None:
-    arrays = ensemble.request(impressions(len(strings), seed=0))
+def test_strings_that_are_not_utf8_are_an_error(served: Ensemble, strings: list[bytes]) -> None:
+    arrays = served.request(impressions(len(strings), seed=0))
     arrays["user"] = np.array(strings, dtype=object)[:, None]
     with pytest.raises(ValueError, match="user has a string that is not UTF-8"):
-        Preprocessing(ensemble.path / "ctr_preprocess" / "1")(arrays)
+        Preprocessing(served.path)(arrays)
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_from_any_kind_of_frame(ensemble: Ensemble) -> None:
+def test_a_request_from_any_kind_of_frame(served: Ensemble) -> None:
     rows = {"user": ["u1", None], "movie": [10, 20], "tags": [[1, 2], []], "age": [1.0, 2.0], "kids": [True, False]}
-    requests = [ensemble.request(frame) for frame in (rows, pl.DataFrame(rows), pl.DataFrame(rows).to_arrow())]
+    requests = [served.request(frame) for frame in (rows, pl.DataFrame(rows), pl.DataFrame(rows).to_arrow())]
     for request in requests:
         assert list(request) == ["user", "movie", "tags", "age", "kids"]
         assert request["user"].tolist() == [[b"u1"], [NULL_STRING]]
@@ -370,10 +379,10 @@ def test_a_request_from_any_kind_of_frame(ensemble: Ensemble) -> None:
         assert request["age"].dtype == np.float32 and request["kids"].dtype == np.int64
     frame = pl.DataFrame(rows).drop("tags").to_pandas()
     frame["tags"] = rows["tags"]
-    assert all((ensemble.request(frame)[name] == requests[0][name]).all() for name in rows)
-    nothing = ensemble.request({name: [None] for name in ("user", "movie", "tags")} | {"age": [1.0], "kids": [None]})
+    assert all((served.request(frame)[name] == requests[0][name]).all() for name in rows)
+    nothing = served.request({name: [None] for name in ("user", "movie", "tags")} | {"age": [1.0], "kids": [None]})
     assert [nothing[name].tolist() for name in ("user", "movie", "tags")] == [[[NULL_STRING]], [[NULL]], [[NULL]]]
-    null = ensemble.request({**{name: [None] for name in ensemble.inputs}})["age"]
+    null = served.request({**{name: [None] for name in served.inputs}})["age"]
     assert null.view(np.uint32).tolist() == [[NULL_FLOAT_BITS[4]]]
 
 
@@ -387,10 +396,10 @@ def test_a_request_from_any_kind_of_frame(ensemble: Ensemble) -> None:
         ({"age": ["old"]}, "column 'age' is .*string.*float"),
     ],
 )
-def test_frames_that_no_request_can_be_made_of(ensemble: Ensemble, change: dict[str, Any], message: str) -> None:
+def test_frames_that_no_request_can_be_made_of(served: Ensemble, change: dict[str, Any], message: str) -> None:
     rows = {"user": ["u1"], "movie": [10], "tags": [[1]], "age": [1.0], "kids": [True], **change}
     with pytest.raises(ValueError, match=message):
-        ensemble.request({name: values for name, values in rows.items() if values is not None})
+        served.request({name: values for name, values in rows.items() if values is not None})
 
 
 # --- what cannot be exported ------------------------------------------------------------------------------------------
