@@ -88,6 +88,9 @@ class Ranks(Protocol):
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to `rank.loop.Rank`. Raises `ConnectionError` where it is known that the rank is gone."""
 
+    def limit_sending(self, seconds: float) -> None:
+        """Have `send` raise `BlockingIOError` where a rank takes nothing for so long, if `send` waits for ranks."""
+
     def together(self) -> AbstractContextManager[None]:
         """Messages and signals within go on their way at its end, as few of them as can be."""
 

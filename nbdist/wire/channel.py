@@ -58,6 +58,11 @@ class Channel:
             if sent < len(head) + len(body):
                 self.sock.sendall((head + body)[sent:])
 
+    def limit_sending(self, seconds: float) -> None:
+        """Have `send` raise `BlockingIOError` where the other end takes nothing for so many seconds."""
+        whole, part = divmod(max(1, int(seconds * 1e6)), 1_000_000)  # zero would be no limit
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, part))
+
     def receive(self) -> tuple[Any, Parcel | None, list[int]]:
         """The next message, its parcel, its descriptors. What an interrupt finds half read is lost.
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -328,6 +329,21 @@ def test_timeout_says_what_everyone_does() -> None:
         assert f"  {line_of(in_a_collective, 2)} in in_a_collective" in rest
         assert isinstance(caught.value, TimeoutError)
         assert session.run(int) == 0
+
+
+def test_timeout_of_a_call_that_a_rank_does_not_take() -> None:
+    text = "x" * 60_000
+    with Session(2, timeout=1000) as session:
+        pids = session.run_all(os.getpid)
+        ranks: Any = executor_of(session).group.ranks
+        sock = ranks.channels[1].sock
+        assert struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))[0] == 1000
+        ranks.limit_sending(0.2)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the call does not fit
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(RankTimeout, match=r"rank 1 takes nothing; .*rank 1 has not started yet, or does"):
+            session.run(len, text)
+        assert session.run(len, text) == len(text)
 
 
 def test_timeout_of_one_that_has_returned() -> None:
