@@ -219,6 +219,13 @@ def test_in_the_import_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert poll(lambda: says(session, "rank 0 is in <module> at slow_to_import.py:3")), session.stacks()
 
 
+def test_an_import_in_compiled_code() -> None:
+    inner = [Frame("<frozen importlib._bootstrap>", "1", name) for name in ("create_module", "_find_and_load")]
+    own = Frame("call.py", "9", "run")
+    assert describe([*inner, Frame("/home/me/train.py", "3", "train"), own]) == "is importing a module at train.py:3"
+    assert describe([*inner, own]) == "is importing a module"
+
+
 def test_without_a_call() -> None:
     with Session(2) as session:
         assert session.stacks() == ""  # there are no ranks yet
