@@ -610,8 +610,8 @@ def outer(values):
 assert outer(np.arange(3.0)) == 6
 assert in_ddp(1, outer, np.arange(4.0)) == 12
 
-# %% An engine of SQLAlchemy, and classes that are mapped to tables
-# happens: Both are refused by name: make them in the function, or the classes in a module.
+# %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
+# happens: An engine that has connected, a connection and a mapped class are refused by name: make them in the function.
 # reported: sqlalchemy/sqlalchemy#10077, sqlalchemy/sqlalchemy#9788, facebookincubator/submitit#28
 import sqlalchemy
 from sqlalchemy.orm import declarative_base
@@ -624,23 +624,24 @@ class Row(Base):
     id = sqlalchemy.Column(sqlalchemy.Integer, primary_key=True)
 
 
-engine = sqlalchemy.create_engine("sqlite://")
-
-
-def count(**made):
-    own = made.get("engine") or sqlalchemy.create_engine("sqlite://")
-    with own.connect() as connection:
+def ask(engine):
+    with engine.connect() as connection:
         return connection.execute(sqlalchemy.text("select 1")).scalar()
 
 
-assert in_ddp(1, count) == 1
-for made, named in (({"engine": engine}, "engine"), ({"row": Row}, "Base")):
+engine = sqlalchemy.create_engine("sqlite:///rows.db")
+ask(engine)
+connection = engine.connect()
+assert in_ddp(1, lambda: ask(sqlalchemy.create_engine("sqlite://"))) == 1
+for name, uses in (("engine", lambda: ask(engine)), ("connection", lambda: connection.closed), ("Row", lambda: Row)):
     try:
-        in_ddp(1, count, **made)
+        in_ddp(1, uses)
     except CaptureError as exc:
-        assert named in str(exc), exc
+        assert name in str(exc), exc
     else:
-        raise AssertionError
+        raise AssertionError(name)
+connection.close()
+engine.dispose()
 
 # %% Logging that is set up in an earlier cell
 # happens: What ranks log is in the cell, by the notebook's handlers, levels and formats.
