@@ -118,7 +118,7 @@ def _copy(module: Any, wrapper: Any, made: dict[int, Any]) -> Any:
         return _copy(module.module, wrapper, made)
     if module is None or id(module) in made:
         return made.get(id(module))
-    made[id(module)] = copied = type(module).__new__(type(module))
+    made[id(module)] = copied = object.__new__(type(module))
     state = state_without_fsdp(module)
     for kind in ("_parameters", "_buffers"):
         for tensor in filter(lambda one: one is not None and id(one) not in made, state[kind].values()):
@@ -146,7 +146,7 @@ def _whole_optimizer(optimizer: Any, model: Any, wrapper: Any, copied: Any) -> A
         for own, group in zip(optimizer.param_groups, found["param_groups"], strict=True)
     ]
     state = collections.defaultdict(dict, {named[name]: values for name, values in found["state"].items()})
-    whole = type(optimizer).__new__(type(optimizer))
+    whole: Any = object.__new__(type(optimizer))
     whole.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
     return whole
 

@@ -631,7 +631,7 @@ def ask(engine):
 
 engine = sqlalchemy.create_engine("sqlite:///rows.db")
 ask(engine)
-connection = engine.connect()
+connection = sqlalchemy.create_engine("sqlite://").connect()
 assert in_ddp(1, lambda: ask(sqlalchemy.create_engine("sqlite://"))) == 1
 for name, uses in (("engine", lambda: ask(engine)), ("connection", lambda: connection.closed), ("Row", lambda: Row)):
     try:
