@@ -49,7 +49,7 @@ def reduce_torch(torch: Any, obj: Any, to_cpu: bool) -> Reduction | None:
 def _reduce_wrapped(module: Any) -> Reduction | None:
     distributed = sys.modules.get("torch.nn.parallel.distributed")
     if distributed is not None and isinstance(module, distributed.DistributedDataParallel):
-        return _unwrapped, (module.module, type(module).__name__)
+        return unwrapped, (module.module, type(module).__name__)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return None
@@ -61,7 +61,8 @@ def _reduce_wrapped(module: Any) -> Reduction | None:
     return None
 
 
-def _unwrapped(module: Any, wrapper: str) -> Any:
+def unwrapped(module: Any, wrapper: str) -> Any:
+    """Return a module that was inside of `wrapper` in the ranks, and say so."""
     warnings.warn(
         f"the model comes back without {wrapper}, which needs the ranks' process group: it is `model.module` of there",
         stacklevel=2,
@@ -72,11 +73,17 @@ def _unwrapped(module: Any, wrapper: str) -> Any:
 def _reduce_sharded(module: Any, own: type) -> Reduction:
     """Return the reduction of a module after `fully_shard`: as its original class, without the hooks that gather
     parameters."""
-    state = {name: value for name, value in vars(module).items() if not name.startswith("__composable_api")}
+    return _made_of, (own,), state_without_fsdp(module)
+
+
+def state_without_fsdp(module: Any) -> dict[str, Any]:
+    """Return the attributes of a module, without those that FSDP has added."""
+    own = ("__composable_api", "_fsdp", "_is_fsdp")
+    state = {name: value for name, value in vars(module).items() if not name.startswith(own)}
     for name in _HOOKS & state.keys():
         hooks = state[name]
         state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _is_of_fsdp(hook))
-    return _made_of, (own,), state
+    return state
 
 
 def _made_of(cls: Any) -> Any:

@@ -88,6 +88,9 @@ class Ranks(Protocol):
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         """Send a message to a rank (`rank.loop.Rank`). Raises `ConnectionError` if the rank is known to be dead."""
 
+    def limit_sending(self, seconds: float) -> None:
+        """Have `send` raise `BlockingIOError` where a rank takes nothing for so long, if `send` waits for ranks."""
+
     def together(self) -> AbstractContextManager[None]:
         """Collect messages and signals in a `with` block, and send them in few messages at its end."""
 

@@ -200,6 +200,10 @@ class LocalRanks:
     def send(self, rank: int, message: ToRank, parcel: Parcel | None = None, fds: Iterable[int] = ()) -> None:
         self.channels[rank].send(message, parcel, fds)
 
+    def limit_sending(self, seconds: float) -> None:
+        for channel in self.channels:
+            channel.limit_sending(seconds)
+
     def together(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # each goes its own way
 
@@ -266,8 +270,9 @@ class LocalRanks:
         if self.starting():
             self._server.break_off()
         try:
-            for channel in self.channels:
+            for channel in self.channels if grace else ():
                 with contextlib.suppress(OSError):
+                    channel.limit_sending(grace)  # a rank that is stopped may take nothing more
                     channel.send(Close())
             self._read_last_output(grace, on_output)
         finally:  # also where an interrupt says that this takes too long

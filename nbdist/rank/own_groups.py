@@ -3,7 +3,8 @@
 For each group torch makes rank 0 open a store at `MASTER_PORT`, on all network interfaces, and close it with the group:
 a slower rank finds the port closed, or the keys of the group before. Here these groups meet at the session's store,
 each under a prefix of its own. The connections of a group are closed when the next group is made, or at the end of the
-call: only then no rank needs them.
+call: only then no rank needs them. A store that is made by hand, or for some of the ranks, listens only at the address
+of its name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from typing import Any
 
 from ..wire.messages import World
 
+#: Arguments of `TCPStore` after `is_master` and before `master_listen_fd`.
+_BEFORE_FD = 3
+
 
 class OwnGroups:
     """Replacement of torch's store for such groups, in this process."""
@@ -26,17 +30,19 @@ class OwnGroups:
         self._store: Any = None
         self._made: Counter[int] = Counter()
         """The number of groups that were made, by the port that they were to meet at."""
-        self._replaced: tuple[Any, Any] | None = None
-        """Functions that torch calls by itself to open a store, and to end a group."""
+        self._replaced: tuple[Any, Any, Any] | None = None
+        """Functions that torch calls by itself to open a store, to end a group, and to make a `TCPStore`."""
         self._shares = False
         """True if the group that was made last meets at the session's store."""
         self._last: Any = None
 
     def install(self) -> None:
-        """Replace torch's functions that open a store and end a group."""
+        """Replace torch's functions that open a store and end a group, and the initializer of `TCPStore`."""
         if self._replaced is not None:
             return
-        self._replaced = create, destroy = _rendezvous()._create_c10d_store, _dist().destroy_process_group
+        create, make = _rendezvous()._create_c10d_store, _dist().TCPStore.__init__
+        destroy = _dist().destroy_process_group
+        self._replaced = create, destroy, make
 
         @functools.wraps(destroy)
         def keep_and_destroy(group: Any = None) -> None:
@@ -44,7 +50,7 @@ class OwnGroups:
                 self._last = _dist().group.WORLD
             destroy(group)
 
-        _replace(functools.partial(self._open, create), keep_and_destroy)
+        _replace(functools.partial(self._open, create), keep_and_destroy, _listening_at_name(make))
 
     def uninstall(self) -> None:
         """Restore torch's own functions."""
@@ -71,9 +77,6 @@ class OwnGroups:
         if self._shares:
             self._made[port] += 1
             return _dist().PrefixStore(f"own/{port}/{self._made[port]}", self._store)
-        if rank == 0:
-            with contextlib.suppress(OSError):  # torch says what is wrong, or has a store there already
-                return _listening(hostname, port, world_size, *args, **kwargs)
         return create(hostname, port, rank, world_size, *args, **kwargs)
 
     def _is_ours(self, hostname: str, rank: int, world_size: int) -> bool:
@@ -84,20 +87,42 @@ class OwnGroups:
         return hostname in ("localhost", "127.0.0.1", "::1", socket.gethostname(), world.rendezvous.host)
 
 
-def _listening(hostname: str, port: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
-    """Open a store at this address only, where some of the ranks, or other processes, meet.
+def _listening_at_name(make: Any) -> Any:
+    """Return a `TCPStore.__init__` whose store listens only at the address of its name; `make` is torch's initializer.
 
-    Raises `OSError` if the address is taken or does not belong to this machine.
+    A store of torch's listens on all interfaces, also if the name is localhost.
     """
-    sock = socket.create_server((hostname, port))
-    about: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": True}
-    with sock:
-        port = sock.getsockname()[1]
-        try:
-            fd = socket.dup(sock.fileno())
-            return _dist().TCPStore(hostname, port, world_size, use_libuv=use_libuv, master_listen_fd=fd, **about)
-        except NotImplementedError:  # the store of torch 2.5 takes no socket that listens already
-            return _dist().TCPStore(hostname, port, world_size, use_libuv=False, master_listen_fd=fd, **about)
+
+    @functools.wraps(make)
+    def init(
+        store: Any,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        given = (store, host_name, port, world_size, is_master, *args)
+        if is_master and kw.get("master_listen_fd") is None and len(args) < _BEFORE_FD:
+            # OSError: the address is taken or not of this machine. torch says so, or has a store there already.
+            with contextlib.suppress(OSError), _listening(host_name, port) as sock:
+                about = {**kw, "master_listen_fd": socket.dup(sock.fileno())}
+                given = (store, host_name, sock.getsockname()[1], *given[3:])
+                try:
+                    return make(*given, **about)
+                except NotImplementedError:  # the store of torch 2.5 takes no socket that listens already
+                    return make(*given, **{**about, "use_libuv": False})
+        make(*given, **kw)
+
+    return init
+
+
+def _listening(host_name: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address of a name, one of IPv4 if it has any."""
+    found = socket.getaddrinfo(host_name, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return socket.create_server(address[:2], family=family)
 
 
 def _dist() -> Any:
@@ -109,6 +134,7 @@ def _rendezvous() -> Any:
     return import_module("torch.distributed.rendezvous")
 
 
-def _replace(create: Any, destroy: Any) -> None:
+def _replace(create: Any, destroy: Any, make: Any) -> None:
+    _dist().TCPStore.__init__ = make
     _rendezvous()._create_c10d_store = create
     _dist().destroy_process_group = _dist().distributed_c10d.destroy_process_group = destroy

@@ -1,8 +1,13 @@
-"""Values with tensors that are sharded over the ranks, such as parameters under FSDP2: the notebook gets whole
-tensors."""
+"""Values with tensors that are sharded over the ranks, such as parameters under FSDP: the notebook gets whole tensors.
+
+FSDP2 (`fully_shard`) replaces each parameter by a sharded tensor. FSDP1
+(`FullyShardedDataParallel`) flattens the parameters of a module into one, and an optimizer's state with it: a copy of
+the model without FSDP1 comes back, and an optimizer of its parameters.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import sys
@@ -13,6 +18,7 @@ from typing import Any
 from ..capture.partial import Absent
 from ..capture.pickler import Pickler
 from ..capture.reading import nothing
+from ..capture.torch_objects import state_without_fsdp, unwrapped
 
 #: Seconds to wait for the other ranks: they return the same value at about the same time, or it is not gathered.
 PATIENCE = 60.0
@@ -21,17 +27,24 @@ _gathered = 0  # how often, in this process
 
 
 class _Finder(Pickler):
-    """Finder of the sharded tensors in a pickled value, in an order that is the same in all ranks."""
+    """Finder of sharded tensors, models of FSDP1 and optimizers in a pickled value, in one order in all ranks."""
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, sharded: Any, wrapper: Any) -> None:
         super().__init__(io.BytesIO(), to_cpu=True)
-        self.kind = kind
+        self._sharded = tuple(kind for kind in (sharded, wrapper) if kind is not None)
+        torch: Any = sys.modules["torch"]
+        self._tensor, self._optimizer = torch.Tensor, torch.optim.Optimizer
         self.found: dict[int, Any] = {}
+        self.optimizers: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, self.kind):
+        if issubclass(type(obj), self._sharded):
             self.found[id(obj)] = obj
             return nothing, ()
+        if issubclass(type(obj), self._tensor):  # FSDP1 could not resize a storage that was pickled
+            return nothing, ()
+        if issubclass(type(obj), self._optimizer):
+            self.optimizers.append(obj)
         return super().reducer_override(obj)
 
 
@@ -48,7 +61,8 @@ def whole(value: Any, wanted: bool) -> dict[int, Any]:
     module: Any = sys.modules.get("torch.distributed.tensor")
     if module is None or type(value) in (type(None), bool, int, float, str):
         return {}
-    finder = _Finder(module.DTensor)
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    finder = _Finder(module.DTensor, wrapper)
     with contextlib.suppress(Exception):  # what cannot be pickled is said when it is
         finder.dump(value)
     if not finder.found:
@@ -60,16 +74,81 @@ def whole(value: Any, wanted: bool) -> dict[int, Any]:
             stacklevel=2,
         )
         return {number: Absent("a sharded tensor", "not all ranks have returned it") for number in finder.found}
-    full = {number: _full(tensor) for number, tensor in finder.found.items()}
-    return full if wanted else {}
+    models = {number: one for number, one in finder.found.items() if not isinstance(one, module.DTensor)}
+    full = {number: _full(tensor) for number, tensor in finder.found.items() if number not in models}
+    full |= {number: _without_wrapper(model, wrapper, wanted) for number, model in models.items()}
+    for optimizer in finder.optimizers:
+        for number, model in models.items():
+            if _parameters(optimizer) <= set(model.parameters()):
+                full[id(optimizer)] = _whole_optimizer(optimizer, model, wrapper, full[number])
+    return {number: _Unwrapped(one) if number in models else one for number, one in full.items()} if wanted else {}
 
 
 def _full(tensor: Any) -> Any:
-    torch = sys.modules["torch"]
-    full = tensor.full_tensor().detach().cpu()
+    return _on_cpu(tensor, tensor.full_tensor().detach())
+
+
+def _on_cpu(tensor: Any, full: Any) -> Any:
+    """Return `full` on the CPU, as a parameter if `tensor` is one."""
+    torch, full = sys.modules["torch"], full.cpu()
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(full, requires_grad=tensor.requires_grad)
     return full.requires_grad_(tensor.requires_grad)
+
+
+class _Unwrapped:
+    """Is pickled as the model that it has, and a warning that the notebook gets it without its wrapper."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unwrapped, (self._model, "FullyShardedDataParallel")
+
+
+def _without_wrapper(model: Any, wrapper: Any, wanted: bool) -> Any:
+    """Return a copy of a model of FSDP1 without it, on the CPU; all ranks have to take part."""
+    with wrapper.summon_full_params(model, writeback=False):
+        return _copy(model, wrapper, {}) if wanted else None
+
+
+def _copy(module: Any, wrapper: Any, made: dict[int, Any]) -> Any:
+    """Return a copy of a module without wrappers; `made` are copies of what may be in several places, by ids."""
+    if isinstance(module, wrapper):
+        return _copy(module.module, wrapper, made)
+    if module is None or id(module) in made:
+        return made.get(id(module))
+    made[id(module)] = copied = object.__new__(type(module))
+    state = state_without_fsdp(module)
+    for kind in ("_parameters", "_buffers"):
+        for tensor in filter(lambda one: one is not None and id(one) not in made, state[kind].values()):
+            made[id(tensor)] = _on_cpu(tensor, tensor.detach().clone())
+        state[kind] = type(state[kind])((name, made.get(id(tensor))) for name, tensor in state[kind].items())
+    children = [(name, _copy(child, wrapper, made)) for name, child in state["_modules"].items()]
+    vars(copied).update(state, _modules=type(state["_modules"])(children))
+    return copied
+
+
+def _parameters(optimizer: Any) -> set[Any]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _whole_optimizer(optimizer: Any, model: Any, wrapper: Any, copied: Any) -> Any:
+    """Return an optimizer of the parameters of `copied`, a copy of the model; all ranks have to take part."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 asks for its backend by functions that torch has deprecated
+        found = wrapper.optim_state_dict(model, optimizer)
+    if copied is None:
+        return None
+    named = dict(copied.named_parameters())
+    groups = [
+        {**own, "params": [named[name] for name in named if name in group["params"]]}
+        for own, group in zip(optimizer.param_groups, found["param_groups"], strict=True)
+    ]
+    state = collections.defaultdict(dict, {named[name]: values for name, values in found["state"].items()})
+    whole: Any = object.__new__(type(optimizer))
+    whole.__setstate__({"defaults": optimizer.defaults, "state": state, "param_groups": groups})
+    return whole
 
 
 def _all_ranks_have(count: int) -> bool:

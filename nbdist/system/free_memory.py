@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -21,6 +22,8 @@ _SPARE = 32 << 20
 
 _CGROUPS, _OWN_GROUPS, _MEMORY = "/sys/fs/cgroup", "/proc/self/cgroup", "/proc/meminfo"
 _NO_LIMIT = 1 << 60
+#: How Python, C++ and torch say that a process gets no memory, or none for the stack of a thread.
+_NO_MEMORY = re.compile(r"MemoryError|bad_alloc|an't (?:allocate memory|start new thread)|annot allocate memory")
 
 
 class Limit(NamedTuple):
@@ -91,6 +94,27 @@ def address_space() -> Limit | None:
     except (OSError, ValueError, IndexError):
         return None
     return Limit("this process's address space (`ulimit -v`)", size, size - used)
+
+
+def lack_of_address_space(words: str, pid: int | None = None) -> str:
+    """Return what to say of a process that got no memory, by the words of its error; "" if its address space is free.
+
+    Args:
+        words: What the process has said last.
+        pid: The process. Where it has ended, or for None, the bound of this process counts.
+    """
+    if sys.platform != "linux" or not _NO_MEMORY.search(words):
+        return ""
+    try:
+        size = resource.prlimit(pid or 0, resource.RLIMIT_AS)[0]
+    except OSError:  # it has ended
+        size = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if size == resource.RLIM_INFINITY:
+        return ""
+    return (
+        f"got no memory, and may have {_in_mb(size)} of address space alone (`ulimit -v`): torch's libraries take some "
+        f"thousand MB of that, and each thread takes more. Raise the limit before the notebook is started"
+    )
 
 
 def _machine() -> Limit | None:

@@ -60,6 +60,11 @@ class Channel:
             if sent < len(head) + len(body):
                 self.sock.sendall((head + body)[sent:])
 
+    def limit_sending(self, seconds: float) -> None:
+        """Have `send` raise `BlockingIOError` where the other end takes nothing for this number of seconds."""
+        whole, part = divmod(max(1, int(seconds * 1e6)), 1_000_000)  # zero would be no limit
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, part))
+
     def receive(self) -> tuple[Any, Parcel | None, list[int]]:
         """Return the next message, its parcel, its descriptors. A message that an interrupt finds half read is lost.
 

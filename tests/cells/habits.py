@@ -405,3 +405,459 @@ async def answer():
 
 
 assert in_ddp(1, lambda: asyncio.run(answer())) == 5
+
+# %% argparse in a function, as scripts for torchrun have it
+# happens: The notebook's own arguments are no options, as in a cell: argparse says so. `parse_args([])` has none.
+# reported: pytorch/examples#369, microsoft/vscode-jupyter#7304
+import argparse
+
+
+def train(*given):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    return parser.parse_args(*given).epochs
+
+
+assert in_ddp(1, train, []) == 3
+try:
+    in_ddp(1, train)
+except SystemExit as exc:
+    assert exc.code == 2
+else:
+    raise AssertionError
+
+# %% A multiprocessing.Pool in the function, for functions of the notebook
+# happens: It works: a rank is no daemon, and its children have the notebook's functions.
+# reported: pytorch/pytorch#15950, jupyter/notebook#2080, ThilinaRajapakse/simpletransformers#1247
+import multiprocessing
+
+
+def square(x):
+    return x * x
+
+
+def pools():
+    found = []
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            found.append(pool.map(square, [1, 2, 3]))
+    return found
+
+
+assert in_ddp(2, pools) == [[1, 4, 9]] * 2
+
+# %% A data set of a class of the notebook, and a loader whose workers are spawned
+# happens: The workers find the class.
+# reported: pytorch/pytorch#87016, pytorch/pytorch#51344
+import torch
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return place * place
+
+
+def batches():
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context="spawn")
+    return [batch.tolist() for batch in loader]
+
+
+assert in_ddp(1, batches) == [[0, 1], [4, 9]]
+
+# %% joblib.Parallel in the function, with its own processes
+# happens: It works, in processes of its own.
+# reported: joblib/joblib#1367, joblib/joblib#1247
+import os
+
+from joblib import Parallel, delayed
+
+
+def parallel():
+    return Parallel(n_jobs=2)(delayed(lambda x: (x + 1, os.getpid()))(x) for x in range(4))
+
+
+found = in_ddp(1, parallel)
+assert [value for value, _ in found] == [1, 2, 3, 4] and os.getpid() not in {pid for _, pid in found}
+
+# %% A logger of experiments that has a thread and a queue, made in an earlier cell
+# happens: It is refused by name: make it in the function.
+# reported: facebookresearch/moco#35, Lightning-AI/pytorch-lightning#3444
+import queue
+import threading
+
+
+class Writer:
+    def __init__(self):
+        self.queue = queue.Queue()
+        self.thread = threading.Thread(target=self.write, daemon=True)
+        self.thread.start()
+
+    def write(self):
+        while self.queue.get() is not None:
+            pass
+
+    def add_scalar(self, name, value):
+        self.queue.put((name, value))
+
+
+writer = Writer()
+try:
+    in_ddp(2, lambda: writer.add_scalar("loss", 1.0))
+except CaptureError as exc:
+    assert "writer" in str(exc), exc
+else:
+    raise AssertionError
+assert in_ddp(2, lambda: Writer().add_scalar("loss", 1.0)) is None
+
+# %% A model under torch.compile, of the notebook or made in the function, that comes back
+# happens: It arrives, and comes back, with its weights; it is compiled again where it is called.
+# reported: pytorch/pytorch#101107, pytorch/torchdynamo#1967
+
+import torch
+
+compiled = torch.compile(torch.nn.Linear(2, 1), backend="eager")
+inputs = torch.ones(3, 2)
+before = compiled(inputs).detach()
+
+
+def step():
+    out = compiled(inputs)
+    assert torch.allclose(out, before)
+    compiled.weight.data.zero_()
+    return compiled
+
+
+trained = in_ddp(1, step)
+assert float(trained.weight.sum()) == 0 and float(compiled.weight.abs().sum()) != 0
+assert torch.allclose(trained(inputs), trained.bias.expand(3, 1))
+
+# %% `__file__` in a function
+# happens: NameError, as in a cell of the notebook. A rank works in the notebook's folder.
+# reported: mammothb/symspellpy#23
+import os
+
+
+def place():
+    return os.path.dirname(__file__)
+
+
+try:
+    in_ddp(1, place)
+except NameError as exc:
+    assert "__file__" in str(exc)
+else:
+    raise AssertionError
+assert in_ddp(1, os.getcwd) == os.getcwd()
+
+# %% torchrun's decorator `record` around the function
+# happens: Its value comes back, and its exception is the notebook's, with the rank's traceback.
+# reported: pytorch/pytorch#60910
+import os
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main(fails):
+    if fails:
+        raise KeyError("no such column")
+    return int(os.environ["LOCAL_RANK"])
+
+
+assert in_ddp(2, main, False) == 0
+try:
+    in_ddp(2, main, True)
+except KeyError as exc:
+    assert "no such column" in str(exc) and "no such column" in str(exc.__cause__)
+else:
+    raise AssertionError
+
+# %% torch.set_default_dtype in an earlier cell
+# happens: It holds in ranks.
+# reported: pytorch/pytorch#75269
+import torch
+
+torch.set_default_dtype(torch.float64)
+try:
+    assert in_ddp(1, lambda: str(torch.ones(1).dtype)) == "torch.float64"
+finally:
+    torch.set_default_dtype(torch.float32)
+
+# %% A function under numba's njit
+# happens: It arrives, and is compiled where it is called; one that calls another, too.
+# reported: numba/numba#795, numba/numba#2956
+import numba
+import numpy as np
+
+
+@numba.njit
+def inner(x):
+    return 2 * x
+
+
+@numba.njit
+def outer(values):
+    total = 0.0
+    for value in values:
+        total += inner(value)
+    return total
+
+
+assert outer(np.arange(3.0)) == 6
+assert in_ddp(1, outer, np.arange(4.0)) == 12
+
+# %% An engine or a connection of SQLAlchemy, and classes that are mapped to tables
+# happens: An engine that has connected, a connection and a mapped class are refused by name: make them in the function.
+# reported: sqlalchemy/sqlalchemy#10077, sqlalchemy/sqlalchemy#9788, facebookincubator/submitit#28
+import sqlalchemy
+from sqlalchemy.orm import declarative_base
+
+Base = declarative_base()
+
+
+class Row(Base):
+    __tablename__ = "rows"
+    id = sqlalchemy.Column(sqlalchemy.Integer, primary_key=True)
+
+
+def ask(engine):
+    with engine.connect() as connection:
+        return connection.execute(sqlalchemy.text("select 1")).scalar()
+
+
+engine = sqlalchemy.create_engine("sqlite:///rows.db")
+ask(engine)
+connection = sqlalchemy.create_engine("sqlite://").connect()
+assert in_ddp(1, lambda: ask(sqlalchemy.create_engine("sqlite://"))) == 1
+for name, uses in (("engine", lambda: ask(engine)), ("connection", lambda: connection.closed), ("Row", lambda: Row)):
+    try:
+        in_ddp(1, uses)
+    except CaptureError as exc:
+        assert name in str(exc), exc
+    else:
+        raise AssertionError(name)
+connection.close()
+engine.dispose()
+
+# %% Logging that is set up in an earlier cell
+# happens: What ranks log is in the cell, by the notebook's handlers, levels and formats.
+# reported: jupyterlab/jupyterlab#9668, quaquel/EMAworkbench#403
+import logging
+
+from IPython.utils.capture import capture_output
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s at %(name)s: %(message)s", force=True)
+with capture_output() as shown:
+    in_ddp(2, lambda: logging.getLogger("train").info("loss 0.5"))
+logging.basicConfig(force=True)
+assert "INFO at train: loss 0.5" in shown.stderr, (shown.stdout, shown.stderr)
+
+# %% A class that is defined again while a session runs
+# happens: Objects that come back are of the class as it is now, and `isinstance` is true.
+# reported: cloudpipe/cloudpickle#195, dask/distributed#2228, pyiron/pyiron_workflow#510
+from dataclasses import dataclass
+
+
+@dataclass
+class Result:
+    loss: float
+
+
+with Session(1) as session:
+    assert isinstance(session.run(lambda: Result(0.5)), Result)
+
+    @dataclass
+    class Result:
+        loss: float
+        epoch: int = 0
+
+    found = session.run(lambda: Result(0.5))
+    assert isinstance(found, Result) and found == Result(0.5) and found.epoch == 0
+
+# %% A temporary folder of the notebook
+# happens: Ranks use it, and it stays until the notebook removes it.
+# reported: apache/airflow#22404, python/cpython#88271
+import tempfile
+from pathlib import Path
+
+folder = tempfile.TemporaryDirectory()
+
+
+def save():
+    Path(folder.name, "weights").write_text("1.0")
+
+
+in_ddp(1, save)
+assert Path(folder.name, "weights").read_text() == "1.0"
+folder.cleanup()
+
+# %% An open archive or binary file as an attribute of a data set
+# happens: It is refused by name: open it at the first `__getitem__`, or in the function.
+# reported: allenai/tango#542, ACEsuit/mace#117, pytorch/pytorch#11929
+import zipfile
+
+import torch
+
+with zipfile.ZipFile("archive.zip", "w") as archive:
+    archive.writestr("0", "zero")
+
+
+class Files(torch.utils.data.Dataset):
+    def __init__(self):
+        self.archive = zipfile.ZipFile("archive.zip")
+
+    def __getitem__(self, place):
+        return self.archive.read(str(place))
+
+
+files = Files()
+try:
+    in_ddp(1, lambda: files[0])
+except CaptureError as exc:
+    assert "files" in str(exc) and "archive" in str(exc), exc
+else:
+    raise AssertionError
+assert in_ddp(1, lambda: Files()[0]) == b"zero"
+
+# %% A pool of multiprocessing in the notebook, for functions of cells
+# happens: It works with `nbdist.context("multiprocessing").Pool`.
+# reported: ipython/ipython#10894, microsoft/vscode-jupyter#12485, jupyter/notebook#5951
+import nbdist
+
+
+def cube(x):
+    return x**3
+
+
+with nbdist.context("multiprocessing").Pool(2) as pool:
+    assert pool.map(cube, [1, 2, 3]) == [1, 8, 27]
+
+# %% CUDA was asked for, threads computed and a pool ran in the notebook, before the first launch
+# happens: Ranks start all the same: nothing is forked from the notebook.
+# reported: huggingface/accelerate#3524, huggingface/accelerate#1956, fastai/fastai#3923
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+torch.cuda.is_available(), torch.cuda.device_count()
+torch.set_num_threads(2)
+with ThreadPoolExecutor(2) as threads:
+    sizes = list(threads.map(lambda size: float((torch.ones(size, size) @ torch.ones(size, size)).sum()), [300, 400]))
+assert in_ddp(2, lambda: float((torch.ones(300, 300) @ torch.ones(300, 300)).sum())) == sizes[0]
+
+# %% A learning rate by a lambda, and the optimizer and scheduler that come back
+# happens: They come back; the optimizer has the parameters of the model that comes with it.
+# reported: huggingface/transformers#10880, Lightning-AI/pytorch-lightning#7618
+import torch
+
+model = torch.nn.Linear(2, 1)
+
+
+def fit():
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+trained, optimizer, scheduler = in_ddp(2, fit)
+assert optimizer.param_groups[0]["params"][0] is trained.weight and scheduler.optimizer is optimizer
+assert scheduler.get_last_lr() == [0.025]
+scheduler.step()
+
+# %% `sys.path.append` for a folder of modules, in a cell after the first call of a session
+# happens: Ranks find the modules from the next call on.
+# reported: modin-project/modin#3362, ray-project/ray#2515
+import importlib
+import os
+import sys
+
+with Session(2) as session:
+    session.run(int)
+    os.makedirs("late_modules", exist_ok=True)
+    with open("late_modules/late_module.py", "w") as file:
+        file.write("value = 7\n")
+    importlib.invalidate_caches()
+    sys.path.append(os.path.abspath("late_modules"))
+    import late_module
+
+    assert session.run(lambda: late_module.value) == 7
+    sys.path.pop()
+
+# %% A module that is edited and reloaded while a session is open
+# happens: Ranks have the new code, as the notebook has.
+# reported: jupyter/notebook#4156, microsoft/vscode-jupyter#4555
+import importlib
+import os
+
+with open("edited_module.py", "w") as file:
+    file.write("def value():\n    return 1\n")
+importlib.invalidate_caches()
+import edited_module
+
+with Session(1) as session:
+    assert session.run(lambda: edited_module.value()) == 1
+    with open("edited_module.py", "w") as file:
+        file.write("def value():\n    return 'two'\n")
+    importlib.reload(edited_module)
+    assert session.run(lambda: edited_module.value()) == "two"
+os.unlink("edited_module.py")
+
+# %% A bar of tqdm in each rank, and one that was made in the notebook
+# happens: Rank 0's bar is in the cell. A bar of the notebook arrives as a bar.
+# reported: tqdm/tqdm#485, tqdm/tqdm#1133, hyperactive-project/Hyperactive#61
+from tqdm.auto import tqdm
+
+bar = tqdm(range(3))
+
+
+def loops():
+    return sum(tqdm(range(4))) + sum(bar)
+
+
+assert in_ddp(2, loops) == 9
+
+# %% A LightningModule that comes back after `Trainer.fit`
+# happens: It comes back with its weights and hyperparameters, and so do the metrics.
+# reported: Lightning-AI/pytorch-lightning#2565, ray-project/ray_lightning#162
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+
+class Net(LightningModule):
+    def __init__(self, width=1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(2, width)
+
+    def training_step(self, batch, number):
+        loss = self.layer(batch).sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+net = Net()
+data = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+
+
+def fit():
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, enable_model_summary=False, **quiet)
+    trainer.fit(net, data)
+    return net, trainer.callback_metrics, trainer.global_step
+
+
+trained, metrics, steps = in_ddp(2, fit)
+assert type(trained) is Net and trained.hparams.width == 1 and steps == 2 and "loss" in metrics
+assert not torch.equal(trained.layer.weight, net.layer.weight)

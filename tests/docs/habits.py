@@ -60,6 +60,13 @@ ELSEWHERE = [
         "pytorch/pytorch#136336",
     ),
     (
+        "capture/cells/torch_objects.py",
+        "models that FSDP1 has wrapped come back whole and without it",
+        "`return model` after `FullyShardedDataParallel`, in each rank, or its state in a later call",
+        "The model comes back without it and with whole parameters, and a warning says so; an optimizer has them, too.",
+        "pytorch/pytorch#67950, pytorch/pytorch#122903",
+    ),
+    (
         "capture/cells/partial.py",
         "a part that cannot be sent",
         "Returning what holds an open file, a generator or another thing that cannot be sent",
@@ -104,7 +111,8 @@ def _said(text: str, what: str) -> str:
 
 def needs(case: str) -> list[str]:
     """The libraries that a cell imports and that may be missing."""
-    return re.findall(r"^(?:import|from) (pydantic|sklearn|joblib|matplotlib)", CELLS[case], re.MULTILINE)
+    libraries = "pydantic|sklearn|joblib|matplotlib|numba|sqlalchemy|tqdm|lightning"
+    return re.findall(rf"^(?:import|from) ({libraries})", CELLS[case], re.MULTILINE)
 
 
 def page() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import os
 import random
@@ -65,6 +66,13 @@ def test_a_session_that_is_dropped_ends_its_ranks(engine: Engine) -> None:
     pids = dropped.run_all(os.getpid)
     del dropped
     assert poll(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_what_ranks_print_at_their_end_is_shown(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(2, engine=engine) as own:
+        own.run(atexit.register, print, "the end", "x" * 300_000, "the summary")
+        assert "summary" not in capsys.readouterr().out
+    assert capsys.readouterr().out.count("the summary") == 1
 
 
 def test_sessions_leave_nothing_behind(engine: Engine) -> None:

@@ -537,8 +537,9 @@ def test_a_client_and_a_lost_head(own_cluster: Any) -> None:
     assert poll(lambda: not ranks_of()), ranks_of()
 
 
-def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook() -> None:
+def test_a_ray_of_this_machine_alone_takes_a_token_and_ends_with_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     process.release()
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # who finds it, finds it on the loopback interface
     with Session(2, engine=RayOptions(linger=0.0, cpus=0.5)) as own:
         assert own.run(sums) == 2.0
         holder, address, _ = process.private_rays[os.getpid()]

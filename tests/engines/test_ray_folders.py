@@ -30,7 +30,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_folder_that_ray_can_use_is_its_choice(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(short))
-    assert folders.temporary_folder() == (f"{short}/ray", False)
+    found = folders.temporary_folder()
+    assert os.path.dirname(found) == str(short) and os.stat(found).st_mode & 0o777 == 0o700
+    assert os.path.dirname(folders.sessions(found)) == found
 
 
 @pytest.mark.parametrize("name", ["with space", "tab\t", "x" * 60, "missing/folder", "file"])
@@ -41,8 +43,8 @@ def test_a_folder_that_ray_cannot_use_is_replaced(short: Path, monkeypatch: pyte
     elif "missing" not in name:
         place.mkdir()
     monkeypatch.setenv("TMPDIR", str(place))
-    found, own = folders.temporary_folder()
-    assert own and os.path.dirname(found) == "/tmp" and os.stat(found).st_mode & 0o777 == 0o700
+    found = folders.temporary_folder()
+    assert os.path.dirname(found) == "/tmp" and os.stat(found).st_mode & 0o777 == 0o700
     os.rmdir(found)
     monkeypatch.setenv("RAY_TMPDIR", str(place))
     with pytest.raises(OSError, match="RAY_TMPDIR must be a folder that Ray can use, got"):
@@ -88,3 +90,34 @@ def test_a_local_ray_starts_with_unusual_paths_and_users(short: Path, case: str)
     subprocess.run([*command, str(short / "value")], env=environ, check=True)
     assert (short / "value").read_text() == "5\n"
     assert poll(lambda: not list(place.iterdir()))
+
+
+#: Writes whether Ray's folder is its user's alone, and which of Ray's processes others than this machine reach.
+OPEN = """
+import glob, os, sys, nbdist, psutil, stat
+session = nbdist.Session(2, engine=nbdist.RayOptions(cpus=0.2))
+session.run(int)
+found = []
+for process in psutil.Process().children(recursive=True):
+    listening = process.net_connections() if hasattr(process, "net_connections") else process.connections()
+    ips = [one.laddr.ip.removeprefix("::ffff:") for one in listening if one.status == "LISTEN"]
+    found += [(process.name(), ip) for ip in ips if ip not in ("127.0.0.1", "::1")]
+own, = glob.glob(os.path.join(os.environ["TMPDIR"], "ray-*"))
+open(sys.argv[1], "w").write(repr((stat.S_IMODE(os.stat(own).st_mode) == 0o700, found)))
+
+def uses_ray():
+    import ray
+    ray.init(log_to_driver=False)
+    return ray.get(ray.put(5))
+
+assert session.run(uses_ray) == 5
+"""
+
+
+@pytest.mark.long("starts a Ray of its own")
+def test_a_ray_of_this_machine_is_reached_by_its_user_alone(short: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray")
+    environ = {**os.environ, "TMPDIR": str(short)}
+    subprocess.run([sys.executable, "-c", OPEN, str(short / "found")], env=environ, check=True)
+    assert (short / "found").read_text() == "(True, [])"
+    assert poll(lambda: not list(short.glob("ray-*")))

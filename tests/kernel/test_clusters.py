@@ -133,6 +133,7 @@ def test_ray_on_two_hosts_is_used_and_ends(ssh: list[str]) -> None:
         with Session(2) as session:
             assert session.run_all(lambda: os.environ["NODE_RANK"]) == ["0", "1"]
         assert "running" in repr(own)
+        assert all(os.stat(f"/tmp/{name}").st_mode & 0o777 == 0o700 for name in folders() - before)
     assert engines.in_use() == "local" and "closed" in repr(own)
     assert folders() == before
 

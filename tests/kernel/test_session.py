@@ -75,6 +75,17 @@ def test_restart_gives_fresh_ranks(session: Session) -> None:
     assert [kept[1:] for kept in after] == [[2], [2]] and not {k[0] for k in before} & {k[0] for k in after}
 
 
+def test_what_changes_before_the_first_call_of_fresh_ranks_reaches_them(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.restart()
+    monkeypatch.setenv("AFTER_RESTART", "1")
+    monkeypatch.chdir(tmp_path)
+    assert session.run(lambda: (os.getenv("AFTER_RESTART"), os.getcwd())) == ("1", str(tmp_path))
+    monkeypatch.delenv("AFTER_RESTART")
+    assert session.run(os.getenv, "AFTER_RESTART") is None
+
+
 # --------------------------------------------------------------------------------------------------- the background
 
 

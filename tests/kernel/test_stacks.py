@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,13 @@ def test_in_the_import_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert poll(lambda: says(session, "rank 0 is in <module> at slow_to_import.py:3")), session.stacks()
 
 
+def test_an_import_in_compiled_code() -> None:
+    inner = [Frame("<frozen importlib._bootstrap>", "1", name) for name in ("create_module", "_find_and_load")]
+    own = Frame("call.py", "9", "run")
+    assert describe([*inner, Frame("/home/me/train.py", "3", "train"), own]) == "is importing a module at train.py:3"
+    assert describe([*inner, own]) == "is importing a module"
+
+
 def test_stacks_without_a_call() -> None:
     with Session(2) as session:
         assert session.stacks() == ""  # there are no ranks yet
@@ -328,6 +336,21 @@ def test_timeout_says_what_everyone_does() -> None:
         assert f"  {line_of(in_a_collective, 2)} in in_a_collective" in rest
         assert isinstance(caught.value, TimeoutError)
         assert session.run(int) == 0
+
+
+def test_timeout_of_a_call_that_a_rank_does_not_take() -> None:
+    text = "x" * 60_000
+    with Session(2, timeout=1000) as session:
+        pids = session.run_all(os.getpid)
+        ranks: Any = executor_of(session).group.ranks
+        sock = ranks.channels[1].sock
+        assert struct.unpack("ll", sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))[0] == 1000
+        ranks.limit_sending(0.2)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the call does not fit
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(RankTimeout, match=r"rank 1 takes nothing; .*rank 1 has not started yet, or does"):
+            session.run(len, text)
+        assert session.run(len, text) == len(text)
 
 
 def test_timeout_of_one_that_has_returned() -> None:

@@ -68,7 +68,33 @@ def by_remote_calls() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("fn", [remade, remade_as_in_tutorials, by_remote_calls])
+def by_hand() -> list[str]:
+    """Make stores as scripts do: by position and by name, by any name of this machine, one in the place of another."""
+    rank, found, port = dist.get_rank(), [], [0]
+    for host in ("localhost", "127.0.0.1", "127.0.0.2"):
+        if rank == 0:
+            store = dist.TCPStore(host, 0, 2, True, timedelta(seconds=60), False)
+            port = [store.port]
+        dist.broadcast_object_list(port)
+        if rank == 1:
+            store = dist.TCPStore(host_name=host, port=port[0], world_size=2, is_master=False)
+        store.set(f"rank {rank}", "here")
+        store.wait([f"rank {1 - rank}"])
+        prefixed = dist.PrefixStore("own", store)
+        assert prefixed.add("count", 1) in (1, 2) and isinstance(store, dist.TCPStore)
+        found += open_to_others()
+        dist.barrier()
+        if rank == 0:
+            dist.TCPStore("localhost", port=0, is_master=True, use_libuv=False, wait_for_workers=False).set("a", "b")
+            one = dist.TCPStore(host, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            two = dist.TCPStore(host, one.port, is_master=True, multi_tenant=True, wait_for_workers=False)
+            one.set("key", "value")
+            assert two.get("key") == b"value"
+            found += open_to_others()
+    return [ip for ip in found if ip != "127.0.0.2"]
+
+
+@pytest.mark.parametrize("fn", [remade, remade_as_in_tutorials, by_remote_calls, by_hand])
 def test_groups_of_the_functions_own(fn: Any) -> None:
     with Session(2, timeout=120) as session:
         for _ in range(4):

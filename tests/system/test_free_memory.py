@@ -36,6 +36,20 @@ def group(folder: Path, **files: object) -> None:
         (folder / f"memory.{name}").write_text(f"{content}\n")
 
 
+SLEEPER = "import resource, time; resource.setrlimit(resource.RLIMIT_AS, (2000000000,) * 2); print(); time.sleep(1000)"
+
+
+def test_a_process_that_got_no_memory_is_told_of_its_address_space() -> None:
+    with subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        for words in ("MemoryError: ", "RuntimeError: can't start new thread", "std::bad_alloc"):
+            assert "2,000 MB of address space" in free_memory.lack_of_address_space(words, process.pid)
+        assert free_memory.lack_of_address_space("KeyError: 3", process.pid) == ""
+        assert free_memory.lack_of_address_space("MemoryError", os.getpid()) == ""
+        process.kill()
+    assert free_memory.lack_of_address_space("MemoryError", process.pid) == "", "the bound of this process counts"
+
+
 def test_a_machine_without_containers(machine: Path) -> None:
     assert memory_limits() == [Limit("this machine", 4000000 << 10, 3000000 << 10)]
     (machine / "meminfo").unlink()

@@ -239,6 +239,8 @@ class Executor:
             if self.min_ranks is not None and self._started:
                 least = max(self.min_ranks, needed)
             self.group = Group(self._engine, self.wanted, cell, least)
+            if self._timeout is not None:
+                self.group.ranks.limit_sending(self._timeout)
             self._started = True
             self.logs = self.group.relay.logs
             self.group.relay.comms.between = self.between
@@ -302,4 +304,4 @@ class Executor:
         """End the ranks and start fresh ones. Works after the death of a rank, too."""
         self.end(GRACE_TO_LEAVE)
         self._dead = self._lost = ""
-        self.ready(cell).join()
+        self.ready(cell)  # they get environment and folder with their first call

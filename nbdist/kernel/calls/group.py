@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...devices import VISIBLE, own_gpus, place_ranks, shared
 from ...engines.contract import Engine, Exit, OpenRendezvous, Ranks
-from ...errors import NbdistError, RankDied
+from ...errors import NbdistError, RankDied, RankTimeout
 from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
@@ -23,6 +23,7 @@ from ...wire.recording import Recording
 from ..cell.cell import Cell
 from ..cell.comms import Comms
 from ..cell.relay import Relay
+from . import stacks
 from .gpu_errors import explain_gpu_error, explain_missing_gpu
 
 #: Seconds that ranks get for a regular exit, with `atexit` functions and open files, before they are killed.
@@ -175,9 +176,16 @@ class Group:
         self._joined = False
 
     def send(self, rank: int, message: ToRank, **parts: Any) -> None:
-        """Send a message to a rank. A dead rank raises nothing here: its death is noticed during the wait."""
-        with contextlib.suppress(ConnectionError):
-            self.ranks.send(rank, message, **parts)
+        """Send a message to a rank. A dead rank raises nothing here: its death is noticed during the wait.
+
+        Raises `RankTimeout` if the rank reads nothing for as long as a call may last.
+        """
+        try:
+            with contextlib.suppress(ConnectionError):
+                self.ranks.send(rank, message, **parts)
+        except BlockingIOError:
+            where = stacks.report(stacks.take(self.ranks, [rank]))
+            raise RankTimeout(f"not sent in the seconds of `timeout=`: rank {rank} takes nothing; {where}") from None
 
     def explain_gpu_error(self, rank: int, error: BaseException, *, lost: bool) -> list[str]:
         """Return lines to show under a rank's exception if a GPU caused it. `lost`: the rank cannot use its GPU now."""

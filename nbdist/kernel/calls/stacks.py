@@ -25,6 +25,8 @@ _LIBRARIES = (
     "<frozen",
     *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
+#: The function that the statement `import` calls.
+_IMPORT = "_find_and_load"
 #: Functions that wrap another one. They are not the function that the caller has named.
 _WRAPPERS = {"wrapper", "wrapped", "inner", "decorate_context", "_call_impl", "_wrapped_call_impl", "__call__"}
 
@@ -84,8 +86,12 @@ def describe(frames: list[Frame] | None) -> str:
         return "waits for typed input"
     user = of_user(inner)
     if user is None:
+        if any(frame.name == _IMPORT for frame in inner):
+            return "is importing a module"
         return f"is in {inner[0].name if inner else 'the function'}"
     place = user.place(cell_numbers())
+    if user is not inner[0] and inner[inner.index(user) - 1].name == _IMPORT:
+        return f"is importing a module at {place}"
     called = [frame.name for frame in reversed(inner[: inner.index(user)]) if frame.name not in _WRAPPERS]
     return f"waits in {called[0]} at {place}" if called else f"is in {user.name} at {place}"
 

@@ -16,6 +16,7 @@ from ...deaths import NO_GPU
 from ...engines.contract import Exit, Listening
 from ...errors import CaptureError, RankStuck, RankTimeout, RemoteTraceback, text_of
 from ...system.connections import Address, between
+from ...system.free_memory import lack_of_address_space
 from ...wire import protocol, rank_memory
 from ...wire.parcel import Parcel
 from ..cell.comms import Page
@@ -362,6 +363,9 @@ class Waiting:
         self._failures.append(_Failure(rank, error, self._leaving))
         if rank is not None:
             self.pending.discard(rank)
+            pid = self._ranks.pids[rank] if self._ranks.takes_descriptors else None  # else one of another machine
+            if lack := lack_of_address_space(f"{type(error).__name__}: {text_of(error)}", pid):
+                self._relay.cell.notice(f"rank {rank} {lack}")
         if not self._leaving:
             on_cpu = self._group.layout.devices[0] == "cpu"
             self._ask_to_leave(GRACE_AFTER_FAILURE if on_cpu else GRACE_WITH_GPU)

@@ -295,6 +295,32 @@ def fn(rows):
 
 assert in_ddp(1, fn, Rows()) == [0, 10, 20]
 
+# %% pools whose processes are spawned
+import multiprocessing
+
+FACTOR = 10
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def scaled(point):
+    return Point(point.x * FACTOR)
+
+
+def pools():
+    found = []
+    for method in ("fork", "spawn", "forkserver"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            points = pool.map(scaled, [Point(1), Point(2)])
+            found.append([(type(point) is Point, point.x) for point in points])
+    return found
+
+
+assert in_ddp(1, pools) == [[(True, 10), (True, 20)]] * 3
+
 # %% typing's variables, also where only hints name them
 import typing
 

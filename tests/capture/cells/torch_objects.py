@@ -151,3 +151,69 @@ state = got["optimizer"].state[got["model"][0].weight]
 assert type(state["exp_avg"]) is torch.Tensor and state["exp_avg"].shape == (4, 4)
 got["model"](torch.ones(2, 4)).sum().backward()
 got["optimizer"].step()
+
+# %% models that FSDP1 has wrapped come back whole and without it
+import warnings
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+def step(model):
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def train(original, nested):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    torch.manual_seed(0)
+    model = Net()
+    if nested:
+        model.first = FullyShardedDataParallel(model.first, **options)
+    return step(FullyShardedDataParallel(model, **options))
+
+
+def keep(*options):
+    import __main__
+
+    __main__.kept = train(*options)[0]
+
+
+def again():
+    import __main__
+
+    return __main__.kept, __main__.kept.state_dict()
+
+
+torch.manual_seed(0)
+expected, _ = step(Net())
+with Session(2, devices="cpu") as session:
+    for options in ((True, False), (False, False), (True, True), (False, True)):
+        with warnings.catch_warnings(record=True) as said:
+            model, optimizer = session.run(train, *options)
+        assert [one for one in said if "FullyShardedDataParallel" in str(one.message)]
+        assert type(model) is Net and type(model.first) is nn.Linear
+        assert all(map(torch.allclose, model.parameters(), expected.parameters())), options
+        assert optimizer.param_groups[0]["params"][0] is model.first.weight
+        assert optimizer.state[model.first.weight]["exp_avg"].shape == (4, 4)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    session.run(keep, True, True)  # a later call of the session has the model, and its state
+    model, state = session.run(again)
+    assert all(map(torch.allclose, model.parameters(), expected.parameters()))
+    assert all(torch.allclose(state[name], value) for name, value in expected.state_dict().items())

@@ -74,9 +74,12 @@ class Forwarding:
         self._tasks = [loop.create_task(job) for job in jobs]
 
     async def close(self, grace: float) -> bool:
-        """End the ranks. Returns whether all nodes can start other ranks."""
+        """End the ranks, and forward their last output. Returns whether all nodes can start other ranks."""
         closing = [link.call("ask", "close", grace) for link in self._links if not link.lost]
         done = await asyncio.gather(*(asyncio.wait_for(c, grace + 20.0) for c in closing), return_exceptions=True)
+        for written in done:
+            for item in written if isinstance(written, list) else ():
+                self._forward(*item)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -30,6 +30,9 @@ from ..options import RayOptions
 
 #: Seconds that a node may take to answer a question.
 ANSWER = 3.0
+#: With this, Ray's processes and what connects to them take the loopback interface for the machine's address; without
+#: it Ray does so on macOS and Windows only, and listens on all interfaces.
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 class DriverProcess:
@@ -250,7 +253,7 @@ def _private_ray() -> tuple[str, Mapping[str, str]]:
         if process is None or process.poll() is not None:
             check_token_support()
             token = secrets.token_hex(32)
-        variables = token_variables(token)
+        variables = {**token_variables(token), **_LOOPBACK}
         if process is None or process.poll() is not None:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             with own_pidfd() as kernel:

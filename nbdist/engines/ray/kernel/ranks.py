@@ -136,6 +136,9 @@ class RayRanks:
                 self._send_off()
             self._gathered.append(_Sent(rank, "messages", message, parcel))
 
+    def limit_sending(self, seconds: float) -> None:
+        """Do nothing: messages are handed to the driver, which passes them on."""
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         if self._gathered is not None:  # the outer block sends them
@@ -266,6 +269,8 @@ class RayRanks:
         self._open = False
         try:
             healthy = self.driver.request("close", grace, seconds=grace + 30.0)
+            for rank in range(len(self.slots)):
+                self._inbox.drain(rank, on_output)
             self._inbox.close()
             if healthy and self.driver.whole:  # with less room than was wanted, the next ones ask for all of it again
                 return self.driver.keep()

@@ -13,8 +13,9 @@ import shutil
 import tempfile
 from typing import Any
 
-#: What Ray appends to the folder of all its sessions, at its longest, and what follows the process id.
-_SESSION, _SOCKET = "/session_2026-11-27_16-37-37_684201_", "/sockets/plasma_store"
+#: How the name of a Ray's folder begins, what is appended to it, at its longest, and what follows the process id.
+_PREFIX = "ray-"
+_SESSION, _SOCKET = "/s/session_2026-11-27_16-37-37_684201_", "/sockets/plasma_store"
 #: Bytes of a Unix socket's name.
 _LONGEST = 107
 #: Free bytes that the files of a Ray need.
@@ -28,38 +29,40 @@ _STORE = 200 << 20
 _SMALLEST_STORE = 80 << 20
 
 
-def temporary_folder() -> tuple[str, bool]:
-    """Return the folder for Ray's sessions, and whether it was made for this Ray because Ray's own choice cannot be
-    used.
+def temporary_folder() -> str:
+    """Make a folder for the files of a Ray; only this user can read it.
+
+    It is in Ray's own place or, if Ray cannot use that place, elsewhere.
 
     Raises `OSError` if there is no usable folder, or if `RAY_TMPDIR` names one that Ray cannot use.
     """
-    place = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    first = os.path.join(place, "ray")
-    wrong = unusable(place, first)
-    if not wrong:
-        return first, False
-    if os.environ.get("RAY_TMPDIR"):
-        raise OSError(f"RAY_TMPDIR must be a folder that Ray can use, got {place!r}, which {wrong}")
-    found = [f"{place!r} {wrong}"]
-    for other in _OTHERS:
-        wrong = unusable(other, f"{other}/ray-12345678")
+    chosen = os.environ.get("RAY_TMPDIR")
+    found: list[str] = []
+    for place in (chosen,) if chosen else (os.environ.get("TMPDIR") or "/tmp", *_OTHERS):
+        wrong = unusable(place)
         if not wrong:
-            return tempfile.mkdtemp(prefix="ray-", dir=other), True
-        found.append(f"{other!r} {wrong}")
+            return tempfile.mkdtemp(prefix=_PREFIX, dir=place)
+        found.append(f"{place!r} {wrong}")
+    if chosen:
+        raise OSError(f"RAY_TMPDIR must be a folder that Ray can use, got {chosen!r}, which {wrong}")
     raise OSError(f"there is no folder for Ray's files: {', '.join(found)}. Set RAY_TMPDIR to one that Ray can use")
 
 
-def unusable(place: str, sessions: str) -> str:
-    """Return why Ray cannot keep its sessions in `sessions`, a folder in `place` or made there; "" if it can."""
-    length = len(os.fsencode(f"{sessions}{_SESSION}{os.getpid()}{_SOCKET}"))
+def sessions(folder: str) -> str:
+    """Return the folder for Ray's sessions in `folder`, which is not that itself: Ray lets all users write to it."""
+    return os.path.join(folder, "s")
+
+
+def unusable(place: str) -> str:
+    """Return why Ray cannot keep its sessions in a folder that is made in `place`; "" if it can."""
+    length = len(os.fsencode(f"{place}/{_PREFIX}12345678{_SESSION}{os.getpid()}{_SOCKET}"))
     if length > _LONGEST:
         return f"is {length - _LONGEST} bytes too long for the names of Ray's sockets"
     if any(sign.isspace() for sign in place):
         return "has a space in its name, at which Ray's command lines end"
     if not os.path.isdir(place):
         return "is no folder"
-    return _not_writable(sessions if os.path.isdir(sessions) else place) or _full(place, _ROOM)
+    return _not_writable(place) or _full(place, _ROOM)
 
 
 def store(folder: str) -> dict[str, Any]:

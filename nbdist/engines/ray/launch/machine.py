@@ -38,6 +38,7 @@ def main(config: dict[str, Any]) -> None:
     if wrong := _differences(config["versions"]) or _missing_gpus(config["gpus"]):
         _say(number, "refused", text=wrong)
         return
+    from nbdist.engines.ray.launch.folders import sessions
     from nbdist.engines.ray.launch.starting import agent_ports, as_options, environment, free_ports
 
     lines: queue.Queue[str] = queue.Queue()
@@ -48,13 +49,14 @@ def main(config: dict[str, Any]) -> None:
         ip = ip or _own_ip()
         port, client = free_ports(2)
         first = ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
-        first += [f"--temp-dir={config['folder']}"]
+        first += [f"--temp-dir={sessions(config['folder'])}"]
     else:
         port, client = 0, 0
         joined = lines.get()
         if not joined:
             return
         first = ["--address=" + json.loads(joined)["address"]]
+    os.makedirs(config["folder"], mode=0o700, exist_ok=True)  # several nodes of one machine share it
     ports = agent_ports()
     options = [f"--num-gpus={config['gpus']}", f"--num-cpus={len(os.sched_getaffinity(0))}", *as_options(ports)]
     options += [f"--node-ip-address={ip}"] * bool(ip)
@@ -72,7 +74,7 @@ def main(config: dict[str, Any]) -> None:
     # Ray itself drains the node, notifies its ranks, and ends it half a minute later.
     signal.signal(signal.SIGTERM, lambda *_: ray.send_signal(signal.SIGTERM))
     about = {"address": f"{ip}:{port}", "ip": ip, "client": client}
-    session = os.path.join(config["folder"], "session_latest")
+    session = os.path.join(sessions(config["folder"]), "session_latest")
     threading.Thread(target=_watch, args=(ray, ports, session, number, about, lines), daemon=True).start()
     try:
         while lines.get():  # a head gets its own line, too

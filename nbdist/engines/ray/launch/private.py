@@ -29,9 +29,10 @@ def main(kernel: str) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     logging.disable(logging.WARNING)  # Ray's notices about its start
     ports = agent_ports()
-    sessions, own = "", False
+    folder = sessions = ""
     try:
-        sessions, own = folders.temporary_folder()
+        folder = folders.temporary_folder()
+        sessions = folders.sessions(folder)
         with announced(ports):
             node = patiently(lambda: _start(sessions, ports), lambda: fatal(_session(sessions)))
     except Exception as exc:
@@ -40,8 +41,7 @@ def main(kernel: str) -> None:
     try:
         _serve(node, int(kernel))
     finally:
-        if own:
-            shutil.rmtree(sessions, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve(node: Any, kernel: int) -> None:

@@ -150,6 +150,8 @@ class Agent:
         self._due = min(self._due, time.monotonic() + self._heartbeat) if not self._events else 0.0
         while not self._closing and (left := self._due - time.monotonic()) > 0:
             self._listener.select(left)
+        if self._closing:
+            return 0, [("closed",)]
         events, size, output = [], 0, 0
         while self._events and size < 4 * CHUNK:
             events.append(self._events.popleft())
@@ -158,7 +160,7 @@ class Agent:
         if output:
             self._output_at = time.monotonic()
         self._due = float("inf")
-        return output, [("closed",)] if self._closing else list(packed(events))
+        return output, list(packed(events))
 
     def _add_event(self, *event: Any, within: float = 0.0) -> None:
         self._events.append(event)
@@ -292,17 +294,19 @@ class Agent:
                 return None
             return self._rendezvous.address
 
-    def _close(self, grace: float) -> None:
+    def _close(self, grace: float) -> list[Event]:
+        """End the ranks, and return what they have written that the kernel has not got, as `poll` does."""
         self._closing = True
         os.write(self._wake, b"!")
         with self._polling:
             self._listener.close()
-            self._ranks.close(grace)
+            self._ranks.close(grace, self._on_output)
             if self._rendezvous is not None:
                 self._rendezvous.close()
             self.stored.forget_all_but(())
             os.close(self._woken)
             os.close(self._wake)
+            return list(packed([event for event in self._events if event[0] == "output"]))
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:
