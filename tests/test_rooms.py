@@ -26,8 +26,9 @@ COMMON = {"", "checks", "errors", "deaths", "notebook", "system", "devices"}
 MAY: dict[str, set[str]] = {
     "wire": set(),
     "shm": set(),
+    "numerics": set(),
     "capture": {"wire"},
-    "rank": {"wire", "capture", "fastai"},
+    "rank": {"wire", "capture", "fastai", "numerics"},
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
     "kernel": {"wire", "capture", "fastai", "rank", "engines"},
@@ -40,7 +41,7 @@ MAY: dict[str, set[str]] = {
     "recsys.retrieval": {"recsys.io", "recsys.loader", "recsys.ranks"},
     "recsys.parallel": {"shm"},
     "recsys.sharding": {"shm", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
-    "recsys.training": {"recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
+    "recsys.training": {"numerics", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "fastai": {"shm", "recsys.loader", "recsys.parallel"},
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }

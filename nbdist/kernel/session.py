@@ -27,7 +27,7 @@ from ..notebook.shell import debug_instead
 from ..system.cores import usable_cores
 from ..wire.cache import SentCache
 from .calls import futures, stacks
-from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, many_ranks
+from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, checks_named, many_ranks
 from .calls.executor import Executor, Request
 from .calls.group import GRACE_TO_LEAVE, Layout
 from .calls.stopping import nothing_sent
@@ -91,6 +91,10 @@ class Session:
         hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
         on_hang: What happens where ranks wait for what cannot come, such as one in a collective for another that has
             returned. "say": the cell shows which, and why. "raise": the call ends with `RankStuck`.
+        check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the call with `NotFinite`,
+            which names step, module, parameter and row. "ranks": parameters, buffers and random states that must be
+            alike on all ranks are compared after steps 1 and 2 and each ten steps ("ranks:100": each hundred); a
+            difference ends the call with `RankMismatch`. A list has both. None: nothing is checked.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
@@ -129,6 +133,7 @@ class Session:
         start: str = "forkserver",
         hold_on_error: bool = False,
         on_hang: str = "say",
+        check: str | Sequence[str] | None = None,
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
@@ -144,6 +149,7 @@ class Session:
             timeout=timeout,
             keep_frames=hold_on_error,
             on_hang=on_hang,
+            check=checks_named(check),
             restarts=restarts,
             min_ranks=min_ranks,
         )
@@ -197,6 +203,7 @@ class Session:
             RankDied: When a rank's process ends.
             RankTimeout: When the session's timeout is over.
             RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
+            NotFinite, RankMismatch: With `check=`.
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: What `fn` raised, on the rank where it raised first; the cause is that rank's traceback.
         """

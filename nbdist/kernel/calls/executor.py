@@ -50,6 +50,7 @@ class Executor:
         keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost.
         on_hang: As `Waiting` has it.
+        check: As `protocol.Call` has it.
         min_ranks: How many ranks are enough then. None: all.
     """
 
@@ -62,12 +63,13 @@ class Executor:
         keep_frames: bool,
         restarts: int,
         on_hang: str = "say",
+        check: Sequence[str] = (),
         min_ranks: int | None = None,
     ) -> None:
         self.wanted = layout
         """That of the ranks which are wanted: there may be fewer."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
-        self.min_ranks, self._on_hang = min_ranks, on_hang
+        self.min_ranks, self._on_hang, self._check = min_ranks, on_hang, check
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
@@ -135,6 +137,8 @@ class Executor:
         except KeyboardInterrupt:
             raise early_stop(killed=self.group is None) from None
 
+        check = [one for one in self._check if len(targets) == len(group.layout.devices) or one == "nan"]
+
         def send() -> None:
             group.join()
             group.raised.clear()
@@ -142,7 +146,7 @@ class Executor:
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts)
+                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts, check)
                     group.send(rank, message, parcel=call.parcel)
 
         values = self._have_done(
