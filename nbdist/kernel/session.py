@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from .calls.group import GRACE_TO_LEAVE, Layout
 from .calls.stopping import nothing_sent
 from .cell.cell import Cell
 from .cell.excerpt import LINES
+from .collectives import Collectives
 from .options import SessionOptions
 from .profile.profile import Profile, profiled
 from .status import Snapshot, Status, look
@@ -366,6 +368,24 @@ class Session:
         """Return where each rank is now: a line for each rank, then their Python stacks. From any thread."""
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
+
+    @entry
+    def collectives(self) -> Collectives:
+        """Return the last 1,000 collectives of each rank, from any thread: a notebook shows them as a picture in time,
+        with the first difference between ranks marked.
+
+        Raises:
+            NbdistError: Where the ranks run on other machines, or have not started.
+        """
+        group = self._executor.group
+        recording = None if group is None else group.recording
+        if group is None or recording is None:
+            raise NbdistError(
+                "no collectives are recorded: the ranks have not started yet, or have ended"
+                if group is None
+                else "collectives are recorded where the ranks run on this machine, and not on a cluster"
+            )
+        return Collectives({rank: recording.read(rank) for rank in range(self.nranks)}, time.monotonic())
 
     @entry
     def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
