@@ -1,4 +1,4 @@
-"""What `check="nan"` and `check="ranks"` cost: steps of a click model of notebook 05's size, each check in turn."""
+"""Costs of `check="nan"` and `check="ranks"`: steps of a click model of notebook 05's size, each check in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors are finite, in one fused pass; and which of their elements and rows are not."""
+"""Checks of tensors for NaN and infinities: all in one fused pass, and one by one to name rows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _MOST_NODES = 20_000
 
 
 class Node(NamedTuple):
-    """A node whose result is not finite, though that of no node before it is."""
+    """The first node of a graph whose result is not finite."""
 
     op: str
     parameter: Tensor | None

@@ -1,4 +1,4 @@
-"""What the checks of a call are told by torch and fastai: calls of models, steps of optimizers."""
+"""Hooks of torch and fastai by which the checks of a call learn of calls of models and steps of optimizers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def around_steps(
 ) -> None:
     """Call `before(optimizer, args, kwargs)` and `after(optimizer, ...)` around steps, until the stack closes.
 
-    `before` may return other arguments; their first is the optimizer. Of a step that calls that of its base class,
-    both are called for each.
+    `before` may return other arguments; their first is the optimizer. Where a step calls the step of its base
+    class, both are called for each.
     """
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
@@ -67,7 +67,7 @@ def around_steps(
 
 
 def _fastai_step(before: Any, after: Any, original: Any) -> Any:
-    """Make `Learner._step` tell of steps of fastai's own optimizers; others are torch's."""
+    """Make `Learner._step` call both for fastai's own optimizers; torch's have hooks."""
 
     def _step(learner: Any) -> Any:
         optimizer = learner.opt

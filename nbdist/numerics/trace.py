@@ -1,4 +1,4 @@
-"""One run of a forward and backward pass, operation by operation, to find the first that makes a number not finite."""
+"""A second run of a forward and backward pass, to find the first operation that makes a number not finite."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from ..notebook.shell import cell_numbers
+from .alone import alone, eager
 from .finite import bad_rows, badness, is_float, tensors_in
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -37,12 +37,6 @@ _NAMES = {
     **{"rpow": "pow", "ipow": "pow", "rmul": "mul", "imul": "mul", "rsub": "sub", "isub": "sub"},
     **{"radd": "add", "iadd": "add", "rmatmul": "matmul"},
 }
-#: Methods of `ProcessGroup`: other ranks take no part in the search.
-_COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "gather", "scatter"),
-    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier", "send", "recv"),
-    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
-)
 
 
 class Culprit(NamedTuple):
@@ -201,13 +195,13 @@ def run_again(
         run: The forward pass. It must make no collectives: they raise here, and then nothing is found.
         rows: How many rows the batch has.
         parameters: Their gradients are computed, and not kept.
-        gradients: Those of the results of `run` that require one, in their order. None: the result is a loss.
+        gradients: Gradients of those results of `run` that require one, in their order. None: the result is a loss.
 
     Returns:
         What was found; None for nothing.
     """
     trace = Trace(rows)
-    with contextlib.suppress(Exception), warnings.catch_warnings(), _alone(), _eager():
+    with contextlib.suppress(Exception), warnings.catch_warnings(), alone(), eager():
         warnings.simplefilter("ignore")
         with torch.enable_grad() if parameters else torch.no_grad(), trace.following_modules(), trace:
             results = list(tensors_in(run()))
@@ -226,40 +220,6 @@ def run_again(
                 trace.note_gradient(one, grad)
         return trace.backward_culprit()
     return None
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Make collectives raise inside `with`, in place of waiting for ranks that do not search."""
-    if "torch._C._distributed_c10d" not in sys.modules and not torch.distributed.is_available():
-        yield
-        return
-    from torch._C import _distributed_c10d as c10d
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("a forward pass with collectives cannot be run again on one rank alone")
-
-    def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return model.module(*args, **kwargs)
-
-    known = {name: getattr(c10d.ProcessGroup, name) for name in _COLLECTIVES if hasattr(c10d.ProcessGroup, name)}
-    for name in known:
-        setattr(c10d.ProcessGroup, name, refuse)
-    replicated: Any = DistributedDataParallel
-    own = replicated.forward
-    replicated.forward = forward
-    try:
-        yield
-    finally:
-        replicated.forward = own
-        for name, method in known.items():
-            setattr(c10d.ProcessGroup, name, method)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Run what is compiled as it is written, where torch can (2.6 or newer)."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return contextlib.nullcontext() if stance is None or "torch._dynamo" not in sys.modules else stance("force_eager")
 
 
 def _place() -> str:

@@ -49,7 +49,7 @@ def net(*middle: nn.Module) -> Callable[[], nn.Module]:
 
 
 def with_row(step: int, row: int, column: int, value: float, rows: int = 8) -> Data:
-    """Batches of numbers from 1 to 2, one of which has a bad row."""
+    """Batches of numbers from 1 to 2; one batch has a bad row."""
 
     def data(now: int) -> Tensor:
         batch = torch.rand(rows, 3, generator=torch.Generator().manual_seed(now)) + 1
@@ -99,7 +99,7 @@ class Roots(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention over the columns, of which 0 are hidden."""
+    """Attention over the columns; zeros are hidden."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
 
 def hidden(step: int, row: int) -> Data:
-    """Batches of which one has a row of zeros, and each another zero."""
+    """Batches that each have a zero; one has a row of zeros."""
 
     def data(now: int) -> Tensor:
         batch = with_row(now, 0, 0, 0.0)(now)
@@ -124,7 +124,7 @@ def hidden(step: int, row: int) -> Data:
 
 
 def scaled(step: int, row: int, by: float) -> Data:
-    """Batches of which one has a row that is `by` times as large."""
+    """Batches; one has a row that is `by` times as large."""
 
     def data(now: int) -> Tensor:
         batch = with_row(0, 0, 0, 0.0)(now)

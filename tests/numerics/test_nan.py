@@ -91,7 +91,7 @@ def test_nothing_is_left_of_the_check() -> None:
 
 
 def test_a_closure() -> None:
-    """As Lightning and LBFGS give one: the forward and backward pass are inside the step."""
+    """The forward and backward pass are inside the step, as Lightning and LBFGS have it."""
     model = net()()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     data = with_row(3, 2, 1, float("inf"))
@@ -148,7 +148,7 @@ def test_an_error_arrives_whole() -> None:
 
 
 def ddp(fault: str, culprit: int) -> None:
-    """One rank has the fault; all ranks get its gradients."""
+    """Train with a fault on one rank, whose gradients all ranks get."""
     own = FAULTS[fault]
     torch.manual_seed(0)
     model = DistributedDataParallel(own.model())

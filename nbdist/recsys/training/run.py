@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from ...devices import collective_device
-from ...numerics.nan import Batch as NumberedBatch
 from ...numerics.nan import NanCheck, nan_check
+from ...numerics.search import Batch as NumberedBatch
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
@@ -138,7 +138,7 @@ class Run:
                 self._check.batch = None
 
     def loss_of(self, batch: Any) -> Tensor:
-        """The loss of a batch; on CPUs, raises `ValueError` where it is not finite, and nobody else finds out why."""
+        """The loss of a batch; on CPUs, raises `ValueError` where it is not finite, unless each step is checked."""
         found = forward(self.model.model, self.predict, batch, self.precision)
         loss = batch_loss(self.loss, found[0], found[1])
         self._empty = not len(found[0])

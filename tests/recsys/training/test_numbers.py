@@ -196,7 +196,7 @@ class Priced(nn.Module):
 
 
 def priced(value: float, rate: float = 1e-2, **options: Any) -> None:
-    """In a rank: train on 2,000 rows, of which row 1234 has this price."""
+    """In a rank: train on 2,000 rows; row 1234 has this price."""
     torch.manual_seed(0)
     price = torch.rand(2000) + 1
     price[1234] = value
