@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,14 +72,14 @@ def blame(loss: Tensor, rows: int) -> Node | None:
 _STEEP = ("Sqrt", "Rsqrt", "Pow", "LinalgVectorNorm", "Norm", "Std", "Var", "Log", "Div", "Acos", "Asin", "Atan2")
 
 
-def steepest(loss: Any, until: Sequence[Any]) -> str:
+def steepest(loss: Any, until: int) -> str:
     """Return the operation between the model's results and a loss that may have made its gradient not finite, if any.
 
     Args:
         loss: The node of the loss; its graph may be freed.
-        until: The nodes of the model's results.
+        until: The number of the last operation of the model.
     """
-    for node in reversed(_deepest_first(loss, frozenset(until))):
+    for node in reversed(_deepest_first(loss, until)):
         if str(node.name()).startswith(_STEEP):
             return _name(node)
     return ""
@@ -100,14 +100,14 @@ def _name(node: Any) -> str:
     return {"addmm": "linear", "mm": "matmul", "bmm": "matmul", "linalg_vector_norm": "norm"}.get(words, words)
 
 
-def _deepest_first(root: Any, until: Container[Any] = ()) -> list[Any]:
-    """Go through the nodes of a graph, down to some, so that each comes after those that its arguments come from."""
+def _deepest_first(root: Any, until: int = -1) -> list[Any]:
+    """Go through the nodes of a graph, down to a number, so that each comes after those of its arguments."""
     order: list[Any] = []
     seen: set[Any] = set()
     stack = [(root, False)]
     while stack and len(seen) < _MOST_NODES:
         node, done = stack.pop()
-        if node is None or node in until:
+        if node is None or node._sequence_nr() <= until:
             continue
         if done:
             order.append(node)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .finite import all_finite, tensors_in
 from .hooks import Models, after_forward, around_steps, in_training, parameters_of, replace
@@ -52,8 +53,10 @@ class NanCheck:
         autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         for place, one in enumerate(results):
             one.register_hook(functools.partial(gradients.__setitem__, place))
-        nodes = [one.grad_fn for one in results]
-        self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, nodes))
+        last = max((one.grad_fn._sequence_nr() for one in results if one.grad_fn is not None), default=0)
+        if any(one.grad_fn is not None for one in tensors_in([args, kwargs])):
+            args, kwargs = tree_map(_without_graph, (args, kwargs))
+        self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
 
     def before_backward(self, tensors: Any, gradients: Any) -> None:
         """Check a loss: on a CPU now, else together with the gradients, as the host would have to wait."""
@@ -132,6 +135,13 @@ class NanCheck:
         if optimizer is not None:
             return self._steps[optimizer]
         return min(self._steps.values(), default=0) + 1
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a result of operations as a tensor that keeps none of them, nor their memory."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
 
 
 _active: list[NanCheck] = []

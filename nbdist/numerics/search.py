@@ -29,8 +29,10 @@ class ModelCall(NamedTuple):
     autocast: tuple[str, bool, torch.dtype]
     gradients: dict[int, Tensor]
     """Those of its results, by number, once a backward pass has made them."""
-    results: Sequence[Any]
-    """The nodes of those results that require a gradient."""
+    results: int
+    """How many results require a gradient."""
+    last: int
+    """The number of the last operation in its graph, which is not kept itself: it has all activations."""
 
     def again(self) -> Any:
         """Run the forward pass."""
@@ -121,7 +123,7 @@ class Search:
             return error("gradient", step, value, parameter=name, module=module, cause=cause)
         rows, call = outside
         size, own = batch_rows([call.args, call.kwargs]), type(unwrapped(call.module)).__name__
-        op = steepest(node, call.results) if node is not None else ""
+        op = steepest(node, call.last) if node is not None else ""
         cause = "it is so for the model's result already: look at what computes the loss from that"
         about: dict[str, Any] = {"rows": rows, "batch": _named(call), "size": size, "op": op, "after": bool(op)}
         return error("gradient", step, value, module=own, cause=cause, backward=bool(op), **about)
@@ -132,7 +134,7 @@ class Search:
             yield self._batch.loss, parameters, (), self._batch.values(), self._batch.rows
             return
         for call in reversed(self._calls):
-            gradients = [call.gradients.get(place) for place in range(len(call.results))]
+            gradients = [call.gradients.get(place) for place in range(call.results)]
             finite = [one for one in gradients if one is not None]
             if finite and all_finite(finite):
                 wanted = [one for one in call.module.parameters() if one.requires_grad]

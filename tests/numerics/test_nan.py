@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -74,6 +76,18 @@ def test_steps_that_a_scaler_leaves_out() -> None:
             scaler.step(optimizer)
             scaler.update()
     assert 0 < scaler.get_scale() < 1e38 and all(one.isfinite().all() for one in model.parameters())
+
+
+def test_no_graph_is_kept() -> None:
+    """A pass without a step, as in an evaluation that forgets `no_grad`, must not keep the activations."""
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), nn.MSELoss()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
+    with nan_check():
+        for _ in range(5):
+            loss(model(torch.ones(2, 3)), torch.ones(2, 1))
+        gc.collect()
+        assert len(kept) == 5 and not [one for one in kept if one() is not None]
 
 
 def test_nothing_is_left_of_the_check() -> None:
