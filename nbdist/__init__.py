@@ -11,7 +11,16 @@ if _typing.TYPE_CHECKING:
     from .devices import rank_device
     from .engines import use
     from .engines.ray.options import RayOptions
-    from .errors import CaptureError, NbdistError, RankDied, RankStuck, RankTimeout, WorkerDied
+    from .errors import (
+        CaptureError,
+        NbdistError,
+        NotFinite,
+        RankDied,
+        RankMismatch,
+        RankStuck,
+        RankTimeout,
+        WorkerDied,
+    )
     from .kernel.clusters import cluster
     from .kernel.launch import in_ddp, post_mortem, warm
     from .kernel.pools.context import context
@@ -22,7 +31,9 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "CaptureError",
     "NbdistError",
+    "NotFinite",
     "RankDied",
+    "RankMismatch",
     "RankStuck",
     "RankTimeout",
     "RayOptions",
@@ -45,7 +56,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "CaptureError": "errors",
     "NbdistError": "errors",
+    "NotFinite": "errors",
     "RankDied": "errors",
+    "RankMismatch": "errors",
     "RankStuck": "errors",
     "RankTimeout": "errors",
     "RayOptions": "engines.ray.options",

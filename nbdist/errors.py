@@ -3,7 +3,9 @@
 Exception
 └── NbdistError          base of everything nbdist raises on its own account
     ├── CaptureError     something that the call needs cannot be pickled
+    ├── NotFinite        a loss, gradient or parameter is NaN or infinite
     ├── RankDied         a rank's process ended without an answer
+    ├── RankMismatch     what must be alike on all ranks is not
     ├── RankStuck        ranks of a call wait for what cannot come
     ├── RankTimeout      a call took longer than its `timeout`
     └── WorkerDied       a worker of a pool, or of `parallel_map`, ended without an answer
@@ -87,6 +89,46 @@ class CaptureError(NbdistError):
         return error
 
 
+class NotFinite(NbdistError):
+    """A loss, a gradient or a parameter is NaN or infinite; raised with `check="nan"`, before the step is taken.
+
+    Attributes: `step`, the step of the optimizer, from 1 (of a parameter: the step whose update made it so); `rank`;
+    `kind` ("loss", "gradient" or "parameter"); `op`, the operation, such as "log"; `module`, the path of the module in
+    the model; `parameter`, its name; `rows`, which rows of the batch; `values`, for each of these a dict from column to
+    value. What is unknown is empty.
+
+    Examples:
+        >>> import torch
+        >>> from nbdist import in_ddp
+        >>> def train():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = torch.optim.SGD([weight], lr=0.1)
+        ...     for _ in range(3):
+        ...         weight.log().sum().backward()
+        ...         optimizer.step()
+        >>> in_ddp.options(check="nan")(2, train)
+        Traceback (most recent call last):
+        nbdist.errors.NotFinite: the loss of step 1 is -inf on rank ...: the result of log is not finite...
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        step: int = 0,
+        rank: int = 0,
+        kind: str = "",
+        op: str = "",
+        module: str = "",
+        parameter: str = "",
+        rows: Sequence[int] = (),
+        values: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.step, self.rank, self.kind, self.op = step, rank, kind, op
+        self.module, self.parameter, self.rows, self.values = module, parameter, list(rows), list(values)
+        super().__init__(text)
+
+
 class RankDied(NbdistError):
     """A rank's process ended before it answered.
 
@@ -111,6 +153,31 @@ class RankDied(NbdistError):
 
     def __reduce__(self) -> tuple[type[RankDied], tuple[int, int | None, int | None, str, str]]:
         return RankDied, (self.rank, self.pid, self.status, self.output, self.reason)
+
+
+class RankMismatch(NbdistError):
+    """Something that must be alike on all ranks is not, or all ranks train on the same rows; see `check="ranks"`.
+
+    Attributes: `step`, the step of the optimizer, from 1; `tensor`, the name of the parameter or buffer, or "rows";
+    `ranks`, those that differ from most, or that have the same rows.
+
+    Examples:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from nbdist import in_ddp
+        >>> def train():
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     model(torch.ones(1, 1) * dist.get_rank()).sum().backward()
+        ...     optimizer.step()
+        >>> in_ddp.options(check="ranks")(2, train)
+        Traceback (most recent call last):
+        nbdist.errors.RankMismatch: after step 1, parameter `weight` is not the same on all ranks: ...
+    """
+
+    def __init__(self, text: str, *, step: int = 0, tensor: str = "", ranks: Sequence[int] = ()) -> None:
+        self.step, self.tensor, self.ranks = step, tensor, list(ranks)
+        super().__init__(text)
 
 
 class RankStuck(NbdistError):

@@ -113,6 +113,56 @@ def a_full_pipe(culprit: int, count: int) -> None:
     dist.barrier()
 
 
+def sends_to_each_other(culprit: int, count: int) -> None:
+    steps(count)
+    rank, other = dist.get_rank(), (culprit + 1) % dist.get_world_size()
+    if rank in (culprit, other):
+        dist.send(torch.ones(1 << 23), other if rank == culprit else culprit)  # here
+    dist.barrier()
+
+
+def objects_under_an_if(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        dist.all_gather_object([None] * dist.get_world_size(), "mine")  # here
+
+
+def a_step_more_of_ddp(culprit: int, count: int) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+    for _ in range(1 + count + (dist.get_rank() == culprit)):
+        model(torch.ones(2, 3)).sum().backward()  # here
+
+
+def another_group(culprit: int, count: int) -> None:
+    groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(2)]
+    steps(count)
+    dist.all_reduce(torch.ones(1), group=groups[dist.get_rank() == culprit])  # here
+
+
+class Locked(torch.utils.data.Dataset[int]):
+    """Rows behind a lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.lock = lock
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> int:
+        with self.lock:
+            return row
+
+
+def the_lock_of_a_loader(culprit: int, count: int) -> None:
+    steps(count)
+    if dist.get_rank() == culprit:
+        lock = threading.Lock()
+        rows = torch.utils.data.DataLoader(Locked(lock), num_workers=1, multiprocessing_context="fork")
+        with lock:
+            list(rows)  # here
+    dist.barrier()
+
+
 CLASSES = [
     one_returns,
     under_an_if,
@@ -124,6 +174,11 @@ CLASSES = [
     the_lock_of_a_file,
     a_lock_of_a_thread,
     a_full_pipe,
+    sends_to_each_other,
+    objects_under_an_if,
+    a_step_more_of_ddp,
+    another_group,
+    the_lock_of_a_loader,
 ]
 
 

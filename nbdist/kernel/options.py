@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checks import check_choice, check_count, check_flag, check_number
 from ..engines.contract import EngineOptions
-from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed
+from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed, checks_named
 from .cell.excerpt import LINES
 
 
@@ -34,6 +34,7 @@ class SessionOptions:
     start: str = "forkserver"
     hold_on_error: bool = False
     on_hang: str = "say"
+    check: str | Sequence[str] | None = None
     restarts: int = 0
     min_ranks: int | None = None
 
@@ -51,6 +52,7 @@ class SessionOptions:
         for name in ("seed_ranks", "settings", "hold_on_error"):
             check_flag(getattr(self, name), name=name)
         check_choice(self.on_hang, ("say", "raise"), name="on_hang")
+        checks_named(self.check)
         check_choice(self.start, ("forkserver", "spawn"), name="start")
         check_count(self.restarts, least=0, name="restarts")
         if self.backend is not None:

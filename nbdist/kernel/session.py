@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -27,12 +28,13 @@ from ..notebook.shell import debug_instead
 from ..system.cores import usable_cores
 from ..wire.cache import SentCache
 from .calls import futures, stacks
-from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, many_ranks
+from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, checks_named, many_ranks
 from .calls.executor import Executor, Request
 from .calls.group import GRACE_TO_LEAVE, Layout
 from .calls.stopping import nothing_sent
 from .cell.cell import Cell
 from .cell.excerpt import LINES
+from .collectives import Collectives
 from .options import SessionOptions
 from .profile.profile import Profile, profiled
 from .status import Snapshot, Status, look
@@ -91,6 +93,10 @@ class Session:
         hold_on_error: Ranks keep the frames of a call that raised, for `%debug` and `post_mortem`, until the next call.
         on_hang: What happens where ranks wait for what cannot come, such as one in a collective for another that has
             returned. "say": the cell shows which, and why. "raise": the call ends with `RankStuck`.
+        check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the call with `NotFinite`,
+            which names step, module, parameter and row. "ranks": parameters, buffers and random states that must be
+            alike on all ranks are compared after steps 1 and 2 and each ten steps ("ranks:100": each hundred); a
+            difference ends the call with `RankMismatch`. A list has both. None: nothing is checked.
         restarts: How often a call is started again, on fresh ranks, after a rank or its node was lost. It finds the
             count in TORCHELASTIC_RESTART_COUNT, so that it can go on from its last snapshot.
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
@@ -129,6 +135,7 @@ class Session:
         start: str = "forkserver",
         hold_on_error: bool = False,
         on_hang: str = "say",
+        check: str | Sequence[str] | None = None,
         restarts: int = 0,
         min_ranks: int | None = None,
     ) -> None:
@@ -144,6 +151,7 @@ class Session:
             timeout=timeout,
             keep_frames=hold_on_error,
             on_hang=on_hang,
+            check=checks_named(check),
             restarts=restarts,
             min_ranks=min_ranks,
         )
@@ -198,6 +206,7 @@ class Session:
             RankDied: When a rank's process ends.
             RankTimeout: When the session's timeout is over.
             RankStuck: With `on_hang="raise"`, when ranks wait for what cannot come.
+            NotFinite, RankMismatch: With `check=`.
             NbdistError: When the session is closed, or a rank had died and there was no `restart`.
             BaseException: The exception of `fn`, on the rank where it raised first; the cause is that rank's traceback.
         """
@@ -360,6 +369,24 @@ class Session:
         """Return the place of each rank: a line for each rank, then the Python stacks. Works in any thread."""
         group = self._executor.group
         return "" if group is None else stacks.report(stacks.take(group.ranks))
+
+    @entry
+    def collectives(self) -> Collectives:
+        """Return the last 1,000 collectives of each rank, from any thread: a notebook shows them as a picture in time,
+        with the first difference between ranks marked.
+
+        Raises:
+            NbdistError: Where the ranks run on other machines, or have not started.
+        """
+        group = self._executor.group
+        recording = None if group is None else group.recording
+        if group is None or recording is None:
+            raise NbdistError(
+                "no collectives are recorded: the ranks have not started yet, or have ended"
+                if group is None
+                else "collectives are recorded where the ranks run on this machine, and not on a cluster"
+            )
+        return Collectives({rank: recording.read(rank) for rank in range(self.nranks)}, time.monotonic())
 
     @entry
     def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:

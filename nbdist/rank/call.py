@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ..capture import imports
@@ -46,7 +48,8 @@ class Caller:
         named = {name: own(value, call.place) for name, value in kwargs.items()}
         del args, kwargs
         try:
-            return fn(*positional, **named)
+            with _checked(call.check):
+                return fn(*positional, **named)
         finally:
             shell.after_call()
             self._reloader.look()
@@ -82,3 +85,12 @@ class Caller:
         except Unreadable as exc:
             raise explain_unreadable(exc, where) from exc.__cause__
         return fn, args, kwargs
+
+
+def _checked(checks: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    """Check the numbers of what runs inside `with`, if that is asked for."""
+    if not checks:
+        return contextlib.nullcontext()
+    from ..numerics.call import checked  # imports torch
+
+    return checked(checks)

@@ -41,6 +41,7 @@ _Group: Any = getattr(builtins, "BaseExceptionGroup", None)
 _VALUES = "the list of what the function returned for the items"
 
 #: Whose frames are no user's: a debugger may be open when an interrupt comes.
+_CHECKS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "numerics", "")
 _OWN = (os.path.dirname(__file__) + os.sep, imports.__file__, bdb.__file__)
 
 
@@ -194,4 +195,16 @@ def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
         if frame.tb_next.tb_frame.f_code.co_filename.startswith(_OWN):
             frame.tb_next = None
         frame = frame.tb_next
+    _drop_checks(tb)
     return tb
+
+
+def _drop_checks(tb: types.TracebackType | None) -> None:
+    """Cut frames of the checks of numbers off the end: the user's line that they were called from stays."""
+    last = None
+    while tb is not None:
+        if not tb.tb_frame.f_code.co_filename.startswith(_CHECKS):
+            last = tb
+        tb = tb.tb_next
+    if last is not None:
+        last.tb_next = None

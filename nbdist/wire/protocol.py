@@ -42,6 +42,8 @@ class Call(NamedTuple):
     """The number of the rank among those that run the call."""
     restarts: Mapping[str, str]
     """The environment variables that count restarts, as torchrun sets them."""
+    check: Sequence[str] = ()
+    """The checks of the function's numbers, such as "nan"."""
 
 
 class Debug(NamedTuple):

@@ -17,6 +17,8 @@ from ...checks import check_choice, check_count, check_function, check_mapping, 
 
 #: The values of `output=`.
 OUTPUTS = ("rank0", "all", "tabs", "none")
+#: Steps from one comparison of the ranks to the next, unless `check=` says otherwise.
+COMPARED_EACH = 10
 #: Backends of torch and of packages that torch lists; others are looked up in torch, which takes a second to import.
 _BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "ccl", "hccl", "cncl", "fake"}
 #: Ranks per core above which the cell shows their cost.
@@ -142,6 +144,27 @@ def check_seed(seed: Any) -> None:
         raise TypeError(f"seed must be an integer or None, got {shown(seed)}")
     if not -(1 << 63) <= int(seed) < 1 << 63:
         raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
+
+
+def checks_named(check: Any) -> Sequence[str]:
+    """Return the checks that `check=` asks for, as `numerics.call` takes them.
+
+    Raises `TypeError` or `ValueError` for anything but "nan", "ranks" and "ranks:N", or a list of these.
+    """
+    if check is None:
+        return ()
+    found = []
+    for one in [check] if isinstance(check, str) or not isinstance(check, Sequence) else check:
+        name, colon, every = one.partition(":") if isinstance(one, str) else ("", "", "")
+        if not isinstance(one, str):
+            raise TypeError(f"check must be 'nan', 'ranks', 'ranks:N' or a list of these, got {shown(check)}")
+        if name not in ("nan", "ranks") or (colon and (name == "nan" or not every.isdecimal() or not int(every))):
+            raise ValueError(
+                f"check must be 'nan', 'ranks', 'ranks:N' (each N steps) or a list of these, got {check!r}"
+                f"{nearest(name, ['nan', 'ranks'])}"
+            )
+        found.append(f"ranks:{every or COMPARED_EACH}" if name == "ranks" else name)
+    return found
 
 
 def check_backend(backend: Any) -> None:

@@ -51,6 +51,7 @@ class Executor:
         keep_frames: Whether ranks keep the frames of a call that raised, until the next call.
         restarts: The number of times that a call is repeated on fresh ranks after the loss of a rank or a node.
         on_hang: The option `on_hang` of `Waiting`.
+        check: The field `check` of `protocol.Call`.
         min_ranks: The number of ranks that is enough for a restart; None: all.
     """
 
@@ -63,12 +64,13 @@ class Executor:
         keep_frames: bool,
         restarts: int,
         on_hang: str = "say",
+        check: Sequence[str] = (),
         min_ranks: int | None = None,
     ) -> None:
         self.wanted = layout
         """The layout that the session asks for; fewer ranks may run."""
         self._engine, self._timeout, self._keep_frames, self._restarts = engine, timeout, keep_frames, restarts
-        self.min_ranks, self._on_hang = min_ranks, on_hang
+        self.min_ranks, self._on_hang, self._check = min_ranks, on_hang, check
         self._started = False
         self.group: Group | None = None
         self.logs: Sequence[Log] = []
@@ -139,6 +141,8 @@ class Executor:
         except KeyboardInterrupt:
             raise early_stop(killed=self.group is None) from None
 
+        check = [one for one in self._check if len(targets) == len(group.layout.devices) or one == "nan"]
+
         def send() -> None:
             group.join()
             group.raised.clear()
@@ -146,7 +150,7 @@ class Executor:
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts)
+                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts, check)
                     group.send(rank, message, parcel=call.parcel)
 
         values = self._send_and_wait(

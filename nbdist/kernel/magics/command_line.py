@@ -24,6 +24,10 @@ def _threads(text: str) -> int | str:
     return text if text == "bind" else int(text)
 
 
+def _checks(text: str) -> str | Sequence[str]:
+    return text.split(",") if "," in text else text
+
+
 def _lines(text: str) -> int | None:
     return None if text == "all" else int(text)
 
@@ -54,6 +58,7 @@ _START: dict[str, dict[str, Any]] = {
     "start": {"choices": ["forkserver", "spawn"], "help": "how ranks start"},
     "hold_on_error": {"action": "store_true", "help": "keep the frames of an error for post-mortem"},
     "on_hang": {"choices": ["say", "raise"], "help": "what happens where ranks wait for what cannot come"},
+    "check": {"type": _checks, "help": "of the numbers of each cell: nan, ranks, ranks:N, or nan,ranks"},
     "restarts": {"type": int, "help": "how often a cell is started again after a rank was lost"},
     "min_ranks": {"type": int, "help": "how many ranks are enough then"},
 }

@@ -46,6 +46,8 @@ def hindrance(run: Run) -> str:
     train, model = run.train, run.model
     if why := no_gpu():
         return why
+    if run.checks:
+        return "each step is checked (check=)"
     if dist.get_world_size() > 1:
         return f"there are {dist.get_world_size()} ranks"
     if not isinstance(model, Replicated) or model.model is not model.module:

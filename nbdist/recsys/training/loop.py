@@ -23,7 +23,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torchmetrics import Metric
 
 from ... import preempted
 from ...devices import collective_device
+from ...numerics import nan
 from .. import ranks
 from ..loader.base import Loader
 from ..metrics import AUC, LogLoss
@@ -71,6 +72,7 @@ def fit(
     patience: int | None = None,
     pipelined: bool | None = None,
     captured: bool | None = None,
+    check: Literal["nan"] | None = None,
     progress: bool = True,
 ) -> History:
     """Train a sharded or replicated model. All ranks must call it, with the same arguments.
@@ -128,6 +130,9 @@ def fit(
             some of the steps alone: they may not wait for the GPU, as `.item()` and indexing by a mask do, nor do
             anything but compute tensors. None: where that can be, in runs of 100 steps or more. True: where it cannot
             be, that is an error.
+        check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
+            taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
+            all their columns. None: as the call (`in_ddp.options(check="nan")`); otherwise losses alone are checked.
         progress: Whether rank 0 shows anything.
 
     Returns:
@@ -138,6 +143,7 @@ def fit(
             different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
             and snapshots that do not fit. For `captured=True` where steps cannot be recorded, some of it after two
             steps.
+        NotFinite: With `check="nan"`.
         RuntimeError: Outside a process group.
 
     Examples:
@@ -168,6 +174,8 @@ def fit(
     counts = {"steps": steps, "epochs": epochs, "log_every": log_every, "eval_every": eval_every, "patience": patience}
     _check(train, valid, counts | {"gradient_accumulation_steps": gradient_accumulation_steps}, metrics, snapshots)
     check_precision(precision)
+    if check not in (None, "nan"):
+        raise ValueError(f'`check` must be "nan" or None, got {check!r}')
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"`max_grad_norm` must be above 0, got {max_grad_norm}")
     if model._fused and (max_grad_norm is not None or gradient_accumulation_steps > 1):
@@ -232,8 +240,9 @@ def fit(
     if display and run.step and run.recorded:
         display.update()
     warned = saved = False  # a machine will be taken away: a snapshot is due; the snapshot has been written
+    run.checks = check is not None or nan.active() is not None
     capture = capturing(run, captured, total - run.step, schedule is not None)
-    with schedules, contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
+    with schedules, run.checking(), contextlib.closing(_endless(run)) as groups, capture or contextlib.nullcontext():
         while run.step < total and not stopped:
             if capture is not None:
                 before = run.step

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
 from ...devices import collective_device
+from ...numerics.nan import NanCheck, nan_check
+from ...numerics.search import Batch as NumberedBatch
 from .. import ranks
 from ..io.partition import Partition
 from ..loader.base import Loader
@@ -46,6 +49,9 @@ class Run:
         self.model, self.predict, self.train, self.loss = model, predict, train, loss
         self.schedule, self.precision, self.max_grad_norm = schedule, precision, max_grad_norm
         self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
+        self.checks = False
+        """Whether each loss and gradient is checked."""
+        self._check: NanCheck | None = None
         self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)
         """A step, and the number of epochs that were over after it; and the part of an epoch that a step before it is,
@@ -102,6 +108,9 @@ class Run:
             # Copies on all ranks need to know one another's gradients once, and add them up till then.
             alone = isinstance(module, DistributedDataParallel) and number != batches[-1][0]
             with module.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+                if self._check is not None:
+                    again = functools.partial(self._loss_of, batch)
+                    self._check.batch = NumberedBatch(self.step + 1, again, batch, self._sizes[number])
                 loss = self.loss_of(batch)
                 ahead = self._send_ahead(then) if self.pipelined else None
                 # Its part of the step's rows, in parts of the mean rank's: DDP takes all ranks for equal.
@@ -118,15 +127,33 @@ class Run:
         self._scaler.update()
         self.step += 1
 
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """Check each loss and gradient inside `with`, if that is asked for."""
+        if not self.checks:
+            yield
+            return
+        with nan_check() as self._check:
+            try:
+                yield
+            finally:
+                self._check.batch = None
+
     def loss_of(self, batch: Any) -> Tensor:
-        """Return the loss of a batch; on CPUs, raise `ValueError` if it is not finite."""
+        """Return the loss of a batch; on CPUs, raise `ValueError` if it is not finite, unless each step is checked."""
         found = forward(self.model.model, self.predict, batch, self.precision)
         loss = batch_loss(self.loss, found[0], found[1])
+        self._empty = not len(found[0])
+        if self.checks and self.precision != "fp16":
+            return loss
         # In fp16 a step that overflows is left out.
         if loss.device.type == "cpu" and not loss.isfinite() and not (self.precision == "fp16" and _finite(found[1])):
             raise not_finite(self.step + 1, dist.get_rank(), found[0], found[1])
-        self._empty = not len(found[0])
         return loss
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        found = forward(self.model.model, self.predict, batch, self.precision)
+        return batch_loss(self.loss, found[0], found[1])
 
     def _send_ahead(self, numbered: tuple[int, Any] | None) -> Ahead | None:
         """Start sending the ids of a batch to the ranks that store their rows, if it has as many rows on all ranks."""

@@ -14,6 +14,7 @@ from conftest import Sessions
 from torch import nn
 from torchmetrics import MeanMetric
 
+from nbdist import NotFinite, Session
 from nbdist.recsys.loader import MemoryLoader, Ragged
 from nbdist.recsys.metrics import MRR, RMSE
 from nbdist.recsys.models import SASRec, draw_rows
@@ -179,3 +180,56 @@ def test_nan_predictions_are_refused_by_any_metric(sessions: Sessions) -> None:
                 evaluate(linear(), broken, rows(), {"metric": metric})
 
     sessions[1].run(run)
+
+
+class Priced(nn.Module):
+    """A click model that takes the logarithm of a price."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Embedding(50, 4)
+        self.dense = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = self.dense(torch.cat([self.user(batch["user"]), batch["price"].log()[:, None]], 1))
+        return found.squeeze(1)
+
+
+def priced(value: float, rate: float = 1e-2, **options: Any) -> None:
+    """In a rank: train on 2,000 rows; row 1234 has this price."""
+    torch.manual_seed(0)
+    price = torch.rand(2000) + 1
+    price[1234] = value
+    ids = torch.arange(2000)
+    columns = {"user": ids % 50, "raw_user": ids + 10**9, "price": price, "y": torch.rand(2000) > 0.5}
+    model = replicate(Priced(), lambda parameters: torch.optim.Adam(parameters, lr=rate))
+    rows = MemoryLoader(columns, 50)
+    fit(model, lambda model, batch: (model(batch), batch["y"]), rows, epochs=1, progress=False, **options)
+
+
+def test_a_row_is_named_with_its_raw_ids(sessions: Sessions) -> None:
+    for precision in ("fp32", "bf16"):
+        with pytest.raises(NotFinite, match=r"the result of log is not finite at .*, in module `Priced`") as caught:
+            sessions[2].run(priced, 0.0, check="nan", precision=precision)
+        error = caught.value
+        assert (error.step, error.rank, error.kind, error.rows) == (5, 1, "loss", [34]), error
+        assert error.values == [{"user": 34, "raw_user": 1_000_001_234, "price": 0.0, "y": True}]
+        assert "Row 34: user=34, raw_user=1000001234, price=0.0, y=True." in str(error)
+    with pytest.raises(NotFinite, match=r"the batch has nan in column `price`"):
+        sessions[2].run(priced, float("nan"), check="nan")
+    with pytest.raises(NotFinite, match=r"the loss of step 2 is (nan|inf) .*in module `dense.0`") as caught:
+        sessions[2].run(priced, 1.0, 1e20, check="nan")
+    assert "a lower learning rate" in str(caught.value)
+
+
+def test_fit_checks_as_the_call_does() -> None:
+    with Session(2, devices="cpu", check="nan") as own:
+        with pytest.raises(NotFinite) as caught:
+            own.run(priced, 0.0)
+        assert caught.value.values[0]["raw_user"] == 1_000_001_234
+        assert own.run(priced, 1.0) is None
+
+
+def test_a_check_that_there_is_not(sessions: Sessions) -> None:
+    with pytest.raises(ValueError, match="`check` must be \"nan\" or None, got 'nans'"):
+        sessions[2].run(priced, 1.0, check="nans")

@@ -1,0 +1,1 @@
+"""Checks of a training's numbers while it runs: whether they are finite, and alike on all ranks."""

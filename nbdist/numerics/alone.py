@@ -1,0 +1,52 @@
+"""Conditions for a second run of a step on one rank: no collectives, nothing compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+#: Methods of `ProcessGroup`: other ranks take no part in the search.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier", "send", "recv"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single"),
+)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Make collectives raise inside `with`, in place of waiting for ranks that do not search."""
+    if "torch._C._distributed_c10d" not in sys.modules and not torch.distributed.is_available():
+        yield
+        return
+    from torch._C import _distributed_c10d as c10d
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a forward pass with collectives cannot be run again on one rank alone")
+
+    def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        return model.module(*args, **kwargs)
+
+    known = {name: getattr(c10d.ProcessGroup, name) for name in _COLLECTIVES if hasattr(c10d.ProcessGroup, name)}
+    for name in known:
+        setattr(c10d.ProcessGroup, name, refuse)
+    replicated: Any = DistributedDataParallel
+    own = replicated.forward
+    replicated.forward = forward
+    try:
+        yield
+    finally:
+        replicated.forward = own
+        for name, method in known.items():
+            setattr(c10d.ProcessGroup, name, method)
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Run what is compiled as it is written, where torch can (2.6 or newer)."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return contextlib.nullcontext() if stance is None or "torch._dynamo" not in sys.modules else stance("force_eager")

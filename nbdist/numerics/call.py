@@ -1,0 +1,26 @@
+"""The checks of a call, by the names that users give them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from .alike import rank_check
+from .nan import nan_check
+
+
+@contextlib.contextmanager
+def checked(checks: Sequence[str]) -> Iterator[None]:
+    """Make these checks inside `with`.
+
+    Args:
+        checks: "nan", and "ranks:N" with the number of steps from one comparison to the next.
+    """
+    with contextlib.ExitStack() as stack:
+        for check in checks:
+            name, _, every = check.partition(":")
+            if name == "nan":
+                stack.enter_context(nan_check())
+            elif name == "ranks":
+                stack.enter_context(rank_check(int(every)))
+        yield

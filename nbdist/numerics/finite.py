@@ -1,0 +1,86 @@
+"""Checks of tensors for NaN and infinities: all in one fused pass, and one by one to name rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Rows that are named at most.
+MOST_ROWS = 8
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all elements are finite. On a GPU that waits for the kernels, once for each device."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for one in tensors:
+        dense = _dense(one)
+        if dense.is_floating_point() and dense.numel():
+            by_kind.setdefault((dense.device, dense.dtype), []).append(dense)
+    for same in by_kind.values():
+        norms = torch.stack(torch._foreach_norm(same))
+        # A norm overflows before its elements do.
+        if not bool(norms.sum().isfinite()) and not all(bool(one.isfinite().all()) for one in same):
+            return False
+    return True
+
+
+def _dense(one: Tensor) -> Tensor:
+    """Return what a tensor of any layout stores."""
+    one = one.detach()
+    local = getattr(one, "to_local", None)
+    if local is not None:  # of a DTensor
+        one = local()
+    return one._values() if one.layout is torch.sparse_coo else one
+
+
+def is_float(value: Any) -> bool:
+    """Return whether this is a tensor of floating-point numbers."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
+
+
+def badness(tensor: Tensor) -> int:
+    """Return 0 for a tensor that is finite, 1 for one with an infinity, 2 for one with NaN."""
+    tensor = tensor.detach()
+    if bool(tensor.isfinite().all()):
+        return 0
+    return 2 if bool(tensor.isnan().any()) else 1
+
+
+def bad_rows(tensor: Tensor, rows: int) -> list[int]:
+    """Return which of a batch's rows are not finite in a tensor that has them in its first dimension.
+
+    Empty where it has not, or where all rows are alike in that.
+    """
+    if not rows or not tensor.ndim or tensor.shape[0] != rows:
+        return []
+    bad = (~tensor.detach().isfinite()).reshape(rows, -1).any(1)
+    found = bad.nonzero().flatten().tolist()
+    return found if len(found) < rows or rows == 1 else []
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Go through the tensors in nested lists, tuples and mappings, and in objects of dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors_in(one)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors_in(one)
+    elif hasattr(value, "__dataclass_fields__"):
+        for one in vars(value).values():
+            yield from tensors_in(one)
+
+
+def batch_rows(values: Iterable[Any]) -> int:
+    """Return how many rows a batch has: the first dimension of its first tensor that has one; 0 without any."""
+    return next((one.shape[0] for one in tensors_in(list(values)) if one.ndim), 0)
+
+
+def number(value: float) -> str:
+    """Return a number that is not finite as text."""
+    return "nan" if value != value else "inf" if value > 0 else "-inf"

@@ -1,0 +1,101 @@
+"""Hooks of torch and fastai by which the checks of a call learn of calls of models and steps of optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..system.after_import import AfterImport
+
+
+class Models:
+    """The models of a call: modules in training that no other module calls."""
+
+    def __init__(self) -> None:
+        self.all: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        """In the order of their first calls, which is the same on all ranks."""
+        self._inner: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def is_new(self, module: nn.Module) -> bool:
+        """Return whether a model has been called for the first time. What it is made of was no model then."""
+        if module in self.all:
+            return False
+        inner = [one for one in module.modules() if one is not module]
+        self._inner.update(inner)
+        for one in inner:
+            self.all.pop(one, None)
+        self.all[module] = None
+        return True
+
+    def is_inner(self, module: nn.Module) -> bool:
+        """Return whether a module is part of a model."""
+        return module in self._inner
+
+
+def after_forward(stack: contextlib.ExitStack, action: Callable[[nn.Module, Any, Any, Any], None]) -> None:
+    """Call `action(module, args, kwargs, output)` after each forward pass, until the stack closes."""
+    stack.callback(register_module_forward_hook(action, with_kwargs=True).remove)
+
+
+def around_steps(
+    stack: contextlib.ExitStack, before: Callable[[Any, Any, Any], Any], after: Callable[..., None]
+) -> None:
+    """Call `before(optimizer, args, kwargs)` and `after(optimizer, ...)` around steps, until the stack closes.
+
+    `before` may return other arguments; their first is the optimizer. Where a step calls the step of its base
+    class, both are called for each.
+    """
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
+
+    def watch(module: types.ModuleType) -> None:
+        replace(stack, module.Learner, "_step", functools.partial(_fastai_step, before, after))
+
+    finder = AfterImport({"fastai.learner": watch})
+    sys.meta_path.insert(0, finder)
+    stack.callback(sys.meta_path.remove, finder)
+
+
+def _fastai_step(before: Any, after: Any, original: Any) -> Any:
+    """Make `Learner._step` call both for fastai's own optimizers; torch's have hooks."""
+
+    def _step(learner: Any) -> Any:
+        optimizer = learner.opt
+        own = hasattr(optimizer, "param_lists") and not hasattr(optimizer, "opt")
+        if own:
+            before(optimizer, (optimizer,), {})
+        result = original(learner)
+        if own:
+            after(optimizer)
+        return result
+
+    return _step
+
+
+def replace(stack: contextlib.ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put `make(what is there)` in the place of an attribute, until the stack closes."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(make(original)))
+    stack.callback(setattr, owner, name, original)
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer of torch, or of fastai."""
+    if hasattr(optimizer, "param_groups"):
+        return [one for group in optimizer.param_groups for one in group["params"]]
+    return [one for group in optimizer.param_lists for one in group]
+
+
+def in_training() -> bool:
+    """Return whether what runs is Python code that keeps a graph for a backward pass."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -1,0 +1,191 @@
+"""The check of the loss and the gradients of each step for NaN and infinities."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .finite import all_finite, tensors_in
+from .hooks import Models, after_forward, around_steps, in_training, parameters_of, replace
+from .search import Batch, ModelCall, Search
+
+#: Calls of models that are remembered, for the search.
+_MOST_CALLS = 16
+
+
+class NanCheck:
+    """The check of one call."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        """Set by loops that know it, such as `fit`."""
+        self._calls: collections.deque[ModelCall] = collections.deque(maxlen=_MOST_CALLS)
+        self._models = Models()
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers in a step
+        self._losses: list[Tensor] = []
+        self._scaled = False
+        self._in_closure: Any = None
+        self._node: Any = None  # of the last loss
+
+    # ------------------------------------------------------------------------------------------------- what is checked
+
+    def called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Remember a call of a model in training; hooked to all modules."""
+        if self._models.is_inner(module) or not in_training():
+            return
+        if self._models.is_new(module):
+            inner = {id(one) for one in module.modules() if one is not module}
+            kept = [call for call in self._calls if id(call.module) not in inner]  # the others were called by this one
+            self._calls = collections.deque(kept, maxlen=_MOST_CALLS)
+        gradients: dict[int, Tensor] = {}
+        results = [one for one in tensors_in(output) if one.requires_grad]
+        kind = results[0].device.type if results else "cpu"
+        autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        for place, one in enumerate(results):
+            one.register_hook(functools.partial(gradients.__setitem__, place))
+        last = max((one.grad_fn._sequence_nr() for one in results if one.grad_fn is not None), default=0)
+        if any(one.grad_fn is not None for one in tensors_in([args, kwargs])):
+            args, kwargs = tree_map(_without_graph, (args, kwargs))
+        self._calls.append(ModelCall(module, args, kwargs, autocast, gradients, len(results), last))
+
+    def before_backward(self, tensors: Any, gradients: Any) -> None:
+        """Check a loss: on a CPU now, else together with the gradients, as the host would have to wait."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if gradients is not None or self._scaled:
+            return
+        for loss in tensors:
+            if loss.numel() != 1 or not loss.is_floating_point():
+                continue
+            self._node = loss.grad_fn
+            if loss.device.type != "cpu":
+                self._losses.append(loss.detach())
+            elif not -float("inf") < loss.item() < float("inf"):
+                raise self._search().loss_error(loss, self._step())
+
+    def scaled(self) -> None:
+        """A gradient scaler is in use: it leaves steps out that overflow."""
+        self._scaled = True
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check the gradients; where a step has a closure, after each call of it."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if optimizer in self._open:  # called by the `step` of a subclass
+            return None
+        self._open.add(optimizer)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if closure is None:
+            self._check(optimizer)
+            return None
+
+        def checked() -> Any:
+            self._in_closure = optimizer
+            try:
+                loss = closure()
+                self._check(optimizer)
+            finally:
+                self._in_closure = None
+            return loss
+
+        return (args[0], checked, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Know that a step is over."""
+        self._open.discard(optimizer)
+
+    def _check(self, optimizer: Any) -> None:
+        """Raise `NotFinite` unless the losses and gradients of a step are finite."""
+        losses, self._losses = self._losses, []
+        parameters = parameters_of(optimizer)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        # A scaler that leaves it to the optimizer to skip a step has set `found_inf`.
+        if getattr(optimizer, "found_inf", None) is None and not all_finite([*losses, *gradients]):
+            for loss in losses:
+                if not bool(loss.isfinite()):
+                    raise self._search().loss_error(loss, self._step())
+            raise self._search().gradient_error(parameters, self._step(optimizer), self._node)
+        self._node = None
+        if len(self._steps) == 1:
+            self._calls.clear()
+
+    def at_the_end(self) -> None:
+        """Check the parameters that the last steps have left."""
+        for optimizer, steps in list(self._steps.items()):
+            found = self._search().bad_parameter(parameters_of(optimizer), steps) if steps else None
+            if found is not None:
+                raise found
+
+    def _search(self) -> Search:
+        return Search(self._calls, self._models.all, self.batch)
+
+    def _step(self, optimizer: Any = None) -> int:
+        """Return the number of the step that is being made."""
+        if self.batch is not None:
+            return self.batch.step
+        optimizer = optimizer or self._in_closure
+        if optimizer is not None:
+            return self._steps[optimizer]
+        return min(self._steps.values(), default=0) + 1
+
+
+def _without_graph(value: Any) -> Any:
+    """Return a result of operations as a tensor that keeps none of them, nor their memory."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+_active: list[NanCheck] = []
+
+
+def active() -> NanCheck | None:
+    """Return the check of the call that runs; None where none was asked for."""
+    return _active[-1] if _active else None
+
+
+@contextlib.contextmanager
+def nan_check() -> Iterator[NanCheck]:
+    """Check each loss and gradient inside `with`; raises `NotFinite`. Where that is done already, this adds nothing."""
+    if _active:
+        yield _active[-1]
+        return
+    check = NanCheck()
+    _active.append(check)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_active.remove, check)
+        after_forward(stack, check.called)
+        around_steps(stack, check.before_step, check.after_step)
+        replace(stack, torch.autograd, "backward", functools.partial(_backward, check))
+        for name in ("torch.amp.grad_scaler", "torch.distributed.fsdp.sharded_grad_scaler"):
+            for scaler in ("GradScaler", "ShardedGradScaler"):
+                module = sys.modules.get(name)
+                if module is not None and "scale" in vars(getattr(module, scaler, object)):
+                    replace(stack, getattr(module, scaler), "scale", functools.partial(_scale, check))
+        yield check
+        check.at_the_end()
+
+
+def _backward(check: NanCheck, original: Any) -> Any:
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        check.before_backward(tensors, grad_tensors)
+        original(tensors, grad_tensors, *args, **kwargs)
+
+    return backward
+
+
+def _scale(check: NanCheck, original: Any) -> Any:
+    def scale(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        if scaler.is_enabled():
+            check.scaled()
+        return original(scaler, *args, **kwargs)
+
+    return scale

@@ -1,0 +1,183 @@
+"""The search for what made a loss, a gradient or a parameter NaN or infinite; it runs only once that is so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import NotFinite
+from .finite import all_finite, bad_rows, batch_rows, is_float, number, tensors_in
+from .graph import blame, steepest
+from .report import error, name_of, path_of, text_of, unwrapped
+from .trace import Culprit, Source, run_again
+
+#: Seconds that a rank waits whose own numbers are right: the rank that made others not finite says more.
+PATIENCE = 20.0
+
+
+class ModelCall(NamedTuple):
+    """The forward pass of a model, and what it takes to run it again."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: tuple[str, bool, torch.dtype]
+    gradients: dict[int, Tensor]
+    """Those of its results, by number, once a backward pass has made them."""
+    results: int
+    """How many results require a gradient."""
+    last: int
+    """The number of the last operation in its graph, which is not kept itself: it has all activations."""
+
+    def again(self) -> Any:
+        """Run the forward pass."""
+        kind, enabled, dtype = self.autocast
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            return self.module(*self.args, **self.kwargs)
+
+
+class Batch(NamedTuple):
+    """The batch that a loop trains on."""
+
+    step: int
+    loss: Callable[[], Tensor]
+    """Computes its loss, again."""
+    columns: Any
+    """A mapping from name to column, or tensors."""
+    rows: int
+
+    def values(self) -> Sequence[Any]:
+        """Return the columns as arguments of a model are given."""
+        return self.columns if isinstance(self.columns, (list, tuple)) else [self.columns]
+
+
+class Search:
+    """The search after a fault.
+
+    Args:
+        calls: Calls of models since the last step.
+        models: All models of the call.
+        batch: What the loop trains on, where that is known.
+    """
+
+    def __init__(self, calls: Sequence[ModelCall], models: Iterable[nn.Module], batch: Batch | None) -> None:
+        self._calls, self._models, self._batch = calls, list(models), batch
+
+    def _roots(self) -> list[nn.Module]:
+        return list(dict.fromkeys([*(call.module for call in self._calls), *self._models]))
+
+    def loss_error(self, loss: Tensor, step: int) -> NotFinite:
+        """Return the error for a loss that is not finite."""
+        value = number(float(loss.detach()))
+        for call in self._calls:
+            found = self.bad_parameter(list(call.module.parameters()), step - 1)
+            if found is not None:
+                return found
+        batch: Sequence[Any]
+        if self._batch is None:
+            for call in self._calls:
+                size = batch_rows([call.args, call.kwargs])
+                culprit = run_again(call.again, size)
+                if culprit is not None:
+                    return self._error("loss", step, value, culprit, _named(call), size)
+            batch = [one for call in list(self._calls)[:1] for one in _named(call)]
+            size = batch_rows(batch)
+        else:
+            batch, size = self._batch.values(), self._batch.rows
+            culprit = run_again(self._batch.loss, size)
+            if culprit is not None:
+                return self._error("loss", step, value, culprit, batch, size)
+        node = blame(loss, size) if loss.grad_fn is not None else None
+        if node is None:
+            cause = "the results of the model are finite: look at what computes the loss from them"
+            return error("loss", step, value, cause=cause if self._calls else "")
+        _, module = ("", "") if node.parameter is None else name_of(node.parameter, self._roots())
+        about: dict[str, Any] = {"rows": node.rows, "batch": batch, "size": size}
+        return error("loss", step, value, op=node.op, module=module, after=True, **about)
+
+    def gradient_error(self, parameters: Sequence[Tensor], step: int, node: Any) -> NotFinite:
+        """Return the error for gradients of which one is not finite; `node` is the last loss's, in its graph."""
+        found = self.bad_parameter(parameters, step - 1)
+        if found is not None:
+            return found
+        bad = [one for one in parameters if one.grad is not None and not all_finite([one.grad])]
+        value = text_of(bad[0].grad) if bad[0].grad is not None and not bad[0].grad.is_sparse else "not finite"
+        outside: tuple[Sequence[int], ModelCall] | None = None
+        for run, wanted, gradients, batch, size in self._runs(parameters):
+            culprit = run_again(run, size, wanted, gradients)
+            if culprit is not None:
+                return self._error("gradient", step, value, culprit, batch, size)
+        for call in reversed(self._calls):
+            incoming = [one for one in call.gradients.values() if not all_finite([one])]
+            if incoming:
+                outside = bad_rows(incoming[0], batch_rows([call.args, call.kwargs])), call
+        name, module = name_of(bad[-1], self._roots())
+        if outside is None:
+            self._wait_for_others()
+            cause = "no operation of this rank makes it so: another rank's gradients, or what was done to them, may"
+            return error("gradient", step, value, parameter=name, module=module, cause=cause)
+        rows, call = outside
+        size, own = batch_rows([call.args, call.kwargs]), type(unwrapped(call.module)).__name__
+        op = steepest(node, call.last) if node is not None else ""
+        cause = "it is so for the model's result already: look at what computes the loss from that"
+        about: dict[str, Any] = {"rows": rows, "batch": _named(call), "size": size, "op": op, "after": bool(op)}
+        return error("gradient", step, value, module=own, cause=cause, backward=bool(op), **about)
+
+    def _runs(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Any, Sequence[Tensor], Any, Sequence[Any], int]]:
+        """Yield the runs that can be made again with their backward pass, the last first."""
+        if self._batch is not None:
+            yield self._batch.loss, parameters, (), self._batch.values(), self._batch.rows
+            return
+        for call in reversed(self._calls):
+            gradients = [call.gradients.get(place) for place in range(call.results)]
+            finite = [one for one in gradients if one is not None]
+            if finite and all_finite(finite):
+                wanted = [one for one in call.module.parameters() if one.requires_grad]
+                wanted += [one for one in tensors_in([call.args, call.kwargs]) if one.requires_grad]
+                yield call.again, wanted, gradients, _named(call), batch_rows([call.args, call.kwargs])
+
+    def bad_parameter(self, parameters: Sequence[Tensor], step: int) -> NotFinite | None:
+        """Return the error for the first parameter that is not finite, if there is one."""
+        if all_finite(parameters):
+            return None
+        one = next(one for one in parameters if not all_finite([one]))
+        name, module = name_of(one, self._roots())
+        return error("parameter", step, text_of(one), parameter=name or "of no module", module=module)
+
+    def _error(
+        self, kind: str, step: int, value: str, found: Culprit | Source, batch: Sequence[Any], size: int
+    ) -> NotFinite:
+        about: dict[str, Any] = {"rows": found.rows, "batch": batch, "size": size}
+        if isinstance(found, Culprit):
+            module = path_of(found.module, self._roots())
+            about |= {"op": found.op, "backward": found.backward, "place": found.place, "module": module}
+            return error(kind, step, value, **about, dtype=found.dtype)
+        name, module = name_of(found.tensor, self._roots())
+        if name:
+            cause = f"`{name}` has {text_of(found.tensor)}"
+        else:
+            cause, module = f"the batch has {text_of(found.tensor)}{_column(batch)}", self._first_module()
+        return error(kind, step, value, **about, module=module, parameter=name, cause=cause)
+
+    def _first_module(self) -> str:
+        return type(unwrapped(self._calls[0].module)).__name__ if self._calls else ""
+
+    def _wait_for_others(self) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            time.sleep(PATIENCE)  # an interrupt ends it as soon as another rank has said why
+
+
+def _named(call: ModelCall) -> list[Any]:
+    return [*call.args, dict(call.kwargs)]
+
+
+def _column(batch: Sequence[Any]) -> str:
+    """Return which column of a batch is not finite, in words; empty for a batch without names."""
+    named = [(name, one) for value in batch if isinstance(value, Mapping) for name, one in value.items()]
+    bad = [name for name, one in named if is_float(one) and not all_finite([one])]
+    return f" in column `{bad[0]}`" if bad else ""

@@ -1,0 +1,204 @@
+"""`check="nan"`: what is named of numbers that are not finite, and what is no fault."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from nan_faults import FAULTS, net, run, with_row
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+from torch.utils.data import TensorDataset
+
+from nbdist import NotFinite, RankMismatch, Session
+from nbdist.numerics.nan import active, nan_check
+
+RANKS, OPTIONS, WARM = 2, {"devices": "cpu", "check": "nan"}, "import fastai.basics"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str) -> None:
+    fault = FAULTS[name]
+    with pytest.raises(NotFinite) as caught, nan_check():
+        run(fault)
+    error = caught.value
+    said = f"{error}\n{vars(error)}"
+    assert error.step == fault.step, said
+    assert fault.kind in (error.kind, "any"), said
+    assert error.rows == fault.rows and (not fault.op or error.op == fault.op), said
+    assert error.module and fault.module in ("", error.module), said
+
+
+# ------------------------------------------------------------------------------------------------- what is no fault
+
+
+def test_what_is_finite_goes_on() -> None:
+    """Infinities that masks write, sparse gradients, half precision, unused parameters, and large norms."""
+    table = nn.EmbeddingBag(10, 3, mode="sum", sparse=True)
+    weights = nn.Parameter(torch.full((4,), 1e25))
+    unused, masked = nn.Linear(2, 2), nn.Linear(3, 4)
+    tables, dense = (
+        torch.optim.SGD(table.parameters(), lr=0.0),
+        torch.optim.SGD([weights, *masked.parameters()], lr=0.0),
+    )
+    with nan_check():
+        for _ in range(3):
+            scores = masked(table(torch.tensor([[1, 2], [3, 4]])))
+            masks = torch.tensor([[False, True, True, False]])
+            (scores.masked_fill(masks, -torch.inf).softmax(1) * weights).sum().backward()
+            assert weights.grad is not None and unused.weight.grad is None
+            tables.step()
+            dense.step()
+            tables.zero_grad()
+            dense.zero_grad()
+    half = nn.Linear(3, 1).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(half.parameters(), lr=1e-3)
+    with nan_check():
+        half(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+
+def test_steps_that_a_scaler_leaves_out() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38)
+    with nan_check():
+        for _ in range(9):
+            optimizer.zero_grad()
+            scaler.scale(1e3 * model(torch.ones(2, 3)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert 0 < scaler.get_scale() < 1e38 and all(one.isfinite().all() for one in model.parameters())
+
+
+def test_no_graph_is_kept() -> None:
+    """A pass without a step, as in an evaluation that forgets `no_grad`, must not keep the activations."""
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), nn.MSELoss()
+    kept: list[weakref.ref[torch.Tensor]] = []
+    model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
+    with nan_check():
+        for _ in range(5):
+            loss(model(torch.ones(2, 3)), torch.ones(2, 1))
+        gc.collect()
+        assert len(kept) == 5 and not [one for one in kept if one() is not None]
+
+
+def test_nothing_is_left_of_the_check() -> None:
+    before = torch.autograd.backward, torch.amp.GradScaler.scale, list(sys.meta_path)
+    with pytest.raises(ZeroDivisionError), nan_check():
+        assert torch.autograd.backward is not before[0] and active() is not None
+        raise ZeroDivisionError
+    assert before == (torch.autograd.backward, torch.amp.GradScaler.scale, list(sys.meta_path)) and active() is None
+    assert not nn.modules.module._global_forward_hooks
+    assert not optimizers._global_optimizer_pre_hooks
+    assert not optimizers._global_optimizer_post_hooks
+
+
+# ------------------------------------------------------------------------------------------------ other kinds of loops
+
+
+def test_a_closure() -> None:
+    """The forward and backward pass are inside the step, as Lightning and LBFGS have it."""
+    model = net()()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    data = with_row(3, 2, 1, float("inf"))
+    batch = torch.zeros(8, 3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    def train() -> None:
+        nonlocal batch
+        for step in range(1, 9):
+            batch = data(step)
+            optimizer.step(closure)
+
+    with pytest.raises(NotFinite, match=r"the loss of step 3 .* the batch has inf") as caught, nan_check():
+        train()
+    assert caught.value.rows == [2] and caught.value.values == [{"argument 1": batch[2].tolist()}]
+
+
+def test_two_optimizers_count_their_own_steps() -> None:
+    one, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    both = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    data = with_row(4, 1, 0, float("nan"))
+    with pytest.raises(NotFinite) as caught, nan_check():
+        for step in range(1, 9):
+            for model, optimizer in zip((one, other), both, strict=True):
+                model(data(1 if model is one else step)).mean().backward()
+                optimizer.step()
+    assert (caught.value.step, caught.value.rows) == (4, [1])
+
+
+def test_the_last_step_counts() -> None:
+    """An update that makes a parameter infinite, and no step after it."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    said = r"parameter `weight` of rank 0 is -?inf after the update of step 1"
+    with pytest.raises(NotFinite, match=said) as caught, nan_check():
+        (1e30 * model(torch.ones(2, 3)).sum()).backward()
+        optimizer.step()
+    assert caught.value.parameter == "weight" and "a lower learning rate" in str(caught.value)
+
+
+def test_an_error_arrives_whole() -> None:
+    error = NotFinite("text", step=3, rank=1, kind="loss", op="log", module="a.b", rows=[4], values=[{"user": 5}])
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+    other = RankMismatch("text", step=3, tensor="weight", ranks=[1])
+    assert vars(pickle.loads(pickle.dumps(other))) == vars(other)
+
+
+# ------------------------------------------------------------------------------------------------------------ on ranks
+
+
+def ddp(fault: str, culprit: int) -> None:
+    """Train with a fault on one rank, whose gradients all ranks get."""
+    own = FAULTS[fault]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(own.model())
+    optimizer = own.optimizer(model.parameters(), lr=own.rate)  # type: ignore[call-arg]
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        batch = own.data(step if dist.get_rank() == culprit else 10**6 + step)
+        own.loss(model(batch), batch).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "fault", ["a zero in a logarithm of the model", "the root of zero, in the backward pass", "an infinite feature"]
+)
+def test_the_rank_is_named(session: Session, fault: str) -> None:
+    with pytest.raises(NotFinite) as caught:
+        session.run(ddp, fault, 1)
+    own, error = FAULTS[fault], caught.value
+    assert (error.rank, error.step, error.module, error.rows) == (1, own.step, own.module, own.rows), error
+    text = error.__cause__.text  # type: ignore[union-attr]
+    assert "optimizer.step()" in text or ".backward()" in text
+    assert f"numerics{os.sep}nan.py" not in text, "its frames are of no use"
+    assert session.run(ddp, fault, 5) is None, "the next call is checked, and right"
+
+
+def fastai_fit() -> None:
+    from fastai.basics import DataLoaders, Learner
+    from fastai.data.load import DataLoader
+
+    rows = TensorDataset(torch.ones(64, 3), torch.ones(64, 1))
+    rows.tensors[0][43, 1] = torch.nan
+    batches = DataLoader(rows, bs=8)
+    Learner(DataLoaders(batches, batches), net()(), loss_func=nn.MSELoss()).fit(1, 1e-3)
+
+
+def test_a_learner_of_fastai(session: Session) -> None:
+    with pytest.raises(NotFinite, match=r"the loss of step 6 .* the batch has nan") as caught:
+        session.run(fastai_fit)
+    assert caught.value.rows == [3] and caught.value.module == "Sequential"
