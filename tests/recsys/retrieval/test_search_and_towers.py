@@ -119,7 +119,7 @@ def test_an_index_is_kept(index: ItemIndex, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [([1, 2, 3], "a row for each of 3 ids"), ([1, None], "null"), ([1, 1], "twice")]
+    ("ids", "message"), [([1, 2, 3], "a row for each of 3 ids"), ([1, None], "null"), ([1, 1], "unique")]
 )
 def test_invalid_ids_of_an_index_are_refused(ids: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
