@@ -1,10 +1,9 @@
-"""Quality of recommendations: two towers, implicit's ALS and BPR, and popularity, on the same split."""
+"""Quality of recommendations, by `nbdist.recsys.benchmark`: its models, two towers, and implicit's ALS and BPR."""
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,67 +16,14 @@ from torch.nn.functional import cross_entropy
 from benchmarks.machine import conditions, name_of, save_section, title_of
 from nbdist import Session
 from nbdist.recsys.datasets import movielens
-from nbdist.recsys.etl import Categorify, Workflow, leave_one_out
+from nbdist.recsys.etl import Categorify, Workflow
 from nbdist.recsys.loader import MemoryLoader, Ragged
-from nbdist.recsys.metrics import ranking_metrics
 from nbdist.recsys.models import TwoTower, softmax_logits
+from nbdist.recsys.recommenders import EASE, IALS, Candidate, ItemKNN, Popularity, benchmark
+from nbdist.recsys.recommenders.spaces import Range
 from nbdist.recsys.retrieval import top_k
 from nbdist.recsys.sharding import replicate
 from nbdist.recsys.training import fit, warmup_decay
-
-K = 10
-METRICS = (f"recall@{K}", f"ndcg@{K}", f"mrr@{K}")
-"""With one row a user to be found, recall is the hit rate."""
-
-
-@dataclass
-class Likes:
-    """Ratings above 3 in three parts, by codes."""
-
-    source: str
-    workflow: Workflow
-    train: pl.DataFrame
-    valid: pl.DataFrame
-    test: pl.DataFrame
-    movies: dict[str, Any] = field(repr=False)
-    """The columns of all movies, by code: what the item tower takes."""
-
-    @classmethod
-    def of(cls, name: str) -> Likes:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that they are invented is in `source`
-            ratings, movies, source = movielens(name, synthetic=True)
-        split = leave_one_out(ratings.filter(pl.col("rating") > 3).join(movies, on="movie"))
-        workflow = Workflow(Categorify("user", "movie", "genres")).fit(split.train, progress=False)
-        columns = ["user", "movie", "genres"]
-        parts = [workflow.transform(part, columns).collect().filter(pl.col("movie") > 1) for part in split]
-        codes = workflow.vocabularies["movie"].mapping()
-        known = movies.filter(pl.col("movie").is_in(list(codes)))
-        table = workflow.transform(known, ["movie", "genres"]).collect().sort("movie")
-        (columns_of_movies,) = MemoryLoader(table, len(table))
-        return cls(source, workflow, *parts, columns_of_movies)
-
-    def size(self, column: str) -> int:
-        return self.workflow.vocabularies[column].size
-
-    def lists(self, rows: pl.DataFrame) -> Ragged:
-        """The movies of each user, by code."""
-        users = pl.DataFrame({"user": range(self.size("user"))}, schema={"user": pl.Int64})
-        joined = users.join(rows.group_by("user").agg("movie"), on="user", how="left", maintain_order="left")
-        (batch,) = MemoryLoader(joined.select(pl.col("movie").fill_null([])), len(joined))
-        return batch["movie"]
-
-    def judged(self, recommend: Callable[[Ragged], torch.Tensor]) -> list[dict[str, float]]:
-        """Metrics on the validation rows, and on the test rows."""
-        found = []
-        for seen, held in ((self.train, self.valid), (pl.concat([self.train, self.valid]), self.test)):
-            found.append(ranking_metrics(recommend(self.lists(seen)), self.lists(held), K))
-        return found
-
-
-def popularity(likes: Likes) -> Callable[[Ragged], torch.Tensor]:
-    shares = likes.workflow.vocabularies["movie"].shares()[None]  # (1, movies)
-    return lambda seen: top_k(torch.ones(likes.size("user"), 1), shares.T, K, exclude=_and_unknown(seen))[1]
 
 
 def interactions(rows: pl.DataFrame, shape: tuple[int, int]) -> scipy.sparse.csr_matrix:
@@ -85,114 +31,162 @@ def interactions(rows: pl.DataFrame, shape: tuple[int, int]) -> scipy.sparse.csr
     return scipy.sparse.csr_matrix((np.ones(len(rows), np.float32), (rows["user"], rows["movie"])), shape=shape)
 
 
-def implicit_model(kind: str, likes: Likes, **options: Any) -> Callable[[Ragged], torch.Tensor]:
-    from implicit.als import AlternatingLeastSquares
-    from implicit.bpr import BayesianPersonalizedRanking
+@dataclass
+class Coded:
+    """A log by the codes of its users and items, with the items that each user has taken."""
 
-    matrix = interactions(likes.train, (likes.size("user"), likes.size("movie")))
-    model = {"als": AlternatingLeastSquares, "bpr": BayesianPersonalizedRanking}[kind](random_state=0, **options)
-    model.fit(matrix, show_progress=False)
-    users, movies = torch.from_numpy(model.user_factors), torch.from_numpy(model.item_factors)
-    return lambda seen: top_k(users, movies, K, exclude=_and_unknown(seen))[1]
+    log: pl.DataFrame
+    user: str
+    item: str
+    workflow: Workflow = field(init=False)
+    rows: pl.DataFrame = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.workflow = Workflow(Categorify(self.user, self.item)).fit(self.log, progress=False)
+        self.rows = self.workflow.transform(self.log, [self.user, self.item]).collect()
+
+    def size(self, column: str) -> int:
+        return self.workflow.vocabularies[column].size
+
+    def best(self, users: pl.Series, user_vectors: Any, item_vectors: Any, k: int) -> pl.DataFrame:
+        """The items with the largest products that a user has not taken."""
+        asked = self.workflow.transform(pl.DataFrame({self.user: users}), [self.user]).collect()
+        taken = self.rows.group_by(self.user).agg(self.item)
+        lists = asked.join(taken, on=self.user, how="left", maintain_order="left")[self.item]
+        # The codes of null and of unknown items are no items.
+        lists = pl.DataFrame({"i": lists}).select(i=pl.concat_list(pl.lit(0), pl.lit(1), "i"))["i"]
+        lengths = torch.from_numpy(lists.list.len().cast(pl.Int64).to_numpy(writable=True))
+        values = torch.from_numpy(lists.explode().cast(pl.Int64).to_numpy(writable=True))
+        exclude = Ragged(values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        codes = torch.from_numpy(asked[self.user].cast(pl.Int64).to_numpy(writable=True))
+        _, places = top_k(torch.as_tensor(user_vectors)[codes], torch.as_tensor(item_vectors), k, exclude=exclude)
+        ids = self.workflow.vocabularies[self.item].mapping()
+        by_code = {code: id for id, code in ids.items()}
+        return pl.DataFrame({"items": [[by_code[code] for code in row if code >= 0] for row in places.tolist()]})
 
 
-def two_tower(likes: Likes, session: Session, **options: Any) -> Callable[[Ragged], torch.Tensor]:
-    model = session.run(train, likes, **options)
-    with torch.no_grad():
-        users = model.query({"user": torch.arange(likes.size("user"))})
-        vectors = model.item(likes.movies)
-    movies = torch.zeros(likes.size("movie"), vectors.shape[1])
-    movies[likes.movies["movie"]] = vectors
-    return lambda seen: top_k(users, movies, K, exclude=_and_unknown(seen))[1]
+class Implicit:
+    """A model of the library implicit."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        from implicit.als import AlternatingLeastSquares
+        from implicit.bpr import BayesianPersonalizedRanking
+
+        make = {"als": AlternatingLeastSquares, "bpr": BayesianPersonalizedRanking}[kind]
+        self._model = make(random_state=0, **options)
+
+    def fit(self, log: pl.DataFrame, *, user: str, item: str, time: str | None) -> None:
+        self._coded = Coded(log, user, item)
+        matrix = interactions(
+            self._coded.rows.rename({user: "user", item: "movie"}), (self._coded.size(user), self._coded.size(item))
+        )
+        self._model.fit(matrix, show_progress=False)
+
+    def recommend(self, users: pl.Series, k: int) -> pl.DataFrame:
+        return self._coded.best(users, self._model.user_factors, self._model.item_factors, k)
+
+
+class Towers:
+    """Two towers, trained on the ranks of a session."""
+
+    def __init__(self, session: Session, movies: pl.DataFrame, **options: Any) -> None:
+        self._session, self._movies, self._options = session, movies, options
+
+    def fit(self, log: pl.DataFrame, *, user: str, item: str, time: str | None) -> None:
+        self._coded = Coded(log, user, item)
+        known = log.join(self._movies, on=item, maintain_order="left")
+        workflow = Workflow(Categorify(user, item, "genres")).fit(known, progress=False)
+        rows = workflow.transform(known, [user, item, "genres"]).collect()
+        sizes = {name: workflow.vocabularies[name].size for name in (user, item, "genres")}
+        shares = workflow.vocabularies[item].shares()
+        model = self._session.run(train, rows, sizes, shares, user, item, **self._options)
+        one_each = workflow.transform(known.unique(item).sort(item), [item, "genres"]).collect()
+        (batch,) = MemoryLoader(one_each, len(one_each))
+        with torch.no_grad():
+            self._users = model.query({user: torch.arange(sizes[user])})
+            vectors = model.item(batch)
+        self._items = torch.zeros(sizes[item], vectors.shape[1])
+        self._items[batch[item]] = vectors
+
+    def recommend(self, users: pl.Series, k: int) -> pl.DataFrame:
+        return self._coded.best(users, self._users, self._items, k)
 
 
 def train(
-    likes: Likes, dim: int, epochs: int, lr: float, decay: float, batch_size: int, temperature: float = 1.0
+    rows: pl.DataFrame,
+    sizes: dict[str, int],
+    shares: Any,
+    user: str,
+    item: str,
+    dim: int,
+    epochs: int,
+    decay: float,
+    temperature: float,
 ) -> Any:
     """In a rank."""
     torch.manual_seed(0)
-    item = {name: likes.size(name) for name in ("movie", "genres")}
-    model = TwoTower({"user": likes.size("user")}, item, embedding_dim=dim)
-    parallel = replicate(model, lambda parameters: torch.optim.AdamW(parameters, lr=lr, weight_decay=decay))
-    shares = likes.workflow.vocabularies["movie"].shares()
+    model = TwoTower({user: sizes[user]}, {name: sizes[name] for name in (item, "genres")}, embedding_dim=dim)
+    parallel = replicate(model, lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=decay))
 
     def predict(module: Any, batch: Any) -> Any:
-        return softmax_logits(*module(batch), batch["movie"], shares, temperature=temperature)
+        return softmax_logits(*module(batch), batch[item], shares, temperature=temperature)
 
-    rows = MemoryLoader(likes.train, batch_size, shuffle=True, seed=0)
-    schedule = warmup_decay(epochs * len(rows), warmup=20)
-    fit(parallel, predict, rows, epochs=epochs, loss=cross_entropy, schedule=schedule, progress=False)
+    loader = MemoryLoader(rows, 512, shuffle=True, seed=0)
+    schedule = warmup_decay(epochs * len(loader), warmup=20)
+    fit(parallel, predict, loader, epochs=epochs, loss=cross_entropy, schedule=schedule, progress=False)
     return parallel.gather()
 
 
-def _and_unknown(seen: Ragged) -> Ragged:
-    """Lists with the codes of null and of unknown movies at the front of each: they are no movies."""
-    rows = len(seen.lengths)
-    lists = [torch.cat([torch.tensor([0, 1]), one]) for one in seen.values.split(seen.lengths.tolist())]
-    return Ragged(torch.cat(lists), torch.cat([torch.zeros(1).long(), (seen.lengths + 2).cumsum(0)])) if rows else seen
-
-
-def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """All combinations."""
-    found: list[dict[str, Any]] = [{}]
-    for name, some in values.items():
-        found = [{**one, name: value} for one in found for value in some]
-    return found
-
-
-def measure(likes: Likes, session: Session) -> list[str]:
-    contestants: dict[str, tuple[Callable[..., Any], list[dict[str, Any]]]] = {
-        "popularity": (lambda: popularity(likes), [{}]),
-        "implicit ALS": (
-            lambda **options: implicit_model("als", likes, **options),
-            grid(factors=[4, 8, 16, 32, 64, 128], regularization=[1.0, 10.0, 30.0], alpha=[1.0]),
+def candidates(session: Session, movies: pl.DataFrame) -> dict[str, Any]:
+    return {
+        "popularity": Popularity,
+        "item neighbors (nbdist)": ItemKNN,
+        "EASE (nbdist)": EASE,
+        "iALS (nbdist)": IALS,
+        "two towers (nbdist)": Candidate(
+            lambda **options: Towers(session, movies, **options),
+            {"dim": (16, 64), "epochs": (10, 20), "decay": Range(0.05, 1.0, log=True), "temperature": (0.5, 1.0)},
         ),
-        "implicit BPR": (
-            lambda **options: implicit_model("bpr", likes, **options),
-            grid(factors=[8, 16], learning_rate=[0.005, 0.01], regularization=[0.01, 0.1], iterations=[100]),
+        "implicit ALS": Candidate(
+            lambda **options: Implicit("als", **options),
+            {
+                "factors": (16, 32, 64, 128),
+                "regularization": Range(0.1, 100.0, log=True),
+                "alpha": Range(0.5, 20.0, log=True),
+            },
         ),
-        "two towers (nbdist)": (
-            lambda **options: two_tower(likes, session, **options),
-            grid(dim=[8, 16, 64], epochs=[10, 20], lr=[0.01], decay=[0.1, 0.3, 1.0], batch_size=[512]),
+        "implicit BPR": Candidate(
+            lambda **options: Implicit("bpr", iterations=100, **options),
+            {
+                "factors": (8, 16, 32),
+                "learning_rate": Range(0.002, 0.05, log=True),
+                "regularization": Range(0.003, 0.3, log=True),
+            },
         ),
     }
-    lines = []
-    for name, (make, settings) in contestants.items():
-        judged = []
-        for options in settings:
-            valid, test = likes.judged(make(**options))
-            print(name, options, valid, flush=True)
-            judged.append((valid[f"ndcg@{K}"], test, options))
-        _, test, options = max(judged, key=lambda one: one[0])
-        said = ", ".join(f"{key} {value}" for key, value in options.items()) or "–"
-        lines.append(
-            f"| {name} | {' | '.join(f'{test[metric]:.4f}' for metric in METRICS)} | {len(settings)} | {said} |"
-        )
-    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sets", nargs="+", default=["100k", "1m"], choices=["100k", "1m"])
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--without", nargs="+", default=[], help="beginnings of names of models to leave out")
     parser.add_argument("--print", action="store_true", help="leave results/ alone")
     options = parser.parse_args()
-    packages = ("torch", "implicit", "torchmetrics", "polars")
     with Session(2) as session:
         for name in options.sets:
-            likes = Likes.of(name)
-            lines = [
-                f"{name_of(likes.source)}. Liked are ratings above 3: "
-                f"{len(likes.train):,} to train on; of each user the last one is to be found "
-                f"among {likes.size('movie') - 2:,} movies, without those that the user has liked before "
-                f"({len(likes.test):,} users); the one before it chose among settings, by NDCG@{K}. The standard error "
-                f"of a recall of 0.06 of these users is {(0.06 * 0.94 / len(likes.test)) ** 0.5:.4f}.",
-                "",
-                f"| model | {' | '.join(METRICS)} | settings tried | chosen |",
-                "|---|" + "--:|" * (len(METRICS) + 1) + "---|",
-                *measure(likes, session),
-                "",
-            ]
-            save_section("quality", title_of(name, likes.source), lines + conditions(packages), keep=not options.print)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that they are invented is in `source`
+                ratings, movies, source = movielens(name, synthetic=True)
+            models = candidates(session, movies)
+            for beginning in options.without:
+                models = {model: one for model, one in models.items() if not model.startswith(beginning)}
+            likes = ratings.filter(pl.col("rating") > 3)
+            found = benchmark(models, likes, item="movie", trials=options.trials)
+            lines = [f"{name_of(source)}. Liked are ratings above 3.", "", found.to_markdown(), ""]
+            packages = ["torch", "torchmetrics", "polars", "optuna", "scipy"]
+            packages += ["implicit"] if any(model.startswith("implicit") for model in models) else []
+            save_section("quality", title_of(name, source), lines + conditions(packages), keep=not options.print)
 
 
 if __name__ == "__main__":
