@@ -835,7 +835,7 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     (out / "thesis.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds thesis.txt, which is no part-\*.parquet"):
         one.write(FRAME, out, overwrite=True, progress=False)
-    with pytest.raises(FileExistsError, match="is a file"):
+    with pytest.raises(FileExistsError, match="must be a folder or not exist, got a file"):
         one.write(FRAME, out / "thesis.txt", progress=False)
     assert sorted(os.listdir(tmp_path)) == ["out"]
 

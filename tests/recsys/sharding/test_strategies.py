@@ -879,7 +879,7 @@ def test_installed_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matching("2.11.0")["torchrec"] == "1.6.1" and matching("2.5.1")["fbgemm-gpu"] == "1.0.0"
     with pytest.raises(ImportError, match=r"older than 2\.5"):
         matching("2.4.0")
-    with pytest.raises(ImportError, match=r"only up to torch 2\.\d\d"):
+    with pytest.raises(ImportError, match=r"knows a TorchRec for torch up to 2\.\d\d"):
         matching("2.99.0")
     pair = r"install the pair torchrec==1\.8\.0 and fbgemm-gpu-cpu==1\.8\.0"
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
