@@ -346,7 +346,7 @@ def test_timeout_of_one_that_has_returned() -> None:
 def test_ranks_that_do_not_begin_are_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.LONG_START", 1000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.notices.LONG_START", 1000.0)
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         session.run(lambda: dist.destroy_process_group())  # so that they have to join

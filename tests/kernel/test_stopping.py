@@ -92,7 +92,7 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
+    monkeypatch.setattr("nbdist.kernel.calls.leaving.Leaving.ask", pressed)
     with Session(2) as session:
         session.run(int)
         with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
@@ -107,7 +107,7 @@ def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.Monkey
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
+            patch.setattr("nbdist.kernel.calls.leaving.Leaving.ask", pressed)
             patch.setattr("nbdist.kernel.cell.comms.Comms.close", pressed)
             with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
                 session.run(pressing, os.getpid())
@@ -342,7 +342,7 @@ def test_a_failing_test_shows_its_own_lines(tmp_path: Path) -> None:
 
 
 def test_a_defect_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.session.draw_seeds", lambda: 1 / 0)
+    monkeypatch.setattr("nbdist.kernel.calls.requests.draw_seeds", lambda: 1 / 0)
     with Session(1) as session, pytest.raises(ZeroDivisionError) as caught:
         session.run(int)
     assert "_capture" in [entry.name for entry in caught.traceback]

@@ -10,7 +10,6 @@ from typing import Any
 from ...capture.call import Call
 from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
-from ...notebook.shell import shell
 from ...system.interrupts import postponed_interrupts
 from ...wire import protocol
 from ..cell.cell import Cell
@@ -19,7 +18,8 @@ from ..cell.relay import Log
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .keyboard import Keyboard
-from .stopping import describe_exit, early_stop
+from .notices import how_to_look_inside
+from .stopping import describe_exit, early_stop, ranks_named
 from .waiting import Waiting
 
 
@@ -191,15 +191,11 @@ class Executor:
             return values
         except BaseException as exc:
             if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
-                looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
-                looks = looks if self._keep_frames else f"hold_on_error=True, then {looks}"
-                exc.__cause__.inside = f"{looks} inside"
+                exc.__cause__.inside = how_to_look_inside(self._keep_frames)
             if isinstance(exc, SystemExit):  # of which the notebook shows the number alone, and a script nothing
                 group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
-                stuck = sorted(waiting.pending)
-                who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
-                self._lost = waiting.ended or f"{who} did not leave the last call"
+                self._lost = waiting.ended or f"{ranks_named(waiting.pending)} did not leave the last call"
                 if self._keep_frames:
                     group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
                 self._kill()

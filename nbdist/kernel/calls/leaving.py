@@ -1,0 +1,65 @@
+"""Messages and signals that make ranks leave a call which has failed or was stopped."""
+
+from __future__ import annotations
+
+import functools
+import signal
+
+from ...system.connections import Address, between
+from ...wire import protocol
+from .ending import Ending
+from .group import Group
+
+
+class Leaving:
+    """Makes the ranks of a call leave it, and their process group.
+
+    Args:
+        group: The ranks.
+        ending: Gets to know when each step is done.
+        pending: The ranks that have not answered. From here on, it and the other sets are shared with the caller.
+        begun: The ranks that have begun the call.
+        unfit: The ranks that are not waited for any more, and cannot take another call.
+    """
+
+    def __init__(self, group: Group, ending: Ending, pending: set[int], begun: set[int], unfit: set[int]) -> None:
+        self._group, self._ranks, self._ending = group, group.ranks, ending
+        self._pending, self._begun, self._unfit = pending, begun, unfit
+
+    def ask(self) -> None:
+        """Interrupt the ranks that have not answered, and let the others leave the process group."""
+        self._group.leave()
+        with self._ranks.together():
+            for rank in list(self._pending):
+                if self._ranks.pids[rank] is None:  # not even started: nothing of it to wait for
+                    self._pending.discard(rank)
+                    self._unfit.add(rank)  # it has got the call, and may still begin it
+                else:
+                    self._ranks.signal(rank, signal.SIGINT)
+        with self._ranks.together():
+            for rank in range(len(self._ranks.pids)):
+                if rank not in self._pending:
+                    self.dismiss(rank)
+            if self._ending.at_once:
+                self.abort()
+        self._ending.asked_to_leave()
+
+    def dismiss(self, rank: int) -> None:
+        """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
+        self._group.send(rank, protocol.Leave(self._peers[rank]))
+        self.abort()
+
+    def abort(self) -> None:
+        """Break off the waits of the pending ranks in their process groups, once."""
+        if not self._ending.aborted:
+            self._ending.aborted = True
+            with self._ranks.together():
+                for rank in self._pending:
+                    self._ranks.abort(rank, self._group.number, self._peers[rank])
+            # From here on: many ranks have many connections to be found.
+            self._ending.waits_broken_off(all_begun=self._pending <= self._begun)
+
+    @functools.cached_property
+    def _peers(self) -> list[list[Address]]:
+        """By rank: the other ends of the connections at which other ranks wait for it."""
+        return between(self._ranks.connections())
