@@ -98,6 +98,13 @@ class Ranks(Protocol):
     def listen(self) -> Hearer:
         """Gives what waits for all that ranks say and write, and for their ends."""
 
+    def logs(self, ranks: Sequence[int], most: int) -> Mapping[int, str]:
+        """Return the last text, of about `most` characters, that each of these ranks has written, where the engine does
+        not pass all of it on: it keeps what no cell shows."""
+
+    def cut_output(self, call: int) -> None:
+        """Pass on no more of the output of a call, by its number, than the last lines now and then."""
+
     def inherited(self) -> Mapping[str, str]:
         """Return the environment variables of the notebook that hold in the ranks, too."""
 

@@ -295,9 +295,12 @@ class Session:
         return self._requests.make(*what, **how)
 
     def logs(self, rank: int) -> str:
-        """Return what a rank has written, shown or not: the last million characters since the ranks started."""
+        """Return what a rank has written, shown or not: the last million characters since the ranks started.
+
+        On a cluster the nodes keep it; when ranks have ended there, eight million characters of all of them are left.
+        """
         check_rank(rank, self.nranks)
-        return self._executor.logs[rank].text() if self._executor.logs else ""
+        return self._executor.log(rank)
 
     def status(self) -> Status:
         """A table of the ranks: process, device, state, what each runs, memory, and its last line of output. Where

@@ -1,4 +1,4 @@
-"""What a context puts before the classes of `multiprocessing`, without a process: over classes made up for the test."""
+"""The classes that a context puts before those of `multiprocessing`, without a process, over classes of the test."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
 from ...system.interrupts import postponed_interrupts
 from ...wire import protocol
+from ...wire.log import Log
 from ..cell.cell import Cell
 from ..cell.comms import Between
-from ..cell.relay import Log
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .keyboard import Keyboard
@@ -101,6 +101,13 @@ class Executor:
         """The ranks whose frames are kept, first the one whose exception the last call raised."""
         return list(self.group.raised) if self._keep_frames and self.group is not None else []
 
+    def log(self, rank: int) -> str:
+        """Return the last text of a rank, or of the one that had its number last; empty before any has started."""
+        group = self.group  # which another thread may end
+        if group is not None:
+            return group.log(rank)
+        return self.logs[rank].text() if self.logs else ""
+
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
         """Do a call in its turn, and again after a rank was lost."""
         for count in range(self._restarts):
@@ -142,20 +149,12 @@ class Executor:
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts)
+                    output = group.relay.number, group.relay.shows(rank), group.relay.lines
+                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts, *output)
                     group.send(rank, message, parcel=call.parcel)
 
-        values = self._have_done(
-            group,
-            send,
-            targets,
-            request.what,
-            timeout=self._timeout,
-            originals=call.originals,
-            stop=stop,
-            once=request.once,
-            on_hang=self._on_hang,
-        )
+        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self._on_hang, "originals": call.originals}
+        values = self._have_done(group, send, targets, request.what, stop=stop, once=request.once, **about)
         return values if request.everyone else values[:1]
 
     def _have_done(

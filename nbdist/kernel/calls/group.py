@@ -17,6 +17,7 @@ from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
 from ...system.interrupts import postponed_interrupts
+from ...wire.log import KEPT
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
 from ...wire.recording import Recording
@@ -28,6 +29,10 @@ from .gpu_errors import explain_gpu_error, explain_missing_gpu
 #: Seconds that ranks get to leave in good order: for what they have registered with `atexit`, and their open files.
 GRACE_TO_LEAVE = 5.0
 
+
+#: Characters of the end of a log among which its last line is, and of all logs together that are fetched from nodes at
+#: the end of the ranks.
+_LAST_LINE, _AT_THE_END = 1000, 8 << 20
 
 #: Ranks whose memory is looked at again at once: the system goes through all their pages for that.
 MEMORY_AT_ONCE = 16
@@ -186,15 +191,33 @@ class Group:
         pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
         gpus = self.layout.gpus()
         gpu = gpus[rank] if gpus else None
-        log = self.relay.logs[rank].text()
+        log = self.log(rank)
         return explain_gpu_error(error, rank, self.layout.devices[rank], gpu, pids, log, lost=lost)
+
+    def log(self, rank: int) -> str:
+        """Return the last text that a rank has written, shown or not."""
+        self._fetch_logs([rank], KEPT)
+        return self.relay.logs[rank].text()
+
+    def last_lines(self) -> list[str]:
+        """Return the last line that each rank has written."""
+        ranks = range(len(self.doing))
+        fetched = self.ranks.logs(ranks, _LAST_LINE)
+        texts = [fetched.get(rank) or self.relay.logs[rank].text(_LAST_LINE) for rank in ranks]
+        return [text.splitlines()[-1] if text else "" for text in texts]
+
+    def _fetch_logs(self, ranks: Sequence[int], most: int) -> None:
+        """Fetch what ranks have written where their node keeps it."""
+        for rank, text in self.ranks.logs(ranks, most).items():
+            self.relay.logs[rank].replace(text)
 
     def record_death(self, exit: Exit) -> RankDied:
         """Keep in mind that a rank has died, and how."""
         self.relay.drain(exit.rank)
-        died = RankDied(
-            exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail(), exit.reason
-        )
+        if not exit.reason:  # or its node may be lost
+            self._fetch_logs([exit.rank], KEPT)
+        tail = self.relay.logs[exit.rank].tail()
+        died = RankDied(exit.rank, self.ranks.pids[exit.rank], exit.status, tail, exit.reason)
         self.dead = self.dead or str(died).partition("\n")[0]
         self.note(exit.rank, "dead")
         return died
@@ -204,6 +227,7 @@ class Group:
         if self._end.detach() is not None:
             try:
                 self.relay.comms.close()
+                self._fetch_logs(range(len(self.doing)), min(KEPT, _AT_THE_END // len(self.doing)))
             finally:  # also where an interrupt comes
                 self.relay.say_goodbye()
                 self.ranks.close(grace, self.relay.take_last)

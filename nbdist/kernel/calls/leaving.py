@@ -45,7 +45,7 @@ class Leaving:
         self._ending.asked_to_leave()
 
     def dismiss(self, rank: int) -> None:
-        """Let a rank that is done leave the process group: those that wait for it there then notice, and leave too."""
+        """Make a rank that is done leave the process group: ranks that wait for it there then notice, and leave too."""
         self._group.send(rank, protocol.Leave(self._peers[rank]))
         self.abort()
 

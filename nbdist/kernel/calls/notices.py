@@ -19,7 +19,7 @@ _LONG_END = 0.5
 
 
 class Notices:
-    """The notices of one call, each of which its cell gets once."""
+    """The notices of one call. Its cell gets each of them once."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -35,7 +35,7 @@ AT_A_TIME = 1.0
 
 
 class Waiting:
-    """One call, until each of its ranks has answered, failed, died or been given up.
+    """A call, until each of its ranks has answered, failed, died or been given up.
 
     Attributes: `pending`, the ranks that have not answered; after `wait` has raised, those that would not leave, or
     cannot take another call. `ended`, why one of these has ended after its answer, if one has.
@@ -170,7 +170,7 @@ class Waiting:
             self._notices.hang(found)
 
     def _ask_user(self) -> None:
-        """Let the user type what a rank waits for, if one does."""
+        """Ask the user for what a rank waits for, if one does."""
         if self._keyboard.ready():
             with self._ending.paused():
                 self._keyboard.put(self.pending)

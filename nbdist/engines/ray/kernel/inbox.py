@@ -30,13 +30,15 @@ _TELL = 1 << 18
 class News:
     """All that the ranks of a session have said and written, and how they have ended, until somebody takes it.
 
-    Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known.
+    Attributes: `pids`, by rank, None before it has started; `alive`, the ranks that have not ended as far as is known;
+    `lost`, those whose node is lost.
     """
 
     def __init__(self, driver: DriverProcess) -> None:
         self._driver = driver
         self.pids: list[int | None] = [None] * driver.world_size
         self.alive = set(range(driver.world_size))
+        self.lost: set[int] = set()
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
         self._written: dict[tuple[int, int], collections.deque[bytes]] = {}
         self._read = 0  # bytes that the driver does not know of yet
@@ -84,6 +86,7 @@ class News:
                 os.write(self._wake, b"!")
 
     def _lose(self, ranks: set[int], why: str) -> None:
+        self.lost |= ranks
         for rank in sorted(ranks):
             self._on_exit(rank, None, why)
 

@@ -34,6 +34,9 @@ from ..options import RayOptions
 from .driver_process import ANSWER, DriverProcess, acquire
 from .inbox import News, NewsListener
 
+#: Seconds that a node may take to send what its ranks have written: nothing depends on that.
+_LOGS = 2.0
+
 
 class RayEngine:
     """Starts ranks on a cluster. Raises `NbdistError` where Ray is not installed."""
@@ -166,6 +169,21 @@ class RayRanks:
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
         self._news.drain(rank, on_output)
+
+    def logs(self, ranks: Sequence[int], most: int) -> dict[int, str]:
+        nodes = sorted({self.slots[rank].node for rank in ranks} & self._answering())
+        if not nodes:
+            return {}
+        found = self.driver.request("ask", nodes, "log", (list(ranks), most), _LOGS, seconds=2 * _LOGS) or []
+        return {rank: text for node in found for rank, text in (node or {}).items()}
+
+    def _answering(self) -> set[int]:
+        """Return the nodes that are not lost, as far as is known."""
+        return {slot.node for slot in self.slots} - {self.slots[rank].node for rank in list(self._news.lost)}
+
+    def cut_output(self, call: int) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
+            self.driver.send("ask", 0, sorted(self._answering()), "cut", (call,), ANSWER)
 
     def listen(self, **handlers: Any) -> NewsListener:
         return NewsListener(self._news, **handlers)
