@@ -113,7 +113,9 @@ class Relay:
     def _pass_on(self, rank: int, kind: int, what: Any) -> None:
         if kind == MESSAGE:
             name, content = what
-            if name == "left_out":  # by the node of the rank
+            if name == "left_out":  # by the node of the rank, maybe with the rest of lines that have begun
+                for unfinished, _ in list(self._lines):
+                    self._end_line(unfinished)
                 self._excerpt.left_out(**content)
                 return
             if name == "display":
