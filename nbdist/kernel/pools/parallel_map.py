@@ -32,11 +32,12 @@ from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
 from ...wire.parcel import Parcel, pack
 from ..calls.arguments import check_call, check_platform, check_takes
+from ..calls.ending import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT
 from ..calls.outcomes import load, rebuild
-from ..calls.waiting import AT_A_TIME, GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
+from ..calls.requests import draw_seeds
+from ..calls.waiting import AT_A_TIME, OUTPUT_INTERVAL
 from ..cell.cell import Cell
 from ..cell.relay import Relay
-from ..session import draw_seeds
 
 R = TypeVar("R")
 
@@ -66,7 +67,7 @@ def parallel_map(
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
-        items: The items, each of which is the argument of a call.
+        items: The items; each one is the argument of a call.
         more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
             shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.
