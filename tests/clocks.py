@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls import ending
 
 
 class CallClock:
@@ -26,7 +26,7 @@ class CallClock:
         return self._stands_at
 
     def __enter__(self) -> None:
-        waiting.time = self  # type: ignore[assignment]
+        ending.time = self  # type: ignore[assignment]
 
     def __exit__(self, *exc: object) -> None:
-        waiting.time = time
+        ending.time = time

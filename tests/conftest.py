@@ -367,8 +367,8 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def endless(kernel: Kernel, *names: str, of: str = "calls.waiting") -> Iterator[None]:
-    """Give these times of `nbdist.kernel.calls.waiting`, or of another module, no end in a kernel meanwhile: no wait
+def endless(kernel: Kernel, *names: str, of: str = "calls.ending") -> Iterator[None]:
+    """Give these times of `nbdist.kernel.calls.ending`, or of another module, no end in a kernel meanwhile: no wait
     there ends by its time.
 
     They stay so where the test fails.

@@ -226,7 +226,7 @@ def test_the_chain_is_in_the_text() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the other ranks the time that they need to send their own errors."""
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_the_first_failure_and_the_others(patient: None) -> None:

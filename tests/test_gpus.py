@@ -283,7 +283,7 @@ def fail_while_others_wait() -> None:
 def test_a_failure_in_a_collective_keeps_the_session(pair: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     # After which the other rank is killed.
     for grace in ("GRACE_AFTER_FAILURE", "GRACE_WITH_GPU"):
-        monkeypatch.setattr(f"nbdist.kernel.calls.waiting.{grace}", LIMIT)
+        monkeypatch.setattr(f"nbdist.kernel.calls.ending.{grace}", LIMIT)
     pids = pair.run_all(os.getpid)
     with pytest.raises(ValueError, match="boom"):
         pair.run(fail_while_others_wait)

@@ -17,7 +17,7 @@ from benchmarks import ROOT
 from benchmarks.notebook import Kernel
 
 from . import report
-from .run import CONTESTANTS, Peak, Run
+from .run import CONTESTANTS, WARM_UP, Peak, Run
 
 NOTEBOOK = [name for name, where in CONTESTANTS.items() if where != "script"]
 #: Seconds that a contestant may take over one launch with 32 ranks, estimated from its 8.
@@ -78,6 +78,18 @@ def warm(run: Run) -> None:
             15 if ranks < 32 else 7,
             budget,
         )
+
+
+def loop(run: Run) -> None:
+    run.sweep(
+        {"paused": "paused", "loop": "loop"},
+        list(WARM_UP),
+        lambda name: run.prepared(name).value(f"measure_loop({name}, 2, 4)"),
+        15,
+        60.0,
+    )
+    others = [name for name in CONTESTANTS if name not in WARM_UP]
+    run.absent(["paused", "loop"], others, "nothing is kept between launches")
 
 
 def memory(run: Run) -> None:
@@ -182,7 +194,7 @@ def training(run: Run) -> None:
     run.drop()
 
 
-ROWS = {f.__name__: f for f in (first, warm, memory, frame, tensor, live, training)}
+ROWS = {f.__name__: f for f in (first, warm, loop, memory, frame, tensor, live, training)}
 
 
 def main() -> None:

@@ -88,6 +88,8 @@ ROWS: dict[str, tuple[str, Show]] = {
             f"launch_{n}": ("… until the call returns", seconds),
         }.items()
     },
+    "paused": ("warm launch, 2 ranks, after a pause of a second: until the call returns", seconds),
+    "loop": ("… back to back, as a sweep in a loop launches", seconds),
     "private": ("private memory of a rank, torch and fastai imported (USS)", megabytes),
     "shared": ("shared memory of a rank (RSS − USS)", megabytes),
     **{
@@ -151,6 +153,7 @@ REQUIREMENTS = [
     ),
     Requirement("8 ranks compared with 2 ranks", "launch_8", ("launch_2", "nbdist"), 3),
     Requirement("32 ranks", "launch_32", None, 0.8, show=seconds),
+    Requirement("launches back to back compared with one after a pause of a second", "loop", ("paused", "nbdist"), 1.2),
     Requirement("first call after `warm()` compared with the second", "first", ("first", "again"), 1.2, "after warm()"),
     Requirement("first call without `warm()` compared with the imports alone", "first", ("first", "import"), 1.2),
     Requirement("private memory of a rank", "private", None, 10e6, show=megabytes),

@@ -168,6 +168,13 @@ def measure_launch(launch: Launch, ranks: int) -> dict[str, float]:
     return {"inside": found["inside"], "returned": found["returned"]}
 
 
+def measure_loop(launch: Launch, ranks: int, count: int) -> dict[str, list[float]]:
+    """Launch after a pause of a second, then `count` times back to back, as a sweep in a loop does."""
+    time.sleep(1.0)
+    found = [measure_launch(launch, ranks)["returned"] for _ in range(1 + count)]
+    return {"paused": found[:1], "loop": found[1:]}
+
+
 def measure_memory(launch: Launch, ranks: int) -> dict[str, float]:
     reports = measure(launch, ranks, memory)["reports"]
     return {key: sum(r[key] for r in reports) / len(reports) for key in ("private", "shared")}

@@ -79,11 +79,12 @@ def _reduce_weakref(ref: weakref.ref[Any]) -> tuple[Any, ...]:
     return _make_weakref, (ref(),)
 
 
-def _make_weakref(target: Any) -> Any:
-    class Gone:
-        pass
+class _Gone:
+    """The target of a weak reference whose own is gone."""
 
-    return weakref.ref(Gone() if target is None else target)
+
+def _make_weakref(target: Any) -> Any:
+    return weakref.ref(_Gone() if target is None else target)
 
 
 def _reduce_view(view: memoryview) -> Reduction:

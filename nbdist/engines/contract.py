@@ -101,6 +101,13 @@ class Ranks(Protocol):
     def listen(self) -> ListenerFactory:
         """The function that makes a listener for messages, output and exits of the ranks."""
 
+    def logs(self, ranks: Sequence[int], most: int) -> Mapping[int, str]:
+        """Return the last output, about `most` characters, of each of these ranks, if the engine keeps output that no
+        cell shows. After `close`, of all ranks that it knows."""
+
+    def cut_output(self, call: int) -> None:
+        """From now on pass on only the last lines of the output of a call, which is given by its number."""
+
     def inherited(self) -> Mapping[str, str]:
         """Return the environment variables of the notebook that hold in the ranks, too."""
 

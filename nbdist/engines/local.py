@@ -211,6 +211,11 @@ class LocalRanks:
         for which in (0, 1):
             drain(self, rank, which, on_output)
 
+    def logs(self, ranks: Sequence[int], most: int) -> dict[int, str]:
+        return {}  # all of it is passed on
+
+    def cut_output(self, call: int) -> None: ...
+
     def listen(self, **handlers: Any) -> Listener:
         return Listener(self, **handlers)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..checks import check_choice, check_count, check_flag, check_number
-from ..engines.contract import EngineOptions
-from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed, checks_named
+from ..devices import VISIBLE, choose_backend
+from ..engines.contract import Engine, EngineOptions
+from ..system.cores import usable_cores
+from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed, checks_named, many_ranks
+from .calls.group import Layout
 from .cell.excerpt import LINES
 
 
@@ -61,3 +65,13 @@ class SessionOptions:
     def check_for(self, nranks: int) -> None:
         """Raise `TypeError` or `ValueError` if a session of `nranks` ranks cannot have these options."""
         check_min_ranks(self.min_ranks, nranks, self.restarts)
+
+    def layout(self, nranks: int, engine: Engine) -> Layout:
+        """Return the devices and options with which `nranks` ranks are started. Raises what `Session` says."""
+        env, group = dict(self.env or {}), {"backend": self.backend} if isinstance(self.backend, str) else self.backend
+        group = dict(group or {})
+        devices = engine.devices(nranks, self.devices)
+        backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
+        if engine.local and devices[0] == "cpu":
+            notice = notice or many_ranks(nranks, len(usable_cores()))
+        return Layout(devices, backend, group, self.threads, env, self.seed, self.seed_ranks, notice)

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import os
-import random
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .. import engines
-from ..capture.call import capture_call
 from ..capture.explain import Explanation, explain
-from ..capture.foreign import name_of
-from ..capture.imports import modules_named
 from ..capture.need import Names
-from ..capture.per_rank import for_each_rank
-from ..checks import check_choice, check_count, shown
-from ..devices import VISIBLE, choose_backend
+from ..checks import check_count
 from ..engines.contract import EngineOptions
-from ..errors import NbdistError, RemoteTraceback, entry, entry_class, summary
-from ..notebook.shell import debug_instead
-from ..system.cores import usable_cores
-from ..wire.cache import SentCache
+from ..errors import NbdistError, entry, entry_class
 from .calls import futures, stacks
-from .calls.arguments import OUTPUTS, check_call, check_platform, check_takes, checks_named, many_ranks
+from .calls.arguments import check_call, check_platform, checks_named
 from .calls.executor import Executor, Request
-from .calls.group import GRACE_TO_LEAVE, Layout
+from .calls.group import GRACE_TO_LEAVE
+from .calls.requests import Requests, check_rank, chosen
 from .calls.stopping import nothing_sent
+from .calls.turns import Turns
 from .cell.cell import Cell
 from .cell.excerpt import LINES
 from .collectives import Collectives
@@ -40,9 +28,6 @@ from .profile.profile import Profile, profiled
 from .status import Snapshot, Status, look
 
 T = TypeVar("T")
-
-#: Names of the options.
-_OPTIONS = [field.name for field in dataclasses.fields(SessionOptions)]
 
 
 @entry_class("Session")
@@ -147,7 +132,7 @@ class Session:
         self._engine = engines.resolve(engine, env, start)
         self._executor = Executor(
             self._engine,
-            self._layout(nranks),
+            self._options.layout(nranks, self._engine),
             timeout=timeout,
             keep_frames=hold_on_error,
             on_hang=on_hang,
@@ -155,23 +140,9 @@ class Session:
             restarts=restarts,
             min_ranks=min_ranks,
         )
-        self._raised: RemoteTraceback | None = None  # of the last call that has raised
-        self._executor.between = weakref.WeakMethod(self._deliver_widget_event)  # the page must not keep it alive
-        self._lock = futures.FairLock()
-        self._background: weakref.WeakSet[futures.CallFuture[Any]] = weakref.WeakSet()
-        self._cache = SentCache()
-        self._capturing = futures.FairLock()
-        weakref.finalize(self, self._cache.close)
-
-    def _layout(self, nranks: int) -> Layout:
-        own = self._options
-        env, group = dict(own.env or {}), {"backend": own.backend} if isinstance(own.backend, str) else own.backend
-        group = dict(group or {})
-        devices = self._engine.devices(nranks, own.devices)
-        backend, notice = choose_backend(devices, group.pop("backend", None), {**os.environ, **env}.get(VISIBLE))
-        if self._engine.local and devices[0] == "cpu":
-            notice = notice or many_ranks(nranks, len(usable_cores()))
-        return Layout(devices, backend, group, own.threads, env, own.seed, own.seed_ranks, notice)
+        self._turns = Turns(self._executor)
+        self._requests = Requests(self._engine, self._executor, self._options)
+        weakref.finalize(self, self._requests.sent.close)
 
     @property
     def nranks(self) -> int:
@@ -270,7 +241,7 @@ class Session:
             (-3.0, 4)
         """
         check_call(fn, imports, need)
-        targets = self._chosen(range(self.nranks) if ranks is None else ranks)
+        targets = chosen(range(self.nranks) if ranks is None else ranks, self.nranks)
         options = {"imports": imports, "need": need}
         return profiled(self.call, fn, args, kwargs, ranks=targets, skip=skip, steps=steps, **options)
 
@@ -296,11 +267,7 @@ class Session:
         """
         with nothing_sent():
             request = self._capture(fn, args, kwargs, imports, need, ranks)
-        cell = Cell(background=True)
-        call = functools.partial(self._carry_out_first, request, cell)
-        future: futures.CallFuture[T] = futures.in_background(call, request.call.parcel, self._lock, request.what)
-        self._background.add(future)
-        return future
+        return self._turns.submit(request)
 
     @entry
     def call(
@@ -332,13 +299,18 @@ class Session:
     def _call(self, *what: Any, **how: Any) -> list[Any]:
         with nothing_sent():
             request = self._capture(*what, **how)
-        with contextlib.closing(request.call.parcel):
-            return self._lock.in_turn(lambda: self._carry_out(request, Cell()))
+        return self._turns.run(request)
+
+    def _capture(self, *what: Any, **how: Any) -> Request:
+        return self._requests.make(*what, **how)
 
     def logs(self, rank: int) -> str:
-        """Return the output of a rank, shown or not: the last million characters since the ranks started."""
-        self._check_rank(rank)
-        return self._executor.logs[rank].text() if self._executor.logs else ""
+        """Return the output of a rank, shown or not: the last million characters since the ranks started.
+
+        On a cluster the nodes keep it; after the end of the ranks, eight million characters of all of them are kept.
+        """
+        check_rank(rank, self.nranks)
+        return self._executor.log(rank)
 
     def status(self) -> Status:
         """Return a table of the ranks: process, device, state, function, memory, and last line of output. With
@@ -362,7 +334,7 @@ class Session:
         """Return what `nbdist.explain` returns for a call of `run` with the same arguments; it is the same for all
         `ranks`."""
         for rank in ranks or ():
-            self._check_rank(rank)
+            check_rank(rank, self.nranks)
         return explain(fn, *args, imports=imports, need=need, **kwargs)
 
     def stacks(self) -> str:
@@ -399,38 +371,19 @@ class Session:
         Raises:
             NbdistError: No rank is held: after a call that did not raise, or without `hold_on_error=True`.
         """
-        self._lock.in_turn(lambda: self._debug(rank, commands))
-
-    def _debug(self, rank: int | None, commands: Iterable[str] | None) -> None:
-        held = self._executor.raised()
-        if not held:
-            raise NbdistError(
-                "no rank is held: post_mortem() needs a session with hold_on_error=True, and must follow directly "
-                "after a call that raised in a rank"
-            )
-        rank = held[0] if rank is None else rank
-        if rank not in held:
-            raise ValueError(f"rank must be one of the held ranks, {', '.join(map(str, held))}, got {rank}")
-        self._executor.debug(rank, commands, Cell())
-
-    def _debug_raised(self, remote: RemoteTraceback) -> bool:
-        """Open the debugger for `%debug` after a call has raised; return whether a rank had frames to show."""
-        if remote is not self._raised or not self._executor.raised():
-            return False
-        self.post_mortem()
-        return True
+        self._turns.post_mortem(rank, commands)
 
     def idle(self) -> bool:
         """Return whether the ranks run and are idle."""
-        return self._executor.state() == "running" and not self._lock.busy()
+        return self._executor.state() == "running" and not self._turns.busy()
 
     @entry
     def restart(self) -> None:
         """End the ranks and start fresh ones. Works after the death of a rank, too. Objects in the old ranks are
         lost."""
         self._executor.check_open()
-        self._cancel_background()
-        self._lock.in_turn(lambda: self._executor.restart(Cell()))
+        self._turns.cancel_background()
+        self._turns.take(lambda: self._executor.restart(Cell()))
 
     @entry
     def empty_cache(self) -> None:
@@ -440,7 +393,7 @@ class Session:
         `close`.
         """
         self._executor.check_open()
-        self._lock.in_turn(lambda: self._executor.empty_cache(Cell()))
+        self._turns.take(lambda: self._executor.empty_cache(Cell()))
 
     def close(self) -> None:
         """Stop calls in the background and end the ranks. A closed session takes no more calls.
@@ -448,9 +401,9 @@ class Session:
         The ranks get five seconds for their `atexit` functions and their open files.
         """
         self._executor.closed = True
-        self._cancel_background()
-        self._lock.in_turn(lambda: self._executor.end(GRACE_TO_LEAVE))
-        self._cache.close()
+        self._turns.cancel_background()
+        self._turns.take(lambda: self._executor.end(GRACE_TO_LEAVE))
+        self._requests.sent.close()
 
     def __enter__(self) -> Session:
         return self
@@ -464,87 +417,12 @@ class Session:
         return f"<nbdist.Session: {self.nranks} ranks on {devices}, {layout.backend}, {self._executor.state()}>"
 
     def _look(self) -> Snapshot:
-        state, group, busy = self._executor.state(), self._executor.group, self._lock.busy()
+        state, group, busy = self._executor.state(), self._executor.group, self._turns.busy()
         if state == "not started" and busy:
             state = "starting"
         elif state == "running" and not busy:
             state = "idle"
         return look(state, self._executor.layout, group, busy)
-
-    def _check_rank(self, rank: Any) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise TypeError(f"rank must be an integer, got {shown(rank)}")
-        if not 0 <= rank < self.nranks:
-            raise ValueError(f"rank must be 0 to {self.nranks - 1}, got {rank}: the session has {self.nranks} ranks")
-
-    def _chosen(self, ranks: Any) -> list[int]:
-        """Return the ranks that `ranks=` names, in order."""
-        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
-            raise TypeError(f"ranks must be a list of ranks, such as [0, 1], got {shown(ranks)}")
-        named = list(ranks)
-        for rank in named:
-            self._check_rank(rank)
-        if not named:
-            raise ValueError("ranks must name at least one rank, got none")
-        return sorted(set(named))
-
-    def _deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> bool:
-        """Pass a change of a widget in the page to its rank; return False while a call runs."""
-        if self._lock.busy():
-            return False
-        self._lock.in_turn(lambda: self._executor.deliver_widget_event(rank, event, buffers, cell))
-        return True
-
-    def _cancel_background(self) -> None:
-        for future in list(self._background):
-            future.cancel()
-
-    def _capture(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        imports: Any,
-        need: Any,
-        ranks: Iterable[int] | None = None,
-        everyone: bool = False,
-        output: str | None = None,
-        once: bool = False,
-    ) -> Request:
-        self._executor.check_open()
-        block, names = check_call(fn, imports, need)
-        check_takes(fn, args, kwargs, _OPTIONS)
-        targets = None if ranks is None else self._chosen(ranks)
-        output = self._options.output if output is None else check_choice(output, OUTPUTS, name="output")
-        count = self.nranks if targets is None else len(targets)
-        args, kwargs = for_each_rank(args, kwargs, count, fixed=self._executor.min_ranks is None or targets is not None)
-        call = self._capturing.in_turn(
-            lambda: capture_call(fn, args, kwargs, block, names, self._cache, self._options.settings)
-        )
-        self._engine.warm([*modules_named(block), *sorted(call.modules)])
-        seeds = draw_seeds() if self._executor.layout.seed is None else None
-        what = name_of(fn)
-        return Request(call, seeds, targets, everyone, output, self._options.lines, what, once)
-
-    def _carry_out(self, request: Request, cell: Cell, stop: futures.Stop | None = None) -> list[Any]:
-        try:
-            return self._executor.carry_out(request, cell, stop)
-        except Exception as exc:
-            if isinstance(exc.__cause__, RemoteTraceback) and self._executor.raised():
-                self._raised = exc.__cause__
-                debug_instead(self._raised, weakref.WeakMethod(self._debug_raised))
-            raise
-
-    def _carry_out_first(self, request: Request, cell: Cell, stop: futures.Stop) -> Any:
-        try:
-            return self._carry_out(request, cell, stop)[0]
-        except KeyboardInterrupt:  # it was cancelled
-            raise
-        except BaseException as exc:
-            cell.notice(
-                f"{request.what} failed in the background: {summary(exc)}. result() raises it, with its traceback"
-            )
-            raise
 
 
 def executor_of(session: Session) -> Executor:
@@ -558,12 +436,3 @@ def call_once(session: Session, *what: Any) -> Any:
     A stop need not wait until the ranks are fit for another call, unless `hold_on_error` keeps them.
     """
     return session._call(*what, once=not session._options.hold_on_error)[0]
-
-
-def draw_seeds() -> tuple[int, int, int]:
-    """Draw seeds for `random`, NumPy and torch from the notebook's random states."""
-    for_random = random.getrandbits(63)
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    for_numpy = for_random if numpy is None else int(numpy.random.get_bit_generator().random_raw()) & (2**31 - 1)
-    for_torch = for_random if torch is None else int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-    return for_random, for_numpy, for_torch

@@ -81,10 +81,9 @@ def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapsho
         return Snapshot(
             title, [(str(rank), "", device, "", "", "", "", "") for rank, device in enumerate(devices)], busy
         )
-    rows, now, memories = [], time.time(), group.memory()
+    rows, now, memories, last = [], time.time(), group.memory(), group.last_lines()
     for rank, device in enumerate(devices):
         doing, memory = group.doing[rank], memories.get(rank)
-        lines = group.relay.logs[rank].tail(1)[-_LONGEST_LINE:]
         rows.append(
             (
                 str(rank),
@@ -94,7 +93,7 @@ def look(state: str, layout: Layout, group: Group | None, busy: bool) -> Snapsho
                 doing.what,
                 "" if memory is None else size(memory),
                 duration(now - doing.since),
-                lines.rpartition("\r")[2],
+                last[rank][-_LONGEST_LINE:].rpartition("\r")[2],
             )
         )
     return Snapshot(title, rows, busy)

@@ -30,7 +30,9 @@ def make() -> None:
     """Make the shell of the ranks, in the fork server of a notebook. Starts no thread."""
     global _shell
     from ipykernel.zmqshell import ZMQInteractiveShell
+    from IPython.core.autocall import ExitAutocall
     from IPython.core.displayhook import DisplayHook
+    from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets import Type
     from traitlets.config import Config
@@ -41,7 +43,7 @@ def make() -> None:
     config.IPKernelApp.connection_file = ""  # some look for this section to know a kernel
     # The name of the notebook's own shell, too, is what libraries go by.
     attributes = {
-        "display_pub_class": Type(_display_publisher()),
+        "display_pub_class": Type(type("RankDisplayPublisher", (RankDisplayPublisher, DisplayPublisher), {})),
         "displayhook_class": Type(DisplayHook),
         # The rest of the notebook's shell talks to a front end that a rank does not have.
         "_showtraceback": InteractiveShell._showtraceback,
@@ -53,8 +55,9 @@ def make() -> None:
     # The shell belongs in the rank's __main__, but must not leave it there: the server has its own.
     server_main = sys.modules["__main__"]
     _shell = shell_class.instance(config=config, user_module=main, user_ns=vars(main))
+    rank_exit = type("RankExit", (RankExit, ExitAutocall), {})()
     for name in ("exit", "quit"):  # IPython's ask the front end to end the kernel
-        vars(main)[name] = _shell.user_ns_hidden[name] = _exit_class()()
+        vars(main)[name] = _shell.user_ns_hidden[name] = rank_exit
     sys.modules["__main__"] = server_main
     # A person types into a process with prompts: Lightning refuses to train there, by these names alone.
     forget_prompts()
@@ -132,43 +135,37 @@ def render_traceback(exc: BaseException, tb: types.TracebackType | None) -> list
         _shell.InteractiveTB.tb = None  # or it would keep the frames, and all that they hold
 
 
-def _exit_class() -> type:
-    from IPython.core.autocall import ExitAutocall
-
-    class RankExit(ExitAutocall):
-        """The `exit` of a rank's shell: it ends the call like `sys.exit`."""
-
-        def __call__(self, code: Any = None) -> None:
-            raise SystemExit(code)
-
-        def __repr__(self) -> str:
-            return "exit(): ends the call, as sys.exit() does"
-
-    return RankExit
+#: IPython's class, which comes after these: IPython is imported where there is a notebook only.
+_Own: Any = object
 
 
-def _display_publisher() -> type:
-    from IPython.core.displaypub import DisplayPublisher
+class RankExit(_Own):
+    """The `exit` and `quit` of a rank's shell: they end the call like `sys.exit`."""
 
-    class RankDisplayPublisher(DisplayPublisher):
-        """A display publisher that sends displays to the cell."""
+    def __call__(self, code: Any = None) -> None:
+        raise SystemExit(code)
 
-        def publish(
-            self,
-            data: dict[str, Any],
-            metadata: dict[str, Any] | None = None,
-            *args: Any,
-            transient: dict[str, Any] | None = None,
-            update: bool = False,
-            **kwargs: Any,
-        ) -> None:
-            data = {
-                kind: base64.b64encode(value).decode() if isinstance(value, bytes) else value
-                for kind, value in data.items()
-            }
-            writer.message("display", data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+    def __repr__(self) -> str:
+        return "exit(): ends the call, as sys.exit() does"
 
-        def clear_output(self, wait: bool = False) -> None:
-            writer.message("clear_output", wait=wait)
 
-    return RankDisplayPublisher
+class RankDisplayPublisher(_Own):
+    """A display publisher that sends displays to the cell."""
+
+    def publish(
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        *args: Any,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        data = {
+            kind: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for kind, value in data.items()
+        }
+        writer.message("display", data=data, metadata=metadata or {}, transient=transient or {}, update=update)
+
+    def clear_output(self, wait: bool = False) -> None:
+        writer.message("clear_output", wait=wait)

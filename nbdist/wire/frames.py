@@ -133,6 +133,21 @@ def _with_plain_keys(value: Any, depth: int = 0) -> Any:
     return value
 
 
+def frames(kind: int, data: bytes) -> bytes:
+    """Return a text or message as frames, of any length together, for a connection that is no pipe."""
+    parts: list[bytes] = []
+    start, number = 0, next(_numbers) & 0xFFFFFFFF
+    while start < len(data) or not parts:
+        end = min(start + _CHUNK, len(data))
+        parts.append(_HEADER.pack(MAGIC, kind, end < len(data), end - start, 0, number) + data[start:end])
+        start = end
+    return b"".join(parts)
+
+
+#: Numbers of frames of this process that no rank has written.
+_numbers = itertools.count()
+
+
 class FrameReader:
     """Reader of frames in the kernel, for one pipe of a rank: it takes bytes, and yields (kind, text or message) in
     order."""

@@ -42,6 +42,12 @@ class Call(NamedTuple):
     """The number of the rank among those that run the call."""
     restarts: Mapping[str, str]
     """The environment variables that count restarts, as torchrun sets them."""
+    number: int
+    """The number of the call, counted from the start of the ranks; the node of a cluster reads it."""
+    shown: bool
+    """True if the cell shows the output of the rank; a node of a cluster keeps it otherwise."""
+    lines: int | None
+    """The number of lines after which the cell shows the last lines alone; None: it shows all."""
     check: Sequence[str] = ()
     """The checks of the function's numbers, such as "nan"."""
 

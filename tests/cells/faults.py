@@ -463,7 +463,7 @@ with Session(2) as session:
         print("interrupted", session.run_all(os.getpid) == pids)
 
 # %% a second interrupt does not wait
-from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls import ending
 
 
 def stubborn():
@@ -475,11 +475,11 @@ def stubborn():
             print("no")
 
 
-waiting.GRACE_AFTER_INTERRUPT, usual = 10_000.0, waiting.GRACE_AFTER_INTERRUPT
+ending.GRACE_AFTER_INTERRUPT, usual = 10_000.0, ending.GRACE_AFTER_INTERRUPT
 try:
     in_ddp(2, stubborn)
 finally:
-    waiting.GRACE_AFTER_INTERRUPT = usual
+    ending.GRACE_AFTER_INTERRUPT = usual
 
 
 # %% shared memory is full

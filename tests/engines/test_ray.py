@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -27,6 +28,7 @@ from nbdist import NbdistError, RankDied, RayOptions, Session
 from nbdist.engines.ray.driver import connecting
 from nbdist.engines.ray.kernel import driver_process as process
 from nbdist.engines.ray.kernel.ranks import RayEngine, RayRanks
+from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.session import executor_of
 from nbdist.wire.channel import Channel
 
@@ -658,3 +660,50 @@ def test_functions_that_use_ray_themselves(connected: Any, options: RayOptions, 
         assert connected.get(back[0]) == [0, 1, 2, 3, 4] and connected.get(back[1].add.remote()) == 3
         address = own.run(lambda: os.environ.get("RAY_ADDRESS"))
         assert address == (options.address if engine == "ray" else None), "without references, too"
+
+
+# --------------------------------------------------------------------------------------------------------------- output
+
+
+def test_output_that_no_cell_shows_stays_on_its_node(options: RayOptions, capfd: pytest.CaptureFixture[str]) -> None:
+    def chatter(word: str) -> None:
+        for number in range(2000):
+            print(f"{word} {dist.get_rank()} {number}")
+
+    with Session(4, engine=options) as own:
+        own.run(chatter, "hidden")
+        group = executor_of(own).group
+        assert group is not None
+        assert [log.text().count("hidden") for log in group.relay.logs] == [2000, 0, 0, 0]
+        assert own.logs(3).splitlines()[-1] == "hidden 3 1999" and own.logs(3).count("hidden") == 2000
+        assert "hidden 2 1999" in str(own.status())
+        capfd.readouterr()
+        own.call(chatter, ("shown",), output="all")
+        assert capfd.readouterr().out.count("] shown ") == 8000, "a terminal has all of it"
+        with pytest.raises(RankDied, match="last words of 1"):
+            own.run(lambda: dist.get_rank() == 1 and (print("last words of 1"), os._exit(3)))
+    assert own.logs(2).count("hidden") == own.logs(2).count("shown") == 2000, "also when the ranks have ended"
+
+
+def test_a_full_cell_gets_the_end_and_a_number(options: RayOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(Cell, "in_notebook", True)
+    monkeypatch.setattr(Cell, "text", lambda self, text, kind: shown.append(text))
+    monkeypatch.setattr(Cell, "message", lambda self, kind, content: shown.append(content["data"]["text/plain"]))
+
+    def chatter() -> None:
+        for number in range(5000):
+            print("x" * 80, number)
+
+    with Session(4, engine=options, lines=100) as own:
+        own.call(chatter, output="all")
+        group = executor_of(own).group
+        assert group is not None
+        title, *last = shown[-1].splitlines()
+        # A line that was sent in part counts twice: at most one for each rank.
+        assert re.match(r"\.\.\. 20,00[0-4] lines, of which these are the last 100; .*session.logs\(rank\)", title), (
+            title
+        )
+        assert last[-1].endswith("x 4999")
+        assert sum(len(log.text()) for log in group.relay.logs) < 20_000 * 80 / 2, "most has stayed on the nodes"
+        assert own.logs(3).count("\n") == 5000

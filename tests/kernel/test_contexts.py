@@ -78,7 +78,7 @@ def test_without_multiprocess(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_name(ctx: Any) -> None:
-    package = sys.modules[type(ctx).__mro__[1].__module__.partition(".")[0]]
+    package = sys.modules[type(ctx).__bases__[-1].__module__.partition(".")[0]]
     assert package.get_context("nbdist") is ctx
     assert ctx.get_start_method() == "nbdist"
 

@@ -83,7 +83,7 @@ def test_the_time_at_a_breakpoint_does_not_count(notebook: Kernel) -> None:
     notebook.client.allow_stdin = True
     notebook.client.execute_interactive(code, allow_stdin=True, stdin_hook=answer, output_hook=output)
     assert "returned 5\n" in "".join(said)
-    notebook.ok("short.close(); waiting.time = time")
+    notebook.ok("short.close(); ending.time = time")
 
 
 def test_input(notebook: Kernel) -> None:

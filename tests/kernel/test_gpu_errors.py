@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import boom, on, remember, sums
+from calls import on, remember, sums
 
 from nbdist import Session
 from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls.ending import Ending, Failure
 from nbdist.kernel.calls.gpu_errors import explain_gpu_error
 from nbdist.kernel.session import executor_of
 from nbdist.system.gpus import GpuUse, in_words, local_cores, look
@@ -300,24 +301,24 @@ def test_a_collective_that_was_aborted_does_not_pass_for_a_result(name: str, say
         with pytest.raises(dist.DistBackendError, match=says) as caught:
             session.run(collective)
         assert "WorkNCCL(SeqNum=2, OpType=ALLREDUCE)" in str(caught.value.__cause__)
-        assert waiting._Failure(0, caught.value).is_consequence() == (name != "TIMEOUT")
+        assert Failure(0, caught.value).is_consequence() == (name != "TIMEOUT")
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.8), ("cuda:0", 5.0)])
-def test_ranks_with_a_gpu_get_longer_to_leave(
-    device: str, seconds: float, session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their queue must run empty first."""
+def test_a_call_on_gpus_ends_as_one(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with a GPU get longer to leave: `tests/kernel/test_ending.py`."""
     group = executor_of(session).group
     assert group is not None
-    given: list[float] = []
-    ask = waiting.Waiting._ask_to_leave
-    monkeypatch.setattr(waiting.Waiting, "_ask_to_leave", lambda self, grace: (given.append(grace), ask(self, grace)))
-    group.layout = dataclasses.replace(group.layout, devices=[device, device])
-    with pytest.raises(ValueError, match="boom"):
-        session.run(on, 1, boom)
-    assert given == [seconds]
-    group.layout = dataclasses.replace(group.layout, devices=["cpu", "cpu"])
+    calls: list[bool] = []
+
+    def ending(*, on_gpu: bool, **others: Any) -> Ending:
+        calls.append(on_gpu)
+        return Ending(on_gpu=on_gpu, **others)
+
+    monkeypatch.setattr(waiting, "Ending", ending)
+    for device in ("cpu", "cuda:0"):
+        monkeypatch.setattr(group, "layout", dataclasses.replace(group.layout, devices=[device, device]))
+        session.run(int)
+    assert calls == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -330,8 +331,8 @@ def test_ranks_with_a_gpu_get_longer_to_leave(
     ],
 )
 def test_ranks_that_nccl_lets_down_are_not_the_cause(text: str) -> None:
-    assert waiting._Failure(0, dist.DistBackendError(text)).is_consequence()
-    assert not waiting._Failure(0, RuntimeError("CUDA error: an illegal memory access")).is_consequence()
+    assert Failure(0, dist.DistBackendError(text)).is_consequence()
+    assert not Failure(0, RuntimeError("CUDA error: an illegal memory access")).is_consequence()
 
 
 def test_the_status_has_memory_and_load(session: Session, nvml: FakeNvml) -> None:

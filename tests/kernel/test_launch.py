@@ -329,7 +329,7 @@ def raise_bad() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set no end to the time in which the other ranks leave after the first failure: a call must not use it up."""
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_a_failure_while_another_rank_waits_is_raised_and_the_next_call_works(patient: None) -> None:

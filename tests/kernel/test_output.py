@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import datetime
 import errno
+import functools
 import io
 import itertools
 import os
@@ -39,9 +40,9 @@ from nbdist import Session, in_ddp
 from nbdist.kernel.cell import excerpt
 from nbdist.kernel.cell import relay as output
 from nbdist.kernel.cell.cell import Cell
-from nbdist.kernel.cell.relay import KEPT, Log
 from nbdist.wire import frames
 from nbdist.wire.frames import MAGIC, MESSAGE, STDERR, STDOUT, FrameReader, FrameWriter
+from nbdist.wire.log import KEPT, Log
 
 ROOT = str(Path(__file__).parent.parent.parent)
 CELLS = cells("kernel/cells/output.py")
@@ -216,7 +217,7 @@ def test_a_frame_is_written_at_once() -> None:
 @given(st.lists(st.text(max_size=50), max_size=300), st.integers(10, 1000))
 def test_a_log_keeps_the_last_text(texts: list[str], kept: int) -> None:
     log = Log()
-    with mock.patch.object(output, "KEPT", kept):
+    with mock.patch("nbdist.wire.log.KEPT", kept):
         for text in texts:
             log.write(text)
     assert "".join(texts).endswith(log.text())
@@ -399,6 +400,22 @@ def test_a_full_disk_ends_no_call(room: int | None, tmp_path: Path, monkeypatch:
     assert lines == [f"line {number}" for number in range(900, 1000)]
     assert "".join(cell.texts) == "line 0\nline 1\nline 2\n"
     assert not list(tmp_path.iterdir()), "its room is given back"
+
+
+def test_lines_that_stay_on_their_nodes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excerpt, "_new_file", functools.partial((tmp_path / "file").open, "w"))
+    cell, full = FakeCell(), []
+    shown = excerpt.Excerpt(cell, 3, lambda: full.append(True))  # type: ignore[arg-type]
+    shown.text("1\n2\n3\n", STDOUT)
+    assert not full
+    shown.text("4\n", STDOUT)
+    shown.left_out(1_000_000, 2_000_000)
+    shown.text("5\n", STDOUT)
+    shown.show()
+    title, *lines = cell.shown[-1].splitlines()
+    assert title.startswith("... 1,000,005 lines, of which these are the last") and full == [True]
+    assert title.endswith("/file, but for 1,000,000 lines that the nodes keep: session.logs(rank)"), title
+    assert lines[-2:] == ["4", "5"] and (tmp_path / "file").read_text().endswith("4\n5\n")
 
 
 class Odd:

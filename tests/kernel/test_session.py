@@ -204,7 +204,7 @@ def test_status_before_the_ranks_have_started(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_failure_while_another_rank_joins_leaves_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_TO_BEGIN", 10_000.0)  # as long as it takes here
+    monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_TO_BEGIN", 10_000.0)  # as long as it takes here
 
     def slow_to_join() -> None:
         real = dist.init_process_group

@@ -369,7 +369,7 @@ def test_timeout_of_one_that_has_returned() -> None:
 def test_a_notice_shows_where_ranks_are_that_do_not_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.LONG_START", 1000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.notices.LONG_START", 1000.0)
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         session.run(lambda: dist.destroy_process_group())  # so that they have to join

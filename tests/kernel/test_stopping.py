@@ -92,7 +92,7 @@ def test_a_press_between_two_steps_says_the_same(monkeypatch: pytest.MonkeyPatch
     def pressed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
+    monkeypatch.setattr("nbdist.kernel.calls.leaving.Leaving.ask", pressed)
     with Session(2) as session:
         session.run(int)
         with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
@@ -107,7 +107,7 @@ def test_a_press_while_ranks_are_killed_says_the_same(monkeypatch: pytest.Monkey
     with Session(2) as session:
         pids = session.run_all(os.getpid)
         with monkeypatch.context() as patch:
-            patch.setattr("nbdist.kernel.calls.waiting.Waiting._ask_to_leave", pressed)
+            patch.setattr("nbdist.kernel.calls.leaving.Leaving.ask", pressed)
             patch.setattr("nbdist.kernel.cell.comms.Comms.close", pressed)
             with pytest.raises(KeyboardInterrupt, match="ranks 0 and 1 did not leave the call and had to be killed"):
                 session.run(pressing, os.getpid())
@@ -163,7 +163,7 @@ def test_a_press_right_before_a_call_is_sent_costs_no_rank(monkeypatch: pytest.M
 
 
 def test_presses_at_any_moment_cost_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_INTERRUPT", 1e6)  # on a busy machine they need longer
+    monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_AFTER_INTERRUPT", 1e6)  # on a busy machine they need longer
     draw = random.Random(0)
 
     def work(sort: int) -> Any:
@@ -343,7 +343,7 @@ def test_a_failing_test_shows_its_own_lines(tmp_path: Path) -> None:
 
 
 def test_a_defect_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nbdist.kernel.session.draw_seeds", lambda: 1 / 0)
+    monkeypatch.setattr("nbdist.kernel.calls.requests.draw_seeds", lambda: 1 / 0)
     with Session(1) as session, pytest.raises(ZeroDivisionError) as caught:
         session.run(int)
     assert "_capture" in [entry.name for entry in caught.traceback]
@@ -445,7 +445,7 @@ class Lazy:
 def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> None:
     lazy = Lazy(session)
     for call in (session.run, session.submit):
-        with pytest.raises(NbdistError, match=r"`__getstate__`.*hand its value over"):
+        with pytest.raises(NbdistError, match=r"`__getstate__`.*pass its value"):
             call(lambda: lazy.value)
     assert session.run(lambda: 5) == 5
 
@@ -469,7 +469,7 @@ def test_an_exception_of_a_signal_handler_lets_ranks_clean_up(
     pids = session.run_all(os.getpid)
     before = signal.signal(signal.SIGUSR1, late)
     thread = signal_when_begun(tmp_path, signal.SIGUSR1)
-    error, text = (NbdistError, "or by a signal handler") if uses_session else (TimeoutError, "the user's")
+    error, text = (NbdistError, "or from a signal handler") if uses_session else (TimeoutError, "the user's")
     try:
         with pytest.raises(error, match=text):
             session.run(train)

@@ -43,7 +43,7 @@ def wait_in_group_of_its_own() -> None:
 @pytest.mark.parametrize("how", ["failure", "timeout"])
 def test_ranks_that_ignore_signals_abort_all_their_groups(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # What they get to leave has no end itself: the call must not use it up.
-    monkeypatch.setattr("nbdist.kernel.calls.waiting.GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr("nbdist.kernel.calls.ending.GRACE_AFTER_FAILURE", 10_000.0)
     with Session(2, timeout=1000) as session:
         pids = session.run_all(os.getpid)
         if how == "failure":

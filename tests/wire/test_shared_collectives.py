@@ -15,7 +15,7 @@ import torch.distributed as dist
 from conftest import LINUX, poll
 
 from nbdist import RankDied, Session
-from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls import ending, notices
 from nbdist.shm import collectives as shared_collectives
 from nbdist.shm.collectives import SharedCollectives, open_shared_collectives
 
@@ -115,10 +115,10 @@ def test_a_long_call_names_the_slow_rank(
                 time.sleep(rest)
             shared.mean_(torch.ones(1))
 
-    monkeypatch.setattr(waiting, "LONG_CALL", 1e6)
+    monkeypatch.setattr(notices, "LONG_CALL", 1e6)
     session.run(uneven, time.time())
     assert "waited" not in capsys.readouterr().err, "it was over soon"
-    monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
+    monkeypatch.setattr(notices, "LONG_CALL", 1.0)
     session.run(uneven, time.time())
     pattern = r"rank (\d) waited (\d+) % of the time for others, rank (\d) (\d+) %: it is the one that they wait for"
     found = re.search(pattern, capsys.readouterr().err)
@@ -139,7 +139,7 @@ def test_a_long_call_blames_none_where_all_waited_alike(
                 time.sleep(rest)
             shared.mean_(torch.ones(1))
 
-    monkeypatch.setattr(waiting, "LONG_CALL", 1.0)
+    monkeypatch.setattr(notices, "LONG_CALL", 1.0)
     session.run(one_after_the_other, time.time())
     assert ": for none of them more than for the rest. session.profile" in capsys.readouterr().err
 
@@ -182,7 +182,7 @@ def raise_it() -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set no end to the time in which the other ranks leave after the first failure: a call must not use it up."""
-    monkeypatch.setattr(waiting, "GRACE_AFTER_FAILURE", 10_000.0)
+    monkeypatch.setattr(ending, "GRACE_AFTER_FAILURE", 10_000.0)
 
 
 def test_a_failure_elsewhere_ends_the_wait(session: Session, patient: None) -> None:

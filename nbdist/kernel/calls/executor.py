@@ -10,16 +10,16 @@ from typing import Any
 from ...capture.call import Call
 from ...engines.contract import Engine
 from ...errors import NbdistError, RankDied, RemoteTraceback
-from ...notebook.shell import shell
 from ...system.interrupts import deferred_interrupts
 from ...wire import protocol
+from ...wire.log import Log
 from ..cell.cell import Cell
 from ..cell.comms import Between
-from ..cell.relay import Log
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .keyboard import Keyboard
-from .stopping import describe_exit, early_stop
+from .notices import how_to_look_inside
+from .stopping import describe_exit, early_stop, ranks_named
 from .waiting import Waiting
 
 
@@ -104,6 +104,13 @@ class Executor:
         """Return the ranks whose frames are kept; the rank whose exception the last call raised comes first."""
         return list(self.group.raised) if self._keep_frames and self.group is not None else []
 
+    def log(self, rank: int) -> str:
+        """Return the last text of a rank, or of the one that had its number last; empty before any has started."""
+        group = self.group  # which another thread may end
+        if group is not None:
+            return group.log(rank)
+        return self.logs[rank].text() if self.logs else ""
+
     def carry_out(self, request: Request, cell: Cell, stop: Stop | None = None) -> list[Any]:
         """Run a call, and repeat it after the loss of a rank. Returns the values of the ranks that answer."""
         for count in range(self._restarts):
@@ -150,20 +157,14 @@ class Executor:
                 for place, rank in enumerate(targets):
                     answers = request.everyone or rank == first
                     seeds = self.layout.seeds(rank, request.seeds)
-                    message = protocol.Call(call.header, seeds, answers, self._keep_frames, place, restarts, check)
+                    output = group.relay.number, group.relay.shows(rank), group.relay.lines
+                    message = protocol.Call(
+                        call.header, seeds, answers, self._keep_frames, place, restarts, *output, check
+                    )
                     group.send(rank, message, parcel=call.parcel)
 
-        values = self._send_and_wait(
-            group,
-            send,
-            targets,
-            request.what,
-            timeout=self._timeout,
-            originals=call.originals,
-            stop=stop,
-            once=request.once,
-            on_hang=self._on_hang,
-        )
+        about: dict[str, Any] = {"timeout": self._timeout, "on_hang": self._on_hang, "originals": call.originals}
+        values = self._send_and_wait(group, send, targets, request.what, stop=stop, once=request.once, **about)
         return values if request.everyone else values[:1]
 
     def _send_and_wait(
@@ -199,15 +200,11 @@ class Executor:
             return values
         except BaseException as exc:
             if isinstance(exc, Exception) and isinstance(exc.__cause__, RemoteTraceback):
-                looks = "%debug or post_mortem() looks" if shell() is not None else "post_mortem() looks"
-                looks = looks if self._keep_frames else f"hold_on_error=True, then {looks}"
-                exc.__cause__.inside = f"{looks} inside"
+                exc.__cause__.inside = how_to_look_inside(self._keep_frames)
             if isinstance(exc, SystemExit):  # a notebook shows only its number, a script shows nothing
                 group.relay.cell.notice(describe_exit(exc))
             if waiting.pending:
-                stuck = sorted(waiting.pending)
-                who = " and ".join(f"rank {rank}" for rank in stuck) if len(stuck) < 5 else f"{len(stuck)} ranks"
-                self._lost = waiting.ended or f"{who} did not leave the last call"
+                self._lost = waiting.ended or f"{ranks_named(waiting.pending)} did not leave the last call"
                 if self._keep_frames:
                     group.relay.cell.notice(f"no rank is held for post_mortem(): {self._lost}")
                 self._kill()

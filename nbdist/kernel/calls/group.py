@@ -17,6 +17,7 @@ from ...system.cores import near
 from ...system.ending import before_servers
 from ...system.gpus import local_cores
 from ...system.interrupts import deferred_interrupts
+from ...wire.log import KEPT
 from ...wire.messages import World
 from ...wire.protocol import Join, ToRank
 from ...wire.recording import Recording
@@ -29,6 +30,9 @@ from .gpu_errors import explain_gpu_error, explain_missing_gpu
 #: Seconds that ranks get for a regular exit, with `atexit` functions and open files, before they are killed.
 GRACE_TO_LEAVE = 5.0
 
+
+#: Characters of the end of a log that are searched for its last line.
+_LAST_LINE = 1000
 
 #: The number of ranks whose memory is measured at each look: the system goes through all their pages for this.
 MEMORY_AT_ONCE = 16
@@ -195,15 +199,33 @@ class Group:
         pids = {pid: other for other, pid in enumerate(self.ranks.pids) if pid is not None}
         gpus = self.layout.gpus()
         gpu = gpus[rank] if gpus else None
-        log = self.relay.logs[rank].text()
+        log = self.log(rank)
         return explain_gpu_error(error, rank, self.layout.devices[rank], gpu, pids, log, lost=lost)
+
+    def log(self, rank: int) -> str:
+        """Return the last output of a rank, shown or not."""
+        self._fetch_logs([rank], KEPT)
+        return self.relay.logs[rank].text()
+
+    def last_lines(self) -> list[str]:
+        """Return the last line of output of each rank."""
+        ranks = range(len(self.doing))
+        fetched = self.ranks.logs(ranks, _LAST_LINE)
+        texts = [fetched.get(rank) or self.relay.logs[rank].text(_LAST_LINE) for rank in ranks]
+        return [text.splitlines()[-1] if text else "" for text in texts]
+
+    def _fetch_logs(self, ranks: Sequence[int], most: int) -> None:
+        """Fetch the output of ranks that their nodes keep."""
+        for rank, text in self.ranks.logs(ranks, most).items():
+            self.relay.logs[rank].replace(text)
 
     def record_death(self, exit: Exit) -> RankDied:
         """Store the death of a rank, and return the exception for it."""
         self.relay.drain(exit.rank)
-        died = RankDied(
-            exit.rank, self.ranks.pids[exit.rank], exit.status, self.relay.logs[exit.rank].tail(), exit.reason
-        )
+        if not exit.reason:  # or its node may be lost
+            self._fetch_logs([exit.rank], KEPT)
+        tail = self.relay.logs[exit.rank].tail()
+        died = RankDied(exit.rank, self.ranks.pids[exit.rank], exit.status, tail, exit.reason)
         self.dead = self.dead or str(died).partition("\n")[0]
         self.note(exit.rank, "dead")
         return died
@@ -216,6 +238,7 @@ class Group:
             finally:  # after an interrupt, too
                 self.relay.say_goodbye()
                 self.ranks.close(grace, self.relay.take_last)
+                self._fetch_logs(range(len(self.doing)), KEPT)
                 with contextlib.suppress(Exception):  # the cell may not exist any more
                     self.relay.flush()
                 if self.recording is not None:

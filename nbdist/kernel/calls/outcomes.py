@@ -1,4 +1,4 @@
-"""Values and exceptions of ranks, rebuilt as objects of the notebook."""
+"""Values and exceptions of ranks, kept until all have answered, and rebuilt as objects of the notebook."""
 
 from __future__ import annotations
 
@@ -12,10 +12,66 @@ from ...capture import partial
 from ...capture.diagnosis import explain_unreadable
 from ...capture.reading import Keep, Unreadable, being_read, read
 from ...capture.side_effects import missing_import
-from ...errors import NbdistError, RemoteTraceback, let_notebook_render
+from ...errors import CaptureError, NbdistError, RemoteTraceback, let_notebook_render, text_of
 from ...notebook.shell import show_figures
+from ...wire import rank_memory
 from ...wire.parcel import Parcel
-from ...wire.protocol import Error
+from ...wire.protocol import Done, Error
+
+
+class Answers:
+    """The values of a call as they come from its ranks.
+
+    Args:
+        originals: The objects that were sent by number, as in `capture.Call.originals`.
+
+    Attributes:
+        waited: By rank, the seconds that the rank waited for others.
+    """
+
+    def __init__(self, originals: Sequence[Any]) -> None:
+        self.waited: dict[int, float] = {}
+        self._originals = originals
+        self._parcels: dict[int, Parcel | None] = {}
+        self._copied: dict[int, list[memoryview]] = {}  # big buffers, copied before their answer arrives
+
+    def __contains__(self, rank: int) -> bool:
+        """Return whether a rank has answered."""
+        return rank in self._parcels
+
+    def copy(self, rank: int, pid: int, buffers: Sequence[rank_memory.RankBuffer]) -> None:
+        """Copy the big buffers of an answer out of the memory of its rank, if that is possible."""
+        with contextlib.suppress(OSError, MemoryError):  # the rank then sends them, or an error
+            self._copied[rank] = rank_memory.copy(pid, buffers)
+
+    def has_copied(self, rank: int) -> bool:
+        """Return whether the big buffers of a rank's answer are here."""
+        return rank in self._copied
+
+    def take(self, rank: int, message: Done, parcel: Parcel | None) -> None:
+        """Keep the answer of a rank; no parcel where its value is not wanted."""
+        self._parcels[rank] = parcel
+        if parcel is not None:
+            parcel.buffers = self._copied.pop(rank, [])
+        self.waited[rank] = message.waited
+
+    def values(self) -> list[Any]:
+        """Return the values by rank, None where none was wanted. Raises `CaptureError` for what cannot be rebuilt."""
+        parcels = [self._parcels[rank] for rank in sorted(self._parcels)]
+        try:
+            return [None if parcel is None else load(parcel, self._originals) for parcel in parcels]
+        except MemoryError:
+            raise
+        except Exception as exc:
+            why = f"{type(exc).__name__}: {text_of(exc)}"
+            error = CaptureError(f"the function returned, but its value cannot be rebuilt here ({why})")
+            raise error.with_value(getattr(exc, "value", None)) from exc
+
+    def close(self) -> None:
+        """Give up the memory of the answers; objects that have been rebuilt keep theirs."""
+        for parcel in self._parcels.values():
+            if parcel is not None:
+                parcel.close()
 
 
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:

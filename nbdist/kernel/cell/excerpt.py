@@ -10,6 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from typing import IO, Any
 
 from ...engines.forkserver import remove_if_killed
@@ -35,10 +36,14 @@ class Excerpt:
     Args:
         cell: The cell that shows it.
         lines: The number of lines that are passed on. None: all.
+        on_full: Called once, when this number is reached.
+
+    Attributes:
+        most: The number of lines that are passed on; None: all.
     """
 
-    def __init__(self, cell: Cell, lines: int | None) -> None:
-        self._cell, self._most = cell, lines if cell.in_notebook else None
+    def __init__(self, cell: Cell, lines: int | None, on_full: Callable[[], object] = lambda: None) -> None:
+        self._cell, self.most = cell, lines if cell.in_notebook else None
         self._head: list[str] = []
         self._lines = self._size = 0
         self._file: IO[str] | None = None
@@ -48,24 +53,24 @@ class Excerpt:
         self._display = ""  # the id of what shows the tail
         self._shown_at = 0.0
         self._waits = False  # something is not shown yet
+        self._on_full = on_full
+        self._left_out = 0  # lines that are only counted, because their text is elsewhere
 
     def text(self, text: str, kind: int) -> None:
-        if self._most is None:
+        if self.most is None:
             self._cell.text(text, kind)
             return
         self._lines += text.count("\n")
         self._size += len(text)
         if not self._kept:
             self._head.append(text)
-            if self._lines <= self._most and self._size <= self._most * _CHARACTERS:
+            if self._lines <= self.most and self._size <= self.most * _CHARACTERS:
                 self._cell.text(text, kind)
                 return
             lines, size = self._lines - text.count("\n"), self._size - len(text)  # before it
-            kept = "".join(text.splitlines(keepends=True)[: max(0, self._most - lines)])
-            self._cell.text(kept[: max(0, self._most * _CHARACTERS - size)], kind)
-            text = "".join(self._head)
-            self._head.clear()
-            self._open()
+            kept = "".join(text.splitlines(keepends=True)[: max(0, self.most - lines)])
+            self._cell.text(kept[: max(0, self.most * _CHARACTERS - size)], kind)
+            text = self._fill()
         self._keep(text)
         self._last.append(text)
         self._last_size += len(text)
@@ -74,6 +79,23 @@ class Excerpt:
         self._waits = True
         if time.monotonic() > self._shown_at + _INTERVAL:
             self.show()
+
+    def left_out(self, lines: int, size: int) -> None:
+        """Count lines of `size` characters together, whose text stays on the node where they were written."""
+        if not self._kept:
+            self._keep(self._fill())
+        self._lines += lines
+        self._size += size
+        self._left_out += lines
+        self._waits = True
+
+    def _fill(self) -> str:
+        """Begin to show the last lines alone; return the text so far, which belongs into the file, too."""
+        text = "".join(self._head)
+        self._head.clear()
+        self._open()
+        self._on_full()
+        return text
 
     def _open(self) -> None:
         try:
@@ -115,6 +137,8 @@ class Excerpt:
         lines = "".join(self._last).splitlines()[-TAIL:]
         lines = [line.rpartition("\r")[2][:_WIDTH] for line in lines]
         title = f"... {self._lines:,} lines, of which these are the last {len(lines)}; {self._kept}"
+        if self._left_out:
+            title += f", but for {self._left_out:,} lines that the nodes keep: session.logs(rank)"
         update, self._display = bool(self._display), self._display or uuid.uuid4().hex
         data: dict[str, Any] = {"text/plain": "\n".join([title, *lines])}
         shown = {"data": data, "metadata": {}, "transient": {"display_id": self._display}, "update": update}

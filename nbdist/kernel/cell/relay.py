@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import shutil
 import time
@@ -11,37 +10,16 @@ from typing import Any
 
 from ...engines.contract import Ranks
 from ...wire.frames import MESSAGE, STDERR, STDOUT, FrameReader
+from ...wire.log import Log
 from .cell import Cell
 from .comms import Comms
 from .excerpt import LINES, Excerpt
 from .tabs import Columns
 
-#: Characters of output kept of each rank; older text is dropped first.
-KEPT = 1 << 20
 #: Seconds after which a line that is not finished, such as a bar, is shown as it is.
 UNFINISHED = 1.0
 #: Characters of it, all ranks together, in a notebook; a terminal shows a line's width.
 _WIDTH = 120
-
-
-class Log:
-    """The last output of one rank."""
-
-    def __init__(self) -> None:
-        self._chunks: collections.deque[str] = collections.deque()
-        self._size = 0
-
-    def write(self, text: str) -> None:
-        self._chunks.append(text)
-        self._size += len(text)
-        while self._size > KEPT and len(self._chunks) > 1:
-            self._size -= len(self._chunks.popleft())
-
-    def text(self) -> str:
-        return "".join(self._chunks)
-
-    def tail(self, lines: int = 50) -> str:
-        return "\n".join(self.text().splitlines()[-lines:])
 
 
 class _Line:
@@ -80,6 +58,8 @@ class Relay:
         self._ranks = ranks
         self.logs = [Log() for _ in ranks.pids]
         self.comms = Comms(ranks)
+        self.number = 0
+        """The number of the call whose output is passed on."""
         self.begin(Cell(), "none", 0)
         # By rank: what makes sense of what comes there.
         self._readers = [(FrameReader(STDOUT), FrameReader(STDERR)) for _ in ranks.pids]
@@ -96,8 +76,18 @@ class Relay:
         self._columns = Columns(cell, len(self.logs)) if show == "tabs" and cell.in_notebook else None
         self.cell, self._show, self._first = cell, "all" if show == "tabs" else show, first
         self._label = "[rank {}] " if self._show == "all" else ""
-        self._excerpt = Excerpt(cell, lines)
+        self.number = number = self.number + 1
+        self._excerpt = Excerpt(cell, lines, lambda: self._ranks.cut_output(number))
         self._seen = {STDOUT: "", STDERR: ""}  # what the cell shows of unfinished lines, at the end of its text
+
+    @property
+    def lines(self) -> int | None:
+        """The number of lines after which the cell shows the last lines alone; None: it shows all."""
+        return None if self._columns is not None else self._excerpt.most
+
+    def shows(self, rank: int) -> bool:
+        """Return whether the cell shows the output of a rank."""
+        return self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first)
 
     def take(self, rank: int, which: int, data: bytes) -> None:
         """Receive output of a rank from standard output (0) or standard error (1); empty bytes mean the end."""
@@ -123,9 +113,14 @@ class Relay:
     def _pass_on(self, rank: int, kind: int, what: Any) -> None:
         if kind == MESSAGE:
             name, content = what
+            if name == "left_out":  # by the node of the rank, maybe with the rest of lines that have begun
+                for unfinished, _ in list(self._lines):
+                    self._end_line(unfinished)
+                self._excerpt.left_out(**content)
+                return
             if name == "display":
                 self.logs[rank].write(content["data"].get("text/plain", "") + "\n")
-            shown = self._show in ("all", "lines") or (self._show == "rank0" and rank == self._first)
+            shown = self.shows(rank)
             if name.startswith("comm_"):
                 self.comms.pass_on(rank, name, content, self.cell, shown and self._columns is None)
             if self._columns is not None:
@@ -145,7 +140,7 @@ class Relay:
         self.logs[rank].write(what)
         if self._columns is not None:
             self._columns.text(rank, what)
-        elif self._show == "rank0" and rank == self._first:
+        elif self._show == "rank0" and self.shows(rank):
             self._excerpt.text(what, kind)
         elif self._show in ("all", "lines"):
             whole, newline, rest = what.rpartition("\n")

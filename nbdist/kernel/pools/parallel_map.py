@@ -32,11 +32,12 @@ from ...wire.board import Board
 from ...wire.cache import KEPT, SentCache
 from ...wire.parcel import Parcel, pack
 from ..calls.arguments import check_call, check_platform, check_takes
+from ..calls.ending import GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT
 from ..calls.outcomes import load, rebuild
-from ..calls.waiting import AT_A_TIME, GRACE_AFTER_FAILURE, GRACE_AFTER_INTERRUPT, OUTPUT_INTERVAL
+from ..calls.requests import draw_seeds
+from ..calls.waiting import AT_A_TIME, OUTPUT_INTERVAL
 from ..cell.cell import Cell
 from ..cell.relay import Relay
-from ..session import draw_seeds
 
 R = TypeVar("R")
 

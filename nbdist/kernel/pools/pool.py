@@ -21,136 +21,141 @@ from .starting import Starter
 _numbers = itertools.count(1)
 
 
-def make_pool(library: ModuleType, starter: Starter) -> Any:
-    """Make the `Pool` class of a context from the library's own."""
+#: The library's own class.
+_Own: Any = object
 
-    class Pool(library.Pool):  # type: ignore[name-defined]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._calls: dict[int, Call] = {}
-            self._jobs: dict[int, set[int]] = {}  # by the number of a function: the jobs that need it
-            self._cell = Cell(background=True)
-            self._lost: Exception | None = None
-            self._failing = threading.Lock()
-            # The library hands this to a thread of its own, which must not keep the pool.
-            self.Process = functools.partial(_worker, weakref.ref(self), starter, library)
-            super().__init__(*args, **options)
-            weakref.finalize(self, _close, self._calls)
 
-        # ------------------------------------------------------------------------------------------ functions
+class WarmPool(_Own):
+    """A pool of workers from the warm server. The library's `Pool` comes after it in the method resolution order."""
 
-        def apply_async(self, func: Any, args: Any = (), kwds: Any = {}, *callbacks: Any, **options: Any) -> Any:  # noqa: B006
-            return self._submit(func, lambda fn: super(Pool, self).apply_async(fn, args, kwds, *callbacks, **options))
+    library: ModuleType
+    """The library's module with its `Pool`."""
+    starter: Starter
 
-        def _map_async(self, func: Any, items: Any, mapper: Any, *args: Any, **options: Any) -> Any:
-            mapper = PoolMapper(mapper)
-            return self._submit(func, lambda fn: super(Pool, self)._map_async(fn, items, mapper, *args, **options))
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._calls: dict[int, Call] = {}
+        self._jobs: dict[int, set[int]] = {}  # by the number of a function: the jobs that need it
+        self._cell = Cell(background=True)
+        self._lost: Exception | None = None
+        self._failing = threading.Lock()
+        # The library hands this to a thread of its own, which must not keep the pool.
+        self.Process = functools.partial(_worker, weakref.ref(self), self.starter)
+        super().__init__(*args, **options)
+        weakref.finalize(self, _close, self._calls)
 
-        def imap(self, func: Any, *args: Any, **options: Any) -> Any:
-            return self._submit(func, lambda fn: super(Pool, self).imap(fn, *args, **options))
+    # ------------------------------------------------------------------------------------------ functions
 
-        def imap_unordered(self, func: Any, *args: Any, **options: Any) -> Any:
-            return self._submit(func, lambda fn: super(Pool, self).imap_unordered(fn, *args, **options))
+    def apply_async(self, func: Any, args: Any = (), kwds: Any = {}, *callbacks: Any, **options: Any) -> Any:  # noqa: B006
+        return self._submit(func, lambda fn: super(WarmPool, self).apply_async(fn, args, kwds, *callbacks, **options))
 
-        def _submit(self, func: Any, submit: Callable[[Any], Any]) -> Any:
-            self._check_running()
-            if not callable(func):
-                raise TypeError(f"func must be a function, got {func!r}")
-            self._show(Cell(background=True))
+    def _map_async(self, func: Any, items: Any, mapper: Any, *args: Any, **options: Any) -> Any:
+        mapper = PoolMapper(mapper)
+        return self._submit(func, lambda fn: super(WarmPool, self)._map_async(fn, items, mapper, *args, **options))
+
+    def imap(self, func: Any, *args: Any, **options: Any) -> Any:
+        return self._submit(func, lambda fn: super(WarmPool, self).imap(fn, *args, **options))
+
+    def imap_unordered(self, func: Any, *args: Any, **options: Any) -> Any:
+        return self._submit(func, lambda fn: super(WarmPool, self).imap_unordered(fn, *args, **options))
+
+    def _submit(self, func: Any, submit: Callable[[Any], Any]) -> Any:
+        self._check_running()
+        if not callable(func):
+            raise TypeError(f"func must be a function, got {func!r}")
+        self._show(Cell(background=True))
+        self._forget_done()
+        number = next(_numbers)
+        self._calls[number] = self.starter.capture(func)
+        before = set(self._cache)
+        try:
+            return submit(PoolFunction(number))
+        finally:
+            self._jobs[number] = set(self._cache) - before
+            self._check_lost()
+
+    def _forget_done(self) -> None:
+        for number in [number for number, jobs in self._jobs.items() if not jobs & self._cache.keys()]:
+            del self._jobs[number]
+            self._calls.pop(number).parcel.close()
+
+    def apply(self, *args: Any, **options: Any) -> Any:
+        return self._shown(super().apply, *args, **options)
+
+    def map(self, *args: Any, **options: Any) -> Any:
+        return self._shown(super().map, *args, **options)
+
+    def starmap(self, *args: Any, **options: Any) -> Any:
+        return self._shown(super().starmap, *args, **options)
+
+    def _shown(self, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        try:
+            return action(*args, **options)
+        finally:
+            self._show()
             self._forget_done()
-            number = next(_numbers)
-            self._calls[number] = starter.capture(func)
-            before = set(self._cache)
-            try:
-                return submit(PoolFunction(number))
-            finally:
-                self._jobs[number] = set(self._cache) - before
-                self._check_lost()
 
-        def _forget_done(self) -> None:
-            for number in [number for number, jobs in self._jobs.items() if not jobs & self._cache.keys()]:
-                del self._jobs[number]
-                self._calls.pop(number).parcel.close()
+    def _show(self, cell: Cell | None = None) -> None:
+        self._cell = cell or self._cell
+        for running in _workers(self):
+            running.show(cell)
 
-        def apply(self, *args: Any, **options: Any) -> Any:
-            return self._shown(super().apply, *args, **options)
+    # --------------------------------------------------------------------------------------------- deaths
 
-        def map(self, *args: Any, **options: Any) -> Any:
-            return self._shown(super().map, *args, **options)
+    def _check_running(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        super()._check_running()
 
-        def starmap(self, *args: Any, **options: Any) -> Any:
-            return self._shown(super().starmap, *args, **options)
+    def _check_lost(self) -> None:
+        """Check for a lost worker after a job was submitted: the loss may have happened before."""
+        if self._lost is not None:
+            self._fail()
 
-        def _shown(self, action: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            try:
-                return action(*args, **options)
-            finally:
-                self._show()
-                self._forget_done()
+    def _on_exit(self, running: Running) -> None:
+        """Handle the end of a worker. Unless it was done, its task is lost, and perhaps a lock of the queues."""
+        if running.returned or running.asked_to_end or self._state == self.library.TERMINATE:
+            return
+        if self._lost is None:
+            self._lost = running.died()
+        self._worker_handler._state = self.library.TERMINATE  # no worker in its place
+        for other in _workers(self):
+            if other is not running:
+                other.kill()
+        # It may have died in the middle of a message: now whoever reads or writes there comes to the end; and
+        # `_terminate_pool`, which may come at any moment, sees it.
+        self._outqueue._writer.close()
+        self._fail()  # before a task that cannot be written does, with a broken pipe
+        self._inqueue._reader.close()
+        self._fail()  # what was submitted meanwhile
 
-        def _show(self, cell: Cell | None = None) -> None:
-            self._cell = cell or self._cell
-            for running in _workers(self):
-                running.show(cell)
+    @classmethod
+    def _terminate_pool(
+        cls, taskqueue: Any, inqueue: Any, outqueue: Any, workers: Any, change_notifier: Any, *more: Any
+    ) -> None:
+        if not outqueue._writer.closed:
+            super()._terminate_pool(taskqueue, inqueue, outqueue, workers, change_notifier, *more)
+            return
+        *threads, _ = more  # not as the library does it: a dead worker may hold the locks that it takes for that
+        for thread in threads:
+            thread._state = cls.library.TERMINATE
+        change_notifier.put(None)
+        taskqueue.put(None)
+        for worker in list(workers):
+            if worker.pid is not None:
+                worker.join()
+        if outqueue._wlock._semlock._is_zero():
+            outqueue._wlock.release()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
-        # --------------------------------------------------------------------------------------------- deaths
-
-        def _check_running(self) -> None:
-            if self._lost is not None:
-                raise self._lost
-            super()._check_running()
-
-        def _check_lost(self) -> None:
-            """Check for a lost worker after a job was submitted: the loss may have happened before."""
-            if self._lost is not None:
-                self._fail()
-
-        def _on_exit(self, running: Running) -> None:
-            """Handle the end of a worker. Unless it was done, its task is lost, and perhaps a lock of the queues."""
-            if running.returned or running.asked_to_end or self._state == library.TERMINATE:
-                return
-            if self._lost is None:
-                self._lost = running.died()
-            self._worker_handler._state = library.TERMINATE  # no worker in its place
-            for other in _workers(self):
-                if other is not running:
-                    other.kill()
-            # It may have died in the middle of a message: now whoever reads or writes there comes to the end; and
-            # `_terminate_pool`, which may come at any moment, sees it.
-            self._outqueue._writer.close()
-            self._fail()  # before a task that cannot be written does, with a broken pipe
-            self._inqueue._reader.close()
-            self._fail()  # what was submitted meanwhile
-
-        @classmethod
-        def _terminate_pool(
-            cls, taskqueue: Any, inqueue: Any, outqueue: Any, workers: Any, change_notifier: Any, *more: Any
-        ) -> None:
-            if not outqueue._writer.closed:
-                super()._terminate_pool(taskqueue, inqueue, outqueue, workers, change_notifier, *more)
-                return
-            *threads, _ = more  # not as the library does it: a dead worker may hold the locks that it takes for that
-            for thread in threads:
-                thread._state = library.TERMINATE
-            change_notifier.put(None)
-            taskqueue.put(None)
-            for worker in list(workers):
-                if worker.pid is not None:
-                    worker.join()
-            if outqueue._wlock._semlock._is_zero():
-                outqueue._wlock.release()
-            for thread in threads:
-                if thread is not threading.current_thread():
-                    thread.join()
-
-        def _fail(self) -> None:
-            with self._failing:
-                for result in list(self._cache.values()):
-                    _set_failed(result, self._lost)
-
-    return Pool
+    def _fail(self) -> None:
+        with self._failing:
+            for result in list(self._cache.values()):
+                _set_failed(result, self._lost)
 
 
-def _worker(pool_ref: weakref.ref[Any], starter: Starter, library: ModuleType, ctx: Any, **options: Any) -> Any:
+def _worker(pool_ref: weakref.ref[Any], starter: Starter, ctx: Any, **options: Any) -> Any:
     """Make the `Process` object of a worker."""
     pool = pool_ref()
     target, args = options.pop("target"), options.pop("args")

@@ -78,11 +78,11 @@ print("returned", session.run(f, 6, ranks=[1]))
 import os
 from types import SimpleNamespace
 
-from nbdist.kernel.calls import waiting
+from nbdist.kernel.calls import ending
 
 short = Session(1, timeout=1000)
 short.run(int)
-waiting.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 4000 * os.path.exists("later"))
+ending.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 4000 * os.path.exists("later"))
 
 
 # %% a breakpoint under a timeout

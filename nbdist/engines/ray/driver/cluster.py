@@ -7,12 +7,13 @@ import importlib.metadata
 import itertools
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .... import __version__
 from ....system.segments import Segment
 from ..options import STRATEGIES, RayOptions, placed_together, resources_of
+from . import sent
 from .connecting import Refused, connect
 
 #: Packages that have to be the same in the notebook and on the nodes, since what travels depends on them.
@@ -78,38 +79,6 @@ def versions(same: Sequence[str]) -> dict[str, str]:
         raise Refused(f"RayOptions(same=...) names {exc.name!r}, which is not installed here") from exc
 
 
-def version_check() -> Callable[[Mapping[str, str]], str]:
-    """Return a function that describes how the versions on a node differ. Ray sends it by value: the node may lack
-    nbdist."""
-
-    def differences(here: Mapping[str, str]) -> str:
-        import importlib.metadata
-        import platform
-
-        def base(version: str | None) -> str | None:
-            """Remove the build's name: torch's `+cpu` and `+cu130` make no difference to pickles."""
-            return None if version is None else version.partition("+")[0]
-
-        def there(name: str) -> str | None:
-            try:
-                if name == "nbdist":
-                    import nbdist
-
-                    return nbdist.__version__
-                return platform.python_version() if name == "Python" else importlib.metadata.version(name)
-            except ImportError:  # and PackageNotFoundError
-                return None
-
-        found = {name: base(there(name)) for name in here}
-        return "; ".join(
-            f"{name} is {found[name] or 'not installed'}, here {base(version)}"
-            for name, version in here.items()
-            if found[name] != base(version)
-        )
-
-    return differences
-
-
 def refusal(differences: str) -> str:
     """Return the error text for versions that differ."""
     return (
@@ -162,53 +131,15 @@ def wait_for_room(there_is: Callable[[], bool], options: RayOptions, count: int,
 
 
 def host_class() -> Any:
-    """Check a node. The function is sent to it by value, since nbdist may not be installed there."""
+    """Return the class of the actors that hold the agents, as Ray takes it."""
     import ray
 
-    find = version_check()
-
-    class Host:
-        def differences(self, here: Mapping[str, str]) -> str:
-            return find(here)
-
-        def node_id(self) -> str:
-            import ray
-
-            return ray.get_runtime_context().get_node_id()
-
-        def draining(self) -> dict[str, int]:
-            """Return the nodes of the cluster that will be taken away, with the time: milliseconds since 1970; 0:
-            unknown."""
-            from ray._private.state import state  # a driver of ray:// has no such thing
-
-            return dict(state.get_draining_nodes())
-
-        def open(self, surroundings: Sequence[Any], *arguments: Any) -> Any:
-            import ray
-
-            from nbdist.engines.ray.node import agent as node
-
-            described = node.describe(ray.util.get_node_ip_address(), *surroundings)
-            self.agent = node.Agent(*arguments)
-            return described
-
-        def poll(self, number: int) -> Any:
-            return self.agent.poll(number)
-
-        def deliver(self, *arguments: Any) -> None:
-            self.agent.deliver(*arguments)
-
-        def store(self, *arguments: Any) -> Any:
-            return self.agent.stored.store(*arguments)
-
-        def ask(self, *arguments: Any) -> Any:
-            return self.agent.ask(*arguments)
-
+    sent.by_value()
     groups = {"poll": "poll", "deliver": "deliver", "store": "deliver", "ask": "ask", "draining": "ask"}
     for name, group in groups.items():
-        setattr(Host, name, ray.method(concurrency_group=group)(getattr(Host, name)))
+        setattr(sent.Host, name, ray.method(concurrency_group=group)(getattr(sent.Host, name)))
     remote: Any = ray.remote  # which takes more than it says to type checkers
-    return remote(concurrency_groups={"poll": 1, "deliver": 1, "ask": 4}, num_cpus=0, max_restarts=0)(Host)
+    return remote(concurrency_groups={"poll": 1, "deliver": 1, "ask": 4}, num_cpus=0, max_restarts=0)(sent.Host)
 
 
 class Cluster:

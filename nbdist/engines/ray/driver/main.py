@@ -14,7 +14,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ....wire.channel import Channel, readable
@@ -26,72 +26,90 @@ from .forwarding import Forwarding, text
 from .tasks import TaskCluster
 
 
-async def serve(control: Channel, kernel: int, cluster: Cluster | TaskCluster) -> None:
-    """Answer the kernel's requests until it closes the connection, or its process ends."""
-    loop = asyncio.get_running_loop()
-    requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
+class Driver:
+    """The part of the driver process that answers the kernel's requests.
 
-    def read() -> None:
-        try:
-            message, parcel, _ = control.receive()
-            requests.put_nowait((message, parcel))
-        except (EOFError, ConnectionError):
-            loop.remove_reader(control)
-            requests.put_nowait(None)
+    Args:
+        control: The connection to the kernel.
+        kernel: A descriptor that ends with the process of the kernel, since a child of it may hold the other end of
+            `control`; -1 for none.
+        cluster: The nodes.
+    """
 
-    def gone() -> None:
-        loop.remove_reader(kernel)
-        requests.put_nowait(None)
+    def __init__(self, control: Channel, kernel: int, cluster: Cluster | TaskCluster) -> None:
+        self._control, self._kernel, self._cluster = control, kernel, cluster
+        self._requests: asyncio.Queue[tuple[tuple[Any, ...], Parcel | None] | None] = asyncio.Queue()
+        self._forwarding: Forwarding | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, work: Coroutine[Any, Any, Any]) -> None:
-        value = await work
-        if number:
-            with contextlib.suppress(OSError):
-                control.send(("answer", number, value))
+    async def serve(self) -> None:
+        """Answer requests until the kernel closes the connection, or its process ends."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._control, self._read)
+        if self._kernel >= 0:
+            loop.add_reader(self._kernel, self._gone)
+        while (request := await self._requests.get()) is not None:
+            await self._carry_out(*request)
 
-    async def ask(nodes: Sequence[int], what: str, arguments: Sequence[Any], seconds: float) -> list[Any]:
-        asked = [asyncio.wait_for(cluster.links[node].call("ask", what, *arguments), seconds) for node in nodes]
-        values = await asyncio.gather(*asked, return_exceptions=True)
-        return [None if isinstance(value, BaseException) else value for value in values]
-
-    async def start(path: Sequence[str], cwd: str, *agent: Any) -> tuple[Forwarding, list[Any]]:
-        jobs = []
-        for link in cluster.links:
-            link.forget()
-            surroundings = path, cwd if cluster.takes_folder else None, link.gpus, link.count
-            jobs.append(link.call("open", surroundings, link.first, link.count, *agent))
-        nodes = await asyncio.gather(*jobs)
-        for link, node in zip(cluster.links, nodes, strict=True):
-            link.name = f"node {link.number} ({node.host}, {node.address})"
-        forwarding = Forwarding(cluster.links, control)
-        forwarding.open()
-        return forwarding, [tuple(node) for node in nodes]
-
-    forwarding: Forwarding | None = None
-    tasks: set[asyncio.Task[None]] = set()
-    loop.add_reader(control, read)
-    if kernel >= 0:  # a child of it may hold the other end of `control`
-        loop.add_reader(kernel, gone)
-    while (request := await requests.get()) is not None:
-        (kind, number, *arguments), parcel = request
+    async def _carry_out(self, message: tuple[Any, ...], parcel: Parcel | None) -> None:
+        kind, number, *arguments = message
+        forwarding = self._forwarding
         if kind == "deliver" and forwarding is not None:
             forwarding.deliver(arguments[0], parcel)
         elif kind == "read" and forwarding is not None:
             forwarding.read(*arguments)
         elif kind == "start":
             try:
-                forwarding, nodes = await start(*arguments)
-                control.send(("answer", number, nodes))
+                nodes = await self._start(*arguments)
+                self._control.send(("answer", number, nodes))
             except Exception as exc:
-                control.send(("answer", number, f"the ranks could not be started: {text(exc)}"))
+                self._control.send(("answer", number, f"the ranks could not be started: {text(exc)}"))
         elif kind == "close" and forwarding is not None:
             healthy = await forwarding.close(*arguments)
-            forwarding = None
-            control.send(("answer", number, healthy))
+            self._forwarding = None
+            self._control.send(("answer", number, healthy))
         elif kind == "ask":
-            task = loop.create_task(answer(number, ask(*arguments)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            task = asyncio.get_running_loop().create_task(self._ask(number, *arguments))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _read(self) -> None:
+        try:
+            message, parcel, _ = self._control.receive()
+            self._requests.put_nowait((message, parcel))
+        except (EOFError, ConnectionError):
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._requests.put_nowait(None)
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._kernel)
+        self._requests.put_nowait(None)
+
+    async def _start(self, path: Sequence[str], cwd: str, *agent: Any) -> list[Any]:
+        """Start ranks on all nodes; return the description of each node."""
+        jobs, links = [], self._cluster.links
+        for link in links:
+            link.forget()
+            surroundings = path, cwd if self._cluster.takes_folder else None, link.gpus, link.count
+            jobs.append(link.call("open", surroundings, link.first, link.count, *agent))
+        nodes = await asyncio.gather(*jobs)
+        for link, node in zip(links, nodes, strict=True):
+            link.name = f"node {link.number} ({node.host}, {node.address})"
+        self._forwarding = Forwarding(links, self._control)
+        self._forwarding.open()
+        return [tuple(node) for node in nodes]
+
+    async def _ask(
+        self, number: int, nodes: Sequence[int], what: str, arguments: Sequence[Any], seconds: float
+    ) -> None:
+        """Send nodes a request, and return their answers to the kernel; None for a node without an answer in time."""
+        links = self._cluster.links
+        asked = [asyncio.wait_for(links[node].call("ask", what, *arguments), seconds) for node in nodes]
+        values = await asyncio.gather(*asked, return_exceptions=True)
+        if number:
+            with contextlib.suppress(OSError):
+                answers = [None if isinstance(value, BaseException) else value for value in values]
+                self._control.send(("answer", number, answers))
 
 
 def main(fd: str, kernel: str) -> None:
@@ -118,6 +136,6 @@ def main(fd: str, kernel: str) -> None:
         return
     control.send(("ready", [link.count for link in cluster.links]))
     try:
-        asyncio.run(serve(control, int(kernel), cluster))
+        asyncio.run(Driver(control, int(kernel), cluster).serve())
     finally:
         cluster.close()

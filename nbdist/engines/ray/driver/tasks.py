@@ -12,15 +12,16 @@ import collections
 import pickle
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from ....deaths import OTHER_VERSIONS, lost_with_task
+from ....deaths import lost_with_task
 from ....wire.protocol import Begin, Items, ToRank
 from ..node.agent import Event, Node, packed
 from ..node.chunk import is_last
 from ..options import RayOptions
-from .cluster import Link, refusal, version_check, versions, wait_for_room
+from . import sent
+from .cluster import Link, refusal, versions, wait_for_room
 from .connecting import Refused, connect
 from .forwarding import text
 
@@ -44,7 +45,8 @@ class TaskCluster:
         """Check that a task can run at all, before it contains items."""
         import ray
 
-        trial = ray.remote(**_wanted(options))(version_check()).remote(here)
+        sent.by_value()
+        trial = ray.remote(**_wanted(options))(sent.differences).remote(here)
         wait_for_room(lambda: bool(ray.wait([trial], timeout=1.0)[0]), options, 1, say)
         try:
             differences = ray.get(trial)
@@ -216,22 +218,9 @@ def _wanted(options: RayOptions) -> dict[str, Any]:
 
 
 def _task(options: RayOptions, live: bool) -> Any:
-    """Run a chunk on a node. The function is sent by value, since nbdist may not be installed there."""
+    """Return the function that does a chunk on a node, as Ray takes it."""
     import ray
 
-    find, cannot_work = version_check(), OTHER_VERSIONS
-
-    def work(call: str, here: Mapping[str, str], *arguments: Any) -> Iterator[list[Event]]:
-        if differences := find(here):
-            yield [("exit", 0, None, cannot_work.format(differences))]
-            return
-        from nbdist.engines.ray.node import chunk
-
-        yield from chunk.work(call, *arguments)
-
-    def work_at_once(*arguments: Any) -> list[Event]:
-        return [event for events in work(*arguments) for event in events]
-
     if live:
-        return ray.remote(num_returns="streaming", **_wanted(options))(work)
-    return ray.remote(**_wanted(options))(work_at_once)
+        return ray.remote(num_returns="streaming", **_wanted(options))(sent.work)
+    return ray.remote(**_wanted(options))(sent.work_at_once)

@@ -32,12 +32,14 @@ class Inbox:
     Attributes:
         pids: The process of each rank, by rank; None before it has started.
         alive: The ranks that are not known to have ended.
+        lost: The ranks whose node is lost.
     """
 
     def __init__(self, driver: DriverProcess) -> None:
         self._driver = driver
         self.pids: list[int | None] = [None] * driver.world_size
         self.alive = set(range(driver.world_size))
+        self.lost: set[int] = set()
         self._events: collections.deque[tuple[Any, ...]] = collections.deque()
         self._written: dict[tuple[int, int], collections.deque[bytes]] = {}
         self._read = 0  # bytes that the driver does not know of yet
@@ -85,6 +87,7 @@ class Inbox:
                 os.write(self._wake, b"!")
 
     def _lose(self, ranks: set[int], why: str) -> None:
+        self.lost |= ranks
         for rank in sorted(ranks):
             self._on_exit(rank, None, why)
 

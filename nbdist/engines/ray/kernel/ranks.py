@@ -34,6 +34,11 @@ from ..options import RayOptions
 from .driver_process import ANSWER, DriverProcess, acquire
 from .inbox import Inbox, InboxListener
 
+#: Seconds that a node may take to send the output that it keeps.
+_LOGS = 2.0
+#: Characters of output of all ranks together that are fetched from the nodes when the ranks have ended.
+_AT_THE_END = 8 << 20
+
 
 class RayEngine:
     """The engine for a Ray cluster. Raises `NbdistError` if Ray is not installed."""
@@ -102,6 +107,7 @@ class RayRanks:
         self._gathered: list[_Sent] | None = None
         self._settings: tuple[Mapping[str, str], dict[int, Setting]] = {}, {}
         self._open = True
+        self._last_logs: dict[int, str] = {}
         self._inbox = Inbox(driver)
         try:
             surroundings = search_path(), working_folder(), modules, kernel_shell() is not None
@@ -170,6 +176,24 @@ class RayRanks:
 
     def drain(self, rank: int, on_output: OnOutput) -> None:
         self._inbox.drain(rank, on_output)
+
+    def logs(self, ranks: Sequence[int], most: int) -> dict[int, str]:
+        return self._fetch_logs(ranks, most) if self._open else self._last_logs
+
+    def _fetch_logs(self, ranks: Sequence[int], most: int) -> dict[int, str]:
+        nodes = sorted({self.slots[rank].node for rank in ranks} & self._answering())
+        if not nodes:
+            return {}
+        found = self.driver.request("ask", nodes, "log", (list(ranks), most), _LOGS, seconds=2 * _LOGS) or []
+        return {rank: text for node in found for rank, text in (node or {}).items()}
+
+    def _answering(self) -> set[int]:
+        """Return the nodes that are not lost, as far as is known."""
+        return {slot.node for slot in self.slots} - {self.slots[rank].node for rank in list(self._inbox.lost)}
+
+    def cut_output(self, call: int) -> None:
+        with contextlib.suppress(OSError):  # the driver is gone, which is noticed otherwise
+            self.driver.send("ask", 0, sorted(self._answering()), "cut", (call,), ANSWER)
 
     def listen(self, **handlers: Any) -> InboxListener:
         return InboxListener(self._inbox, **handlers)
@@ -269,6 +293,8 @@ class RayRanks:
         self._open = False
         try:
             healthy = self.driver.request("close", grace, seconds=grace + 30.0)
+            if on_output is not drop:
+                self._last_logs = self._fetch_logs(range(len(self.slots)), _AT_THE_END // len(self.slots))
             for rank in range(len(self.slots)):
                 self._inbox.drain(rank, on_output)
             self._inbox.close()

@@ -19,19 +19,24 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ....system.connections import Address
 from ....system.cores import numa_nodes, shares, usable_cores
 from ....wire import protocol
+from ....wire.frames import MESSAGE
 from ....wire.parcel import Parcel
 from ....wire.rendezvous import Rendezvous, RendezvousAddress
 from ...contract import Exit
 from ...forkserver import for_notebook
 from ...listening import Listener
 from ...local import LocalEngine
+from .output import Output, encoded
+from .questions import Questions
 from .storing import CHUNK, Stored
 
 #: Seconds that output may wait for more of it.
 OUTPUT_INTERVAL = 0.3
+#: Bytes of output in the first answer of a call; the next may have four times as many each. Meanwhile a cell with many
+#: lines notices that it shows the last ones alone.
+FIRST_OUTPUT = 16 << 10
 #: Seconds that the answer to a call may wait for the answers of the node's other ranks.
 ANSWER_INTERVAL = 0.05
 #: Seconds after which `poll` answers although nothing has happened: so its caller knows that the node lives.
@@ -117,7 +122,11 @@ class Agent:
         self._last_poll: tuple[int, int, list[Event]] = 0, 0, []
         self._events: collections.deque[Event] = collections.deque()
         self._due = float("inf")
+        self._output = Output(count)
+        self._questions = Questions(self._ranks, first, self._output.logs)
         self._output_at = 0.0
+        self._output_most = FIRST_OUTPUT
+        self._to_cut = -1
         self._sent = 0
         self._polling = threading.Lock()
         self._closing = False
@@ -152,15 +161,37 @@ class Agent:
             self._listener.select(left)
         if self._closing:
             return 0, [("closed",)]
+        self._leave_out()
         events, size, output = [], 0, 0
-        while self._events and size < 4 * CHUNK:
-            events.append(self._events.popleft())
-            size += len(events[-1][-1]) if events[-1][0] in ("part", "output") else 0
-            output += len(events[-1][-1]) if events[-1][0] == "output" else 0
+        while self._events and size < 4 * CHUNK and output < self._output_most:
+            event = self._events.popleft()
+            if event[0] == "output":
+                event = self._encoded(event)
+                output += len(event[-1])
+            events.append(event)
+            size += len(event[-1]) if event[0] in ("part", "output") else 0
         if output:
             self._output_at = time.monotonic()
+            self._output_most = min(4 * CHUNK, 4 * self._output_most)
         self._due = float("inf")
         return output, list(packed(events))
+
+    def _encoded(self, event: Event) -> Event:
+        """Return an event of output in the form that the kernel reads."""
+        _, number, kind, what = event
+        return "output", self._first + number, 0, encoded(kind, what)
+
+    def _leave_out(self) -> None:
+        """Leave out what waits to be sent, once the cell shows the last lines alone."""
+        call, self._to_cut = self._to_cut, -1
+        if call >= 0 and self._output.cut(call):
+            waiting = list(self._events)
+            self._events.clear()
+            for event in waiting:
+                if event[0] == "output" and event[2] != MESSAGE:
+                    self._output.leave_out(*event[1:])
+            self._events.extend(("output", *piece) for piece in self._output.notice())
+            self._events.extend(event for event in waiting if event[0] != "output" or event[2] == MESSAGE)
 
     def _add_event(self, *event: Any, within: float = 0.0) -> None:
         self._events.append(event)
@@ -168,9 +199,10 @@ class Agent:
 
     def _on_output(self, number: int, which: int, data: bytes) -> None:
         """Receive output of a rank. More output is read only after the next answer, because other ranks wait, too."""
-        if data:
-            later = self._output_at + OUTPUT_INTERVAL - time.monotonic()
-            self._add_event("output", self._first + number, which, data, within=max(0.0, later))
+        later = max(0.0, self._output_at + OUTPUT_INTERVAL - time.monotonic())
+        pieces = list(self._output.take(number, which, data))
+        for piece in pieces + (self._output.notice() if self._output.due() else []):
+            self._add_event("output", *piece, within=later)
 
     def _on_message(self, number: int, message: protocol.FromRank, parcel: Parcel | None) -> None:
         rank = self._first + number
@@ -182,14 +214,23 @@ class Agent:
             case protocol.Done():
                 self._calling.discard(rank)
                 within = ANSWER_INTERVAL if self._calling else 0.0
+                if not self._calling:
+                    self._notice()
             case protocol.Error():
                 self._calling.discard(rank)
+                self._notice()
         if about is None or not about[2]:
             self._add_event("message", [rank], message, None if about is None else about[0], within=within)
         else:
             self._add_event("answered", rank, message, about, within=within)
 
+    def _notice(self) -> None:
+        """Send what was left out so far, as a number, and the last lines of it."""
+        for piece in self._output.notice():
+            self._add_event("output", *piece)
+
     def _on_exit(self, exit: Exit) -> None:
+        self._notice()
         self._calling.discard(self._first + exit.rank)
         self._add_event("exit", self._first + exit.rank, exit.status, exit.reason)
 
@@ -223,10 +264,18 @@ class Agent:
                 inline, spans, keys = about
                 parcel = Parcel(inline, spans, [self.stored[key] for key in keys])
             messages = pickle.loads(pickled)
-            self._calling.update(rank for rank, message in messages if isinstance(message, protocol.Call))
             for rank, message in messages:
+                if isinstance(message, protocol.Call):
+                    self._calling.add(rank)
+                    self._begin_output(rank, message.number, message.shown, message.lines)
+                elif isinstance(message, protocol.Debug | protocol.Widget):
+                    self._begin_output(rank, -1, True)
                 self._send(rank, message, parcel)
         self.stored.forget_all_but(keep)
+
+    def _begin_output(self, rank: int, call: int, shown: bool, lines: int | None = None) -> None:
+        if self._output.begin(rank - self._first, call, shown, lines):
+            self._output_most = FIRST_OUTPUT
 
     def _send(self, rank: int, message: protocol.ToRank, parcel: Parcel | None) -> None:
         joins = isinstance(message, protocol.Join)
@@ -242,11 +291,13 @@ class Agent:
     def ask(self, what: str, *arguments: Any) -> Any:
         """Answer a request, or do work that no rank does itself."""
         questions: dict[str, Callable[..., Any]] = {
-            "signals": self._signal,
-            "aborts": self._abort,
-            "widget": self._deliver_widget_event,
-            "stacks": self._stacks,
-            "memory": self._memory,
+            "signals": self._questions.signal,
+            "aborts": self._questions.abort,
+            "widget": self._questions.deliver_widget_event,
+            "stacks": self._questions.stacks,
+            "memory": self._questions.memory,
+            "log": self._questions.log,
+            "cut": self._cut_output,
             "connections": self._ranks.connections,
             "received": lambda: self.stored.received,
             "warm": self._engine.warm,
@@ -256,31 +307,8 @@ class Agent:
         }
         return questions[what](*arguments)
 
-    def _signal(self, signals: Iterable[tuple[int, int]]) -> None:
-        for rank, signum in signals:
-            self._ranks.signal(rank - self._first, signum)
-
-    def _abort(self, aborts: Iterable[tuple[int, tuple[int, Sequence[Address]]]]) -> None:
-        for rank, (group, peers) in aborts:
-            self._ranks.abort(rank - self._first, group, peers)
-
-    def _deliver_widget_event(self, rank: int, content: dict[str, Any], buffers: Sequence[bytes]) -> None:
-        self._ranks.deliver_widget_event(rank - self._first, content, buffers)
-
-    def _stacks(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the stacks of those ranks in `ranks` that run on this node."""
-        found = self._ranks.stacks(self._own(ranks))
-        return {self._first + number: text for number, text in found.items()}
-
-    def _memory(self, ranks: Iterable[int]) -> dict[int, int | None]:
-        """Return the memory in bytes of those ranks in `ranks` that run on this node."""
-        found = self._ranks.memory(self._own(ranks))
-        return {self._first + number: size for number, size in found.items()}
-
-    def _own(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks in `ranks` that run on this node, by their numbers on it."""
-        here = range(len(self._ranks.pids))
-        return [rank - self._first for rank in ranks if rank - self._first in here]
+    def _cut_output(self, call: int) -> None:
+        self._to_cut = call  # for the thread that answers `poll`
 
     def _open_rendezvous(self, number: int, host: str | None) -> RendezvousAddress | None:
         """Return the store with a number; None for a closed one. A request whose answer was lost is repeated."""
@@ -301,12 +329,14 @@ class Agent:
         with self._polling:
             self._listener.close()
             self._ranks.close(grace, self._on_output)
+            self._leave_out()
+            self._notice()
             if self._rendezvous is not None:
                 self._rendezvous.close()
             self.stored.forget_all_but(())
             os.close(self._woken)
             os.close(self._wake)
-            return list(packed([event for event in self._events if event[0] == "output"]))
+            return list(packed([self._encoded(event) for event in self._events if event[0] == "output"]))
 
 
 def packed(events: Sequence[Event]) -> Iterator[Event]:

@@ -1,0 +1,65 @@
+"""Messages and signals that make ranks leave a call which has failed or was stopped."""
+
+from __future__ import annotations
+
+import functools
+import signal
+
+from ...system.connections import Address, between
+from ...wire import protocol
+from .ending import Ending
+from .group import Group
+
+
+class Leaving:
+    """The way of the ranks out of a call, and out of their process group.
+
+    Args:
+        group: The ranks of the session.
+        ending: The state of the call; each step is noted there.
+        pending: The ranks that have not answered. From here on, it and the other sets are shared with the caller.
+        begun: The ranks that have begun the call.
+        unfit: The ranks that are not waited for any more, and cannot take another call.
+    """
+
+    def __init__(self, group: Group, ending: Ending, pending: set[int], begun: set[int], unfit: set[int]) -> None:
+        self._group, self._ranks, self._ending = group, group.ranks, ending
+        self._pending, self._begun, self._unfit = pending, begun, unfit
+
+    def ask(self) -> None:
+        """Interrupt the ranks that have not answered, and let the others leave the process group."""
+        self._group.leave()
+        with self._ranks.together():
+            for rank in list(self._pending):
+                if self._ranks.pids[rank] is None:  # not started, so there is nothing to wait for
+                    self._pending.discard(rank)
+                    self._unfit.add(rank)  # the call was sent to it, and it may still begin
+                else:
+                    self._ranks.signal(rank, signal.SIGINT)
+        with self._ranks.together():
+            for rank in range(len(self._ranks.pids)):
+                if rank not in self._pending:
+                    self.dismiss(rank)
+            if self._ending.at_once:
+                self.abort()
+        self._ending.asked_to_leave()
+
+    def dismiss(self, rank: int) -> None:
+        """Make a rank that is done leave the process group, so that ranks that wait for it there fail and leave too."""
+        self._group.send(rank, protocol.Leave(self._peers[rank]))
+        self.abort()
+
+    def abort(self) -> None:
+        """Abort the collectives in which the remaining ranks wait, once."""
+        if not self._ending.aborted:
+            self._ending.aborted = True
+            with self._ranks.together():
+                for rank in self._pending:
+                    self._ranks.abort(rank, self._group.number, self._peers[rank])
+            # The time counts from here: finding the connections of many ranks takes long.
+            self._ending.was_aborted(all_begun=self._pending <= self._begun)
+
+    @functools.cached_property
+    def _peers(self) -> list[list[Address]]:
+        """The connections of each rank to others, by rank: the addresses of the other ends."""
+        return between(self._ranks.connections())

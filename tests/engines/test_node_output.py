@@ -1,0 +1,103 @@
+"""Output that a node of a cluster sends, and output that it keeps, without a rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nbdist.engines.ray.node import output
+from nbdist.engines.ray.node.output import Output, encoded
+from nbdist.wire.frames import MESSAGE, STDERR, STDOUT, FrameReader, frames
+
+
+def taken(node: Output, rank: int, data: bytes, which: int = 0) -> list[tuple[int, int, Any]]:
+    return list(node.take(rank, which, data))
+
+
+def display(text: str) -> bytes:
+    return frames(MESSAGE, json.dumps(["display", {"data": {"text/plain": text}, "update": False}]).encode())
+
+
+@pytest.mark.parametrize("text", ["", "a line\n", "é" * 5000, "x" * 100_000 + "\n"])
+def test_a_text_arrives_as_it_was_written(text: str) -> None:
+    node, reader = Output(1), FrameReader(STDOUT)
+    pieces = taken(node, 0, frames(STDERR, text.encode()))
+    read = [piece for _, kind, what in pieces for piece in reader.feed(encoded(kind, what))]
+    assert "".join(what for _, what in read) == text and {kind for kind, _ in read} <= {STDERR}
+    assert node.logs[0].text() == text
+
+
+def test_text_that_is_not_of_python_arrives_too() -> None:
+    node = Output(2)
+    assert taken(node, 1, b"from C\n", which=1) == [(1, STDERR, "from C\n")]
+    assert taken(node, 1, b"half of \xc3") + taken(node, 1, b"\xa9") == [(1, STDOUT, "half of "), (1, STDOUT, "é")]
+
+
+def test_a_rank_that_the_cell_does_not_show_sends_nothing_but_its_widgets() -> None:
+    node = Output(2)
+    assert node.begin(0, 1, True) and not node.begin(1, 1, False)
+    comm = ["comm_open", {"comm_id": "1"}]
+    data = b"text\n" + display("<Figure>") + frames(MESSAGE, json.dumps(comm).encode())
+    assert taken(node, 1, data) == [(1, MESSAGE, comm)]
+    assert [kind for _, kind, _ in taken(node, 0, data)] == [STDOUT, MESSAGE, MESSAGE]
+    assert node.logs[1].text() == node.logs[0].text() == "text\n<Figure>\n"
+    assert node.notice() == [], "what is not shown is not counted either"
+
+
+def test_a_cell_that_is_full_gets_the_last_lines_and_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    node = Output(2)
+    for rank in (0, 1):
+        node.begin(rank, 7, True)
+    assert taken(node, 0, b"shown\n") == [(0, STDOUT, "shown\n")]
+    assert not node.cut(6) and taken(node, 0, b"shown\n"), "that was for an earlier call"
+    assert node.cut(7)
+    line = b"x" * 79 + b"\n"
+    for _ in range(2000):
+        assert not taken(node, 0, line) and not taken(node, 1, line)
+    now[0] = 5.0
+    assert node.due()
+    (first, *last) = node.notice()
+    assert first[1] == MESSAGE and first[2][0] == "left_out"
+    assert first[2][1]["lines"] + len(last) == 4000 and first[2][1]["size"] == 80 * first[2][1]["lines"]
+    assert output.TAIL <= len(last) <= 2 * output.TAIL * output.WIDTH / 80
+    assert not node.due() and node.notice() == []
+    assert node.logs[1].text() == 2000 * line.decode()
+
+
+def test_a_notice_of_a_few_lines_leaves_none_out() -> None:
+    node = Output(1)
+    node.begin(0, 1, True)
+    node.cut(1)
+    taken(node, 0, b"one\n")
+    assert node.notice() == [(0, STDOUT, "one\n")]
+
+
+def test_the_next_call_is_shown_again() -> None:
+    node = Output(1)
+    node.begin(0, 1, True)
+    node.cut(1)
+    assert not taken(node, 0, b"left out\n")
+    node.begin(0, 2, True)
+    assert taken(node, 0, b"shown\n") and node.notice() == []
+
+
+def test_a_node_stops_by_itself_at_the_number_of_lines_that_its_cell_shows() -> None:
+    node = Output(2)
+    for rank in (0, 1):
+        node.begin(rank, 1, True, 3)
+    assert taken(node, 0, b"1\n2\n") == [(0, STDOUT, "1\n2\n")]
+    assert taken(node, 1, b"3\n4\n5\n") == [(1, STDOUT, "3\n")]
+    assert not taken(node, 0, b"6\n")
+    assert node.notice() == [(1, STDOUT, "4\n5\n"), (0, STDOUT, "6\n")]
+
+
+def test_a_long_text_without_lines_is_left_out_but_for_its_end() -> None:
+    node = Output(1)
+    node.begin(0, 1, True, 0)
+    assert not taken(node, 0, b"x" * 300_000 + b"\nend\n")
+    (kind, text) = [(kind, what) for _, kind, what in node.notice()][-1]
+    assert kind == STDOUT and text.endswith("x\nend\n")
