@@ -14,6 +14,8 @@ if _typing.TYPE_CHECKING:
     from .errors import CaptureError, NbdistError, RankDied, RankStuck, RankTimeout, WorkerDied
     from .kernel.clusters import cluster
     from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.named.attaching import attach
+    from .kernel.named.listing import sessions
     from .kernel.pools.context import context
     from .kernel.pools.parallel_map import parallel_map
     from .kernel.session import Session
@@ -28,6 +30,7 @@ __all__ = [
     "RayOptions",
     "Session",
     "WorkerDied",
+    "attach",
     "cluster",
     "context",
     "explain",
@@ -37,6 +40,7 @@ __all__ = [
     "post_mortem",
     "preempted",
     "rank_device",
+    "sessions",
     "use",
     "warm",
 ]
@@ -51,6 +55,7 @@ _HOMES = {
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
     "WorkerDied": "errors",
+    "attach": "kernel.named.attaching",
     "cluster": "kernel.clusters",
     "context": "kernel.pools.context",
     "explain": "capture.explain",
@@ -60,6 +65,7 @@ _HOMES = {
     "post_mortem": "kernel.launch",
     "preempted": "rank.preemption",
     "rank_device": "devices",
+    "sessions": "kernel.named.listing",
     "use": "engines",
     "warm": "kernel.launch",
 }

@@ -31,6 +31,8 @@ MAY: dict[str, set[str]] = {
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
     "kernel": {"wire", "capture", "fastai", "rank", "engines"},
+    "keeper": {"wire", "capture", "engines", "kernel"},
+    "__main__": {"kernel"},
     "integrations.pytest": {"kernel"},
     "recsys.io": {"recsys.ranks"},
     "recsys.loader": {"recsys.io", "recsys.ranks"},

@@ -16,6 +16,8 @@ from ...wire import protocol
 from ..cell.cell import Cell
 from ..cell.comms import Between
 from ..cell.relay import Log
+from ..status import Snapshot, look
+from . import stacks
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .keyboard import Keyboard
@@ -255,7 +257,21 @@ class Executor:
         with contextlib.suppress(KeyboardInterrupt):
             self.end(grace=0.0)
 
-    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
+    def look(self, busy: bool) -> Snapshot:
+        """Return the table of the ranks; `busy`: a call runs, or waits for its turn."""
+        state = self.state()
+        if state == "not started" and busy:
+            state = "starting"
+        elif state == "running" and not busy:
+            state = "idle"
+        return look(state, self.layout, self.group, busy)
+
+    def stacks(self) -> dict[int, list[stacks.Frame] | None]:
+        """Return the stack of each rank, as `stacks.take` does; nothing without ranks."""
+        group = self.group  # which another thread may end
+        return {} if group is None else stacks.take(group.ranks)
+
+    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell, stop: Stop | None = None) -> None:
         """Open the debugger of a rank on the frames that it keeps, until the user leaves."""
         group = self.group
         assert group is not None
@@ -265,7 +281,7 @@ class Executor:
             group.join()  # so that the user can ask it for its rank, and the like
             group.send(rank, protocol.Debug())
 
-        self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
+        self._have_done(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands), stop=stop)
 
     def hear_widget(self, rank: int, said: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
         """Pass a change of a widget in the page to its rank, and show what follows from it."""
