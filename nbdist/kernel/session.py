@@ -33,7 +33,6 @@ from .calls.group import GRACE_TO_LEAVE, Layout
 from .calls.stopping import nothing_sent
 from .cell.cell import Cell
 from .cell.excerpt import LINES
-from .named import recorded, starting
 from .options import IDLE, KEEP, SessionOptions
 from .profile.profile import Profile, profiled
 from .status import Snapshot, Status
@@ -152,6 +151,8 @@ class Session:
         if name is None:
             executor = Executor(self._engine, self._layout(nranks), **self._options.for_executor())
         else:
+            from .named import starting  # other sessions do without
+
             starting.check_engine(name, self._engine)
             executor, self._engine = starting.start(self._options, self._layout(nranks), self._engine)
         self._begin(executor)
@@ -356,6 +357,8 @@ class Session:
             NbdistError: There is no such call, its ranks were lost before its end, or the session has no name.
             TimeoutError: The call is not over after `timeout` seconds.
         """
+        from .named import recorded
+
         return recorded.result(self._named(), call, timeout)
 
     @entry
@@ -371,6 +374,8 @@ class Session:
             NbdistError: There is no such call, or the session has no name.
         """
         output = output if output is None else check_choice(output, OUTPUTS, name="output")
+        from .named import recorded
+
         recorded.replay(self._named(), call, output, lines)
 
     @entry
@@ -383,13 +388,13 @@ class Session:
 
     def _named(self) -> Any:
         if self.name is None:
-            raise NbdistError(
-                "only a session with a name has a journal and outlives the kernel: Session(2, name='...')"
-            )
+            raise NbdistError("only a session with a name has a journal: Session(2, name='...')")
         return self._executor
 
     def _follow(self) -> None:
         """Show the last call, and in the background what follows."""
+        from .named import recorded
+
         future = recorded.show_last(self._named(), self._lock)
         if future is not None:
             self._background.add(future)

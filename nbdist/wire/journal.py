@@ -80,8 +80,12 @@ def _own(view: memoryview) -> memoryview:
 
 
 def numbers(folder: str) -> list[int]:
-    """Return the numbers of a journal's files, the oldest first."""
-    return sorted(int(found[1]) for name in os.listdir(folder) if (found := _FILE.fullmatch(name)))
+    """Return the numbers of a journal's files, the oldest first; none where the session was closed."""
+    try:
+        found = map(_FILE.fullmatch, os.listdir(folder))
+    except FileNotFoundError:
+        return []
+    return sorted(int(one[1]) for one in found if one is not None)
 
 
 def path(folder: str, number: int) -> str:
@@ -111,12 +115,12 @@ class Reader:
         while self._fd >= 0 or self._open():
             yield from self._whole()
             has_next = os.path.exists(path(self._folder, self._number + 1))
-            if not has_next and (os.path.exists(path(self._folder, self._number)) or not self._numbers()):
+            if not has_next and (os.path.exists(path(self._folder, self._number)) or not numbers(self._folder)):
                 return
             yield from self._whole()  # it is complete since the next one is there
             os.close(self._fd)
             self._fd, self._data, self._position, self._number = -1, b"", 0, self._number + 1
-            later = [number for number in self._numbers() if number >= self._number]
+            later = [number for number in numbers(self._folder) if number >= self._number]
             if later and later[0] > self._number:
                 self._number = later[0]
                 yield Record("cut", {"why": "older output was dropped (keep=)"})
@@ -127,12 +131,6 @@ class Reader:
         except FileNotFoundError:
             return False
         return True
-
-    def _numbers(self) -> list[int]:
-        try:
-            return numbers(self._folder)
-        except FileNotFoundError:  # the session was closed
-            return []
 
     def _whole(self) -> Iterator[Record]:
         while True:

@@ -58,7 +58,7 @@ def find_folder(name: str) -> SessionFolder:
 
 
 def open_session(folder: SessionFolder) -> Session:
-    """Return the session of a folder, of which nothing is shown."""
+    """Return the session of a folder, and show nothing of it."""
     session = object.__new__(Session)
     session._options, executor, session._engine = starting.find(folder)
     session._begin(executor)

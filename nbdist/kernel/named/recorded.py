@@ -85,22 +85,21 @@ def _recorded(
 
 def _find(folder: str, call: int | None) -> tuple[int, Mapping[str, Any]] | None:
     """Return the file of the journal in which a call begins, and the head of its beginning."""
-    with contextlib.suppress(FileNotFoundError):
-        for number in reversed(numbers(folder)):
-            heads = [
-                record.head
-                for record in _records(path(folder, number))
-                if record.kind == "begin" and record.head["act"] == "call"
-                if call in (None, record.head["number"])
-            ]
-            if heads:
-                return number, heads[-1]
+    for number in reversed(numbers(folder)):
+        heads = [
+            record.head
+            for record in _records(path(folder, number))
+            if record.kind == "begin" and record.head["act"] == "call"
+            if call in (None, record.head["number"])
+        ]
+        if heads:
+            return number, heads[-1]
     return None
 
 
 def _records(path: str) -> list[Record]:
-    found, position = [], 0
-    with open(path, "rb") as file:
+    found, position, data = [], 0, b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         data = file.read()
     while (one := decode(data, position)) is not None:
         found.append(one[0])

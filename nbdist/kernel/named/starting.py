@@ -27,7 +27,7 @@ def check_engine(name: str, engine: Any) -> None:
         )
 
 
-def start(options: SessionOptions, layout: Layout, engine: LocalEngine) -> tuple[NamedExecutor, KeeperEngine]:
+def start(options: SessionOptions, layout: Layout, engine: Any) -> tuple[NamedExecutor, KeeperEngine]:
     """Start a keeper for a session with these options, and return what stands for its executor and engine here.
 
     Raises:
@@ -85,6 +85,6 @@ def _start_keeper(folder: SessionFolder, spec: Spec) -> None:
             raise NbdistError(f"the keeper of the session {folder.name!r} could not start: {why[0]}")
     except BaseException as exc:
         folder.remove()
-        if isinstance(exc, EOFError):
+        if isinstance(exc, (EOFError, ConnectionError)):
             raise NbdistError(f"the keeper of the session {folder.name!r} ended while it started") from None
         raise
