@@ -7,27 +7,35 @@ import signal
 import socket
 import sys
 
+from ..engines import forkserver
+from ..engines.local import LocalEngine
 from ..system.private import listen
 from ..wire.channel import Channel
 from ..wire.session_folder import SessionFolder
 from .keeper import Keeper
 
 
-def main(name: str, fd: str) -> None:
-    """Keep the session with this name, whose spec comes over the socket with the descriptor `fd`."""
+def main(fd: str) -> None:
+    """Keep the session whose name and spec come over the socket with the descriptor `fd`."""
     if os.fork():  # the kernel must not find it among its children, which end with it
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not ignored: ranks would inherit that
     channel = Channel(socket.socket(fileno=int(fd)))
     os.set_inheritable(int(fd), False)
-    folder = SessionFolder(name)
+    try:
+        while (message := channel.receive()[0])[0] != "keep":
+            _, modules, notebook = message
+            forkserver.for_notebook(notebook)
+            LocalEngine().warm(modules)
+    except (EOFError, ConnectionError):  # the kernel has ended, and needs it no more
+        return
+    folder, spec = SessionFolder(message[1]), message[2]
     try:
         folder.check()
         lock = folder.lock()
         _write_to(os.path.join(folder.path, "keeper.log"))
-        spec, _, _ = channel.receive()
-        keeper = Keeper(folder, spec[0])
+        keeper = Keeper(folder, spec)
         listening = listen(folder.socket)
     except BaseException as exc:
         channel.send(("failed", f"{type(exc).__name__}: {exc}"))

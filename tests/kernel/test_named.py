@@ -21,6 +21,7 @@ from conftest import Kernel, living, poll, typed
 
 import nbdist
 from nbdist import NbdistError, RankDied, RankTimeout, Session, attach, sessions
+from nbdist.kernel.named import starting
 from nbdist.kernel.named.terminal import main
 from nbdist.kernel.session import executor_of
 from nbdist.system import interpreter
@@ -214,6 +215,23 @@ def test_a_debugger_in_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
             session.post_mortem()
 
 
+def test_a_keeper_that_was_ready() -> None:
+    nbdist.warm("import decimal", named=True)
+    nbdist.warm(named=True)
+    (ready,) = starting._ready
+    with Session(1, name="ready", devices="cpu") as session:
+        assert not starting._ready
+        assert session.run(lambda: "decimal" in sys.modules)
+        nbdist.warm(named=True)
+        assert starting._ready != [ready]
+        pid = starting._ready[0]._process.pid
+        assert poll(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        starting._ready[0]._channel.sock.close()
+        starting._ready.clear()
+    with pytest.raises(TypeError, match="named must be True or False"):
+        nbdist.warm(named=1)  # type: ignore[arg-type]
+
+
 def test_one_call_of_in_ddp() -> None:
     seen = nbdist.in_ddp.options(name="once", devices="cpu")(2, lambda: sys.argv[:0])
     assert seen == [] and "once" not in names()
@@ -294,10 +312,13 @@ def test_close_ends_all_and_removes_the_folder() -> None:
 
 def test_idle_sessions_end() -> None:
     """And leave an outcome that was not taken."""
-    taken, left = [Session(1, name=name, idle=4, devices="cpu") for name in ("taken", "left")]
-    keepers = keeper_of("taken"), keeper_of("left")
+    taken = Session(1, name="taken", idle=4, devices="cpu")
+    keepers = [keeper_of("taken")]
     taken.run(int)
-    future = left.submit(rank_and_argument, 3)
+    left = Session(1, name="left", idle=4, devices="cpu")
+    keepers.append(keeper_of("left"))
+    future = left.submit(lambda: (time.sleep(2), 3))
+    assert poll(lambda: str(left.status()).startswith("1 rank, running"))
     executor_of(left).connection.close()  # type: ignore[attr-defined]
     assert poll(future.done) and poll(lambda: not living(keepers))
     with pytest.raises(NbdistError, match="the session 'taken' is closed"):
@@ -305,7 +326,7 @@ def test_idle_sessions_end() -> None:
     assert "taken" not in names()
     assert [one.state for one in sessions() if one.name == "left"] == ["ended: no call for 4 s (idle=)"]
     again = attach("left")
-    assert again.result() == (0, 3)
+    assert again.result() == (None, 3)
     again.close()
 
 

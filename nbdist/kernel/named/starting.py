@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from ...engines.local import LocalEngine
 from ...errors import NbdistError
 from ...notebook.shell import kernel_shell
 from ...system import interpreter
+from ...system.processes import blind, forget_in_children
 from ...wire.channel import Channel
 from ...wire.session_folder import SessionFolder
 from ..calls.group import Layout
@@ -64,6 +66,51 @@ def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEn
     return SessionOptions(**{"name": folder.name, **spec.options}), executor, engine
 
 
+class _NewKeeper:
+    """A keeper's process that does not know yet which session is its own. It ends with this process until then."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(theirs):
+            self._process = interpreter.start(
+                "nbdist.keeper.main", str(theirs.fileno()), env={}, pass_fds=[theirs.fileno()]
+            )
+        self._channel = Channel(ours)
+        forget_in_children(self)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the keeper is not its own."""
+        blind(self._channel.fileno())
+
+    def warm(self, modules: Sequence[str]) -> None:
+        """Have its fork server import modules, and torch."""
+        self._channel.send(("warm", list(modules), kernel_shell() is not None))
+
+    def keep(self, name: str, spec: Spec) -> None:
+        """Have it keep a session. Raises `NbdistError` where it cannot, `OSError` or `EOFError` where it is gone."""
+        self._process.wait()  # it has forked the keeper
+        with contextlib.closing(self._channel.sock):
+            self._channel.send(("keep", name, spec))
+            (kind, *why), _, _ = self._channel.receive()
+        if kind != "ready":
+            raise NbdistError(f"the keeper of the session {name!r} could not start: {why[0]}")
+
+
+_ready: list[_NewKeeper] = []
+"""A keeper for the next session with a name."""
+
+
+def warm(modules: Sequence[str]) -> None:
+    """Have a keeper ready for the next session with a name, with torch and these modules imported. Returns at once."""
+    if not _ready:
+        _ready.append(_NewKeeper())
+    try:
+        _ready[0].warm(modules)
+    except ConnectionError:  # it was killed
+        _ready[:] = [_NewKeeper()]
+        _ready[0].warm(modules)
+
+
 def _start_keeper(folder: SessionFolder, spec: Spec) -> None:
     """Start the keeper of a session. Raises `NbdistError` where there is a session of this name."""
     try:
@@ -72,17 +119,11 @@ def _start_keeper(folder: SessionFolder, spec: Spec) -> None:
         known = f"nbdist.attach({folder.name!r}) gives it, and its close() ends it"
         raise NbdistError(f"there is a session {folder.name!r} already: {known}") from None
     try:
-        ours, theirs = socket.socketpair()
-        with contextlib.closing(ours), contextlib.closing(theirs):
-            arguments = folder.name, str(theirs.fileno())
-            process = interpreter.start("nbdist.keeper.main", *arguments, env={}, pass_fds=[theirs.fileno()])
-            theirs.close()
-            process.wait()  # it has forked the keeper
-            channel = Channel(ours)
-            channel.send((spec,))
-            (kind, *why), _, _ = channel.receive()
-        if kind != "ready":
-            raise NbdistError(f"the keeper of the session {folder.name!r} could not start: {why[0]}")
+        if _ready:
+            with contextlib.suppress(EOFError, ConnectionError):  # it was killed
+                _ready.pop().keep(folder.name, spec)
+                return
+        _NewKeeper().keep(folder.name, spec)
     except BaseException as exc:
         folder.remove()
         if isinstance(exc, (EOFError, ConnectionError)):
