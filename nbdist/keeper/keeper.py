@@ -70,6 +70,7 @@ class Keeper:
         self._engine = KeeperEngine(spec)
         self._executor = KeptExecutor(self._journal, self._engine, spec.layout, **spec.executor)
         self._acts = Acts(self._executor, self._journal)
+        self._present: set[str] = set()  # the tokens of acts whose clients are there
         self._why = ""  # why it ends
         self._wakes, self._wake = os.pipe()
         signal.signal(signal.SIGTERM, lambda *_: self._end("its keeper got SIGTERM"))
@@ -87,8 +88,11 @@ class Keeper:
                     if key.fileobj is listening:
                         self._welcome(listening)
                 self._journal.look()
+                self._acts.look(self._present)
                 if time.monotonic() > self._acts.used + self._spec.idle and not self._acts.lock.busy():
                     self._why = f"no call for {self._spec.idle:g} s (idle=)"
+                if not self._folder.exists():  # removed by hand: no client can find it any more
+                    self._why = self._why or "close"
         listening.close()
         self._leave()
 
@@ -133,7 +137,7 @@ class Keeper:
 
     def _serve_client(self, connection: socket.socket) -> None:
         """Do what a client asks, until it is gone."""
-        channel, own = Channel(connection), set()
+        channel, own = Channel(connection), set[str]()
         try:
             while True:
                 (kind, *values), parcel, _ = channel.receive()
@@ -143,10 +147,12 @@ class Keeper:
                     return
                 if kind == "act":
                     own.add(values[0])
+                    self._present.add(values[0])
                 self._do(channel, kind, values, parcel)
         except (EOFError, OSError):
             connection.close()
         finally:
+            self._present -= own
             for token in own:
                 self._acts.leave_alone(token)
 

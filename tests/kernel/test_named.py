@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -328,6 +329,13 @@ def test_idle_sessions_end() -> None:
     again = attach("left")
     assert again.result() == (None, 3)
     again.close()
+
+
+def test_a_keeper_whose_folder_is_removed_ends() -> None:
+    Session(1, name="removed", devices="cpu").run(int)
+    processes = family("removed")
+    shutil.rmtree(SessionFolder("removed").path)
+    assert poll(lambda: not living(processes))
 
 
 def test_a_name_is_taken_once(kept: Session) -> None:

@@ -46,6 +46,7 @@ class NamedExecutor:
         self.between: Callable[[], Between | None] = lambda: None
         self.stage = Stage(self._tell_widget, lambda: self.between())
         self._raised: list[int] = []
+        self._reader: Reader | None = None  # for all acts, one after the other: to find the end takes a while
 
     def use(self, spec: Spec) -> None:
         """Be the executor of what the keeper says that it keeps."""
@@ -111,14 +112,14 @@ class NamedExecutor:
             originals=names if len(names) == len(call.originals) else [("", "")] * len(call.originals),
         )
         played = self._act(act, cell, stop, call.parcel)
-        values = self.outcome(played, call.originals)
-        return values
+        return self.outcome(played, call.originals)  # the keeper counts it as taken: this process is there
 
     def _act(self, act: Act, cell: Cell, stop: Stop | None = None, parcel: Parcel | None = None) -> Played:
         """Have the keeper do something in its turn, and play what comes of it until it is over."""
         token = secrets.token_hex(8)
-        reader = Reader(self.folder.path, at_end=True)
-        played = Played(self.stage, reader, cell, lambda head: head["token"] == token)
+        if self._reader is None:
+            self._reader = Reader(self.folder.path, at_end=True)
+        played = Played(self.stage, self._reader, cell, lambda head: head["token"] == token)
         with postponed_interrupts():
             self._send_setting()
             self.connection.send("act", token, act, parcel=parcel)
@@ -162,19 +163,19 @@ class NamedExecutor:
         """Keep in mind the ranks that `post_mortem` can look at."""
         self._raised = [] if played.raised is None else played.raised.head["held"]
 
-    def outcome(self, played: Played, originals: Sequence[Any] | None = None, taken: bool = True) -> list[Any]:
-        """Return what the ranks of a call have returned, or raise what it has raised.
-
-        `taken`: a keeper that ends by itself may remove it.
-        """
+    def outcome(self, played: Played, originals: Sequence[Any] | None = None) -> list[Any]:
+        """Return what the ranks of a call have returned, or raise what it has raised."""
         assert played.head is not None
         if originals is None:
             originals = Originals(played.head["originals"], played.buffers)
-        if taken and self.connection.alive:
-            self.connection.send("taken", played.head["call"])
         if played.raised is not None:
             raise error_of(played.raised, originals)
         return [value_of(one, self.folder.path, originals, self._held) for one in played.values]
+
+    def take(self, played: Played) -> None:
+        """Let the keeper know that somebody has the outcome of a call: it may be removed with the session."""
+        if self.connection.alive:
+            self.connection.send("taken", played.head["call"])
 
     def _held(self, call: int, rank: int) -> Any:
         return self.connection.ask("value", call, rank)

@@ -25,6 +25,8 @@ def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> 
     follow(played, executor.connection, deadline=deadline)
     if not played.over and time.monotonic() > deadline:
         raise TimeoutError(f"the call of {played.what} is not over after {timeout:g} s")
+    executor.check_over(played)
+    executor.take(played)
     return _outcome(executor, played)
 
 
@@ -56,7 +58,7 @@ def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFu
 def _follow(executor: NamedExecutor, played: Played, cell: Cell, stop: futures.Stop) -> Any:
     try:
         executor.follow(played, played.head["token"], stop)
-        return _outcome(executor, played, taken=False)
+        return _outcome(executor, played)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:
@@ -64,9 +66,8 @@ def _follow(executor: NamedExecutor, played: Played, cell: Cell, stop: futures.S
         raise
 
 
-def _outcome(executor: NamedExecutor, played: Played, taken: bool = True) -> Any:
-    executor.check_over(played)
-    values = executor.outcome(played, taken=taken)
+def _outcome(executor: NamedExecutor, played: Played) -> Any:
+    values = executor.outcome(played)
     return values if played.head["everyone"] else values[0]
 
 
