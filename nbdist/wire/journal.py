@@ -148,6 +148,8 @@ class Reader:
             os.close(self._fd)
             self._fd = -1
 
+    __del__ = close
+
 
 def values_path(folder: str, call: int, rank: int) -> str:
     """Return the path of a file with the big buffers of a rank's value."""

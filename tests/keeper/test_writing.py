@@ -16,7 +16,7 @@ from nbdist.wire.journal import Reader, mapped, numbers
 
 
 class Disk:
-    """A disk that is full as long as `full`: what writes to it gets so many bytes of room, and then an error."""
+    """A disk that is full as long as `full`: what writes to it gets the bytes in `room`, and then an error."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.full, self.room = False, 0

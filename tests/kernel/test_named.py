@@ -194,12 +194,14 @@ def test_a_rank_that_dies(kept: Session) -> None:
     assert kept.run(int) == 0
 
 
+@pytest.mark.slow
 def test_a_timeout_is_the_keepers() -> None:
     timeout = pytest.raises(RankTimeout, match=r"not done after 0.5 s: rank 0")
     with Session(1, name="timeout", devices="cpu", timeout=0.5) as session, timeout:
         session.run(time.sleep, 1000)
 
 
+@pytest.mark.slow
 def test_a_debugger_in_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     def divide(x: int) -> float:
         return 1 / x
@@ -216,6 +218,7 @@ def test_a_debugger_in_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
             session.post_mortem()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_was_ready() -> None:
     nbdist.warm("import decimal", named=True)
     nbdist.warm(named=True)
@@ -233,6 +236,7 @@ def test_a_keeper_that_was_ready() -> None:
         nbdist.warm(named=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_one_call_of_in_ddp() -> None:
     seen = nbdist.in_ddp.options(name="once", devices="cpu")(2, lambda: sys.argv[:0])
     assert seen == [] and "once" not in names()
@@ -241,6 +245,7 @@ def test_one_call_of_in_ddp() -> None:
 # ---------------------------------------------------------------------------------------------------- only these
 
 
+@pytest.mark.slow
 def test_results_and_replays_by_number(capsys: pytest.CaptureFixture[str]) -> None:
     with Session(1, name="numbered", devices="cpu") as session:
         with pytest.raises(NbdistError, match="there is no call in the journal of the session 'numbered'"):
@@ -296,6 +301,7 @@ def test_the_list(kept: Session) -> None:
     assert "<td" in table._repr_html_()
 
 
+@pytest.mark.slow
 def test_close_ends_all_and_removes_the_folder() -> None:
     session = Session(2, name="closed", devices="cpu")
     session.run(int)
@@ -311,6 +317,7 @@ def test_close_ends_all_and_removes_the_folder() -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_idle_sessions_end() -> None:
     """And leave an outcome that was not taken."""
     taken = Session(1, name="taken", idle=4, devices="cpu")
@@ -331,6 +338,7 @@ def test_idle_sessions_end() -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_a_keeper_whose_folder_is_removed_ends() -> None:
     Session(1, name="removed", devices="cpu").run(int)
     processes = family("removed")
@@ -385,6 +393,7 @@ def test_other_users_do_not_get_in(kept: Session) -> None:
 # ------------------------------------------------------------------------------------------- keepers that have ended
 
 
+@pytest.mark.slow
 def test_a_killed_keeper(ended: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
     session = Session(2, name="killed", devices="cpu")
     assert session.run(rank_and_argument, 3) == (0, 3)
@@ -410,6 +419,7 @@ def test_a_killed_keeper(ended: Callable[[str], None], capsys: pytest.CaptureFix
     assert "killed" not in names()
 
 
+@pytest.mark.slow
 def test_a_machine_that_was_restarted(ended: Callable[[str], None]) -> None:
     Session(1, name="before", devices="cpu").run(rank_and_argument, 1)
     ended("before")
@@ -422,6 +432,7 @@ def test_a_machine_that_was_restarted(ended: Callable[[str], None]) -> None:
     session.close()
 
 
+@pytest.mark.slow
 def test_a_terminated_keeper_says_so(ended: Callable[[str], None]) -> None:
     session = Session(1, name="ended", devices="cpu")
     session.run(rank_and_argument, 1)
@@ -491,6 +502,7 @@ def test_the_command_line(kept: Session, capsys: pytest.CaptureFixture[str]) -> 
 # --------------------------------------------------------------------------------------------------- a real notebook
 
 
+@pytest.mark.slow
 def test_a_notebook_that_is_killed(kernel: Kernel, tmp_path: Path) -> None:
     """Its class is read by another kernel in which no cell has defined it; bars, plots and tables are replayed."""
     kernel.ok(CELLS["training"])
@@ -513,6 +525,7 @@ def test_a_notebook_that_is_killed(kernel: Kernel, tmp_path: Path) -> None:
         second.close()
 
 
+@pytest.mark.slow
 def test_what_a_rank_asks_is_typed(kernel: Kernel) -> None:
     kernel.ok("from nbdist import Session\nsession = Session(1, name='asking', devices='cpu')")
     prompts, text = typed(kernel, "print(session.run(lambda: input('how many? ')))", "7")
@@ -522,6 +535,7 @@ def test_what_a_rank_asks_is_typed(kernel: Kernel) -> None:
     kernel.ok("session.close()")
 
 
+@pytest.mark.slow
 def test_the_magics(kernel: Kernel) -> None:
     kernel.ok("%load_ext nbdist\n%ddp start 2 --devices cpu --name magic")
     kernel.ok("%%ddp\nkept_there = 5")

@@ -51,10 +51,10 @@ class Connection:
     """
 
     def __init__(self, folder: SessionFolder) -> None:
-        folder.check()
         self._folder, self._lock = folder, threading.RLock()
         self._channel: Channel | None = None
         self._bells: list[Bell] = []
+        folder.check()
         with contextlib.suppress(FileNotFoundError, ConnectionError):
             self._channel = Channel(connect(folder.socket))
         forget_in_children(self)
@@ -127,6 +127,8 @@ class Connection:
             while self._bells:
                 self._bells.pop().close()
             self._channel = None
+
+    __del__ = close
 
 
 def ended(folder: SessionFolder) -> str:

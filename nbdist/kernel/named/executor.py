@@ -173,7 +173,7 @@ class NamedExecutor:
         return [value_of(one, self.folder.path, originals, self._held) for one in played.values]
 
     def take(self, played: Played) -> None:
-        """Let the keeper know that somebody has the outcome of a call: it may be removed with the session."""
+        """Report to the keeper that the outcome of a call is here: it may be removed with the session."""
         if self.connection.alive:
             self.connection.send("taken", played.head["call"])
 

@@ -59,9 +59,10 @@ def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEn
     layout = Layout(about.get("devices", ["cpu"]), "gloo", {}, None, {}, None)
     spec = Spec(layout, {}, "forkserver", 0, 0.0, False, own_setting(), SessionOptions().for_executor(), {})
     executor = NamedExecutor(folder, spec)
-    with contextlib.suppress(NbdistError):
-        spec = executor.connection.ask("spec")
-        executor.use(spec)
+    if not folder.other_version():
+        with contextlib.suppress(NbdistError):
+            spec = executor.connection.ask("spec")
+            executor.use(spec)
     engine = KeeperEngine(LocalEngine(spec.env, spec.start), executor.connection.send)
     return SessionOptions(**{"name": folder.name, **spec.options}), executor, engine
 
