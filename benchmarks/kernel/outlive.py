@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import random
 import signal
@@ -91,7 +93,9 @@ def compared(turns: int, batches: int) -> list[str]:
                 note("no-op call", number, seconds(session.run, noop))
         for _ in range(turns):
             for number, session in enumerate(sessions):
-                note(f"{batches} batches that print a line each", number, seconds(session.run, loop, batches))
+                with contextlib.redirect_stdout(io.StringIO()):
+                    took = seconds(session.run, loop, batches)
+                note(f"{batches} batches that print a line each", number, took)
     rows = []
     for row, times in found.items():
         without, with_name = map(statistics.median, times)

@@ -204,6 +204,7 @@ class NamedExecutor:
 
     def end(self, grace: float) -> None:
         """End the keeper, and remove the session's folder."""
+        self.stage.close()
         if self.connection.alive:
             self.connection.end_keeper()
         elif self.folder.exists() and not self.folder.alive():

@@ -48,9 +48,15 @@ class Stage:
         if not head["ranks"] or head["group"] == self._group:
             return False
         self._group = head["group"]
+        self.close()
         self.relay = Relay(_Ranks(head["ranks"], self._tell_widget))  # type: ignore[arg-type]
         self.relay.comms.between = self._between
         return True
+
+    def close(self) -> None:
+        """Make pictures of the widgets of ranks that have ended."""
+        if self.relay is not None:
+            self.relay.comms.close()
 
 
 class Played:
