@@ -43,7 +43,9 @@ def main(fd: str) -> None:
     channel.send(("ready",))
     channel.sock.close()
     keeper.serve(listening)
+    forkserver.kill()
     os.close(lock)
+    os._exit(0)  # the client that closes the session waits for this
 
 
 def _write_to(path: str) -> None:
