@@ -25,7 +25,7 @@ class Difference(NamedTuple):
 
     group: str
     number: int
-    """Among those of the group, from 1."""
+    """The place among the collectives of the group, from 1."""
     by_rank: Mapping[int, Collective]
     """Each rank's; ranks that have not begun any of this number are missing."""
     missing: Sequence[int]

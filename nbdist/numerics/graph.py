@@ -101,7 +101,7 @@ def _name(node: Any) -> str:
 
 
 def _deepest_first(root: Any, until: int = -1) -> list[Any]:
-    """Go through the nodes of a graph, down to a number, so that each comes after those of its arguments."""
+    """Go through the nodes of a graph, down to a number, so that each comes after the nodes of its arguments."""
     order: list[Any] = []
     seen: set[Any] = set()
     stack = [(root, False)]

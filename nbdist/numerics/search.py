@@ -28,9 +28,9 @@ class ModelCall(NamedTuple):
     kwargs: dict[str, Any]
     autocast: tuple[str, bool, torch.dtype]
     gradients: dict[int, Tensor]
-    """Those of its results, by number, once a backward pass has made them."""
+    """The gradients of the results, by number, once a backward pass has made them."""
     results: int
-    """How many results require a gradient."""
+    """The number of results that require a gradient."""
     last: int
     """The number of the last operation in its graph, which is not kept itself: it has all activations."""
 
@@ -101,7 +101,7 @@ class Search:
         return error("loss", step, value, op=node.op, module=module, after=True, **about)
 
     def gradient_error(self, parameters: Sequence[Tensor], step: int, node: Any) -> NotFinite:
-        """Return the error for gradients of which one is not finite; `node` is the last loss's, in its graph."""
+        """Return the error for a gradient that is not finite; `node` is the last loss's, in its graph."""
         found = self.bad_parameter(parameters, step - 1)
         if found is not None:
             return found

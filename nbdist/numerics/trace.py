@@ -52,7 +52,7 @@ class Culprit(NamedTuple):
     rows: Sequence[int]
     """The rows of the batch; empty where they are unknown, or where it is all of them."""
     dtype: torch.dtype | None = None
-    """Of the result."""
+    """The dtype of the result."""
 
 
 class Source(NamedTuple):

@@ -445,7 +445,7 @@ class Lazy:
 def test_a_session_that_is_used_while_it_captures_says_so(session: Session) -> None:
     lazy = Lazy(session)
     for call in (session.run, session.submit):
-        with pytest.raises(NbdistError, match=r"`__getstate__`.*hand its value over"):
+        with pytest.raises(NbdistError, match=r"`__getstate__`.*pass its value"):
             call(lambda: lazy.value)
     assert session.run(lambda: 5) == 5
 
@@ -469,7 +469,7 @@ def test_an_exception_of_a_signal_handler_lets_ranks_clean_up(
     pids = session.run_all(os.getpid)
     before = signal.signal(signal.SIGUSR1, late)
     thread = signal_when_begun(tmp_path, signal.SIGUSR1)
-    error, text = (NbdistError, "or by a signal handler") if uses_session else (TimeoutError, "the user's")
+    error, text = (NbdistError, "or from a signal handler") if uses_session else (TimeoutError, "the user's")
     try:
         with pytest.raises(error, match=text):
             session.run(train)

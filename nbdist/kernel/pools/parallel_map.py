@@ -66,7 +66,7 @@ def parallel_map(
 
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
-        items: The items, each of which is the argument of a call.
+        items: The arguments of the calls, one for each.
         more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
             shortest is at its end. A whole number in the last place is `workers`.
         workers: How many processes. None: one for each core that this process may use; on a cluster it has to be said.

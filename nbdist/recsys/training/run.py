@@ -50,7 +50,7 @@ class Run:
         self.schedule, self.precision, self.max_grad_norm = schedule, precision, max_grad_norm
         self.gradient_accumulation_steps, self.pipelined = gradient_accumulation_steps, pipelined
         self.checks = False
-        """Whether each loss and gradient is checked."""
+        """True if each loss and gradient is checked."""
         self._check: NanCheck | None = None
         self.steps_an_epoch = math.ceil(len(train) / gradient_accumulation_steps)
         self._origin = (0, 0, 0.0)

@@ -1,4 +1,4 @@
-"""Each recommender beside a slow and plain computation of the same numbers; bad logs are named."""
+"""Each recommender compared with a slow and plain computation of the same numbers; bad logs are named."""
 
 from __future__ import annotations
 
