@@ -138,7 +138,7 @@ docs: setup
 pictures: setup
 	@mkdir -p docs/pictures
 	@$(PY) notebooks/pages.py gallery
-	@NBDIST_PICTURES=docs/pictures $(PY) -m pytest -q -p no:xdist tests/browser/test_pictures.py $(PYTEST_ARGS)
+	@NBDIST_PICTURES=docs/pictures $(PY) -m pytest -q -p no:xdist tests/browser/test_pictures.py tests/browser/test_closed_page.py $(PYTEST_ARGS)
 
 lint: setup
 	@$(PY) -m ruff format --check .

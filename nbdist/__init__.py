@@ -23,6 +23,8 @@ if _typing.TYPE_CHECKING:
     )
     from .kernel.clusters import cluster
     from .kernel.launch import in_ddp, post_mortem, warm
+    from .kernel.named.attaching import attach
+    from .kernel.named.listing import sessions
     from .kernel.pools.context import context
     from .kernel.pools.parallel_map import parallel_map
     from .kernel.session import Session
@@ -39,6 +41,7 @@ __all__ = [
     "RayOptions",
     "Session",
     "WorkerDied",
+    "attach",
     "cluster",
     "context",
     "explain",
@@ -48,6 +51,7 @@ __all__ = [
     "post_mortem",
     "preempted",
     "rank_device",
+    "sessions",
     "use",
     "warm",
 ]
@@ -64,6 +68,7 @@ _HOMES = {
     "RayOptions": "engines.ray.options",
     "Session": "kernel.session",
     "WorkerDied": "errors",
+    "attach": "kernel.named.attaching",
     "cluster": "kernel.clusters",
     "context": "kernel.pools.context",
     "explain": "capture.explain",
@@ -73,6 +78,7 @@ _HOMES = {
     "post_mortem": "kernel.launch",
     "preempted": "rank.preemption",
     "rank_device": "devices",
+    "sessions": "kernel.named.listing",
     "use": "engines",
     "warm": "kernel.launch",
 }

@@ -263,6 +263,7 @@ class RemoteTraceback(Exception):
         self.hints: list[str] = []
         self.inside = ""
         self.who, self.where = f"rank {rank}", ""
+        self.unread: Any = None  # the exception as bytes, in a process that passes it on
         super().__init__(rank, pid, text)
 
     def __str__(self) -> str:

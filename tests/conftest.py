@@ -52,8 +52,13 @@ _templates: list[warm_programs.Templates] = []
 
 
 def pytest_configure() -> None:
-    """Fork programs rather than start them, and take signals as in the foreground: a run in the background
-    (`nohup make test &`) ignores some of them, and so would all that it starts."""
+    """Give named sessions a folder, and fork programs rather than start them.
+
+    They take signals as in the foreground: a run in the background (`nohup make test &`) ignores some of them, and so
+    would all that it starts.
+    """
+    folder = _programs.enter_context(tempfile.TemporaryDirectory(prefix="nbdist-state-"))
+    os.environ["XDG_STATE_HOME"] = folder  # the tests must not see the user's named sessions
     if LINUX:
         _templates.append(_programs.enter_context(warm_programs.installed()))
     for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: lambda *_: None}.items():

@@ -32,6 +32,8 @@ MAY: dict[str, set[str]] = {
     "server": {"wire", "rank"},
     "engines": {"wire", "server"},
     "kernel": {"wire", "capture", "fastai", "rank", "engines"},
+    "keeper": {"wire", "capture", "engines", "kernel"},
+    "__main__": {"kernel"},
     "integrations.pytest": {"kernel"},
     "recsys": {"recsys.recommenders"},
     "recsys.io": {"recsys.ranks"},

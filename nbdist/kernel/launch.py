@@ -13,7 +13,7 @@ from .. import engines
 from ..capture.imports import modules_named, parse_imports
 from ..capture.need import Names, given_names
 from ..capture.per_rank import for_each_rank, own
-from ..checks import check_count, check_number, shown
+from ..checks import check_count, check_flag, check_number, shown
 from ..devices import choose_backend, choose_devices
 from ..errors import NbdistError, entry, entry_class
 from ..fastai.patches import patched
@@ -196,7 +196,7 @@ def _close_held() -> None:
 
 
 @entry
-def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> None:
+def warm(imports: str | Iterable[str] = "", *, idle: float | None = None, named: bool = False) -> None:
     """Start the fork server in the background, with torch and the modules of `imports` loaded. Returns at once.
 
     Your own modules (not installed ones) are imported by the ranks, so that they see your edits. The same holds for
@@ -206,6 +206,8 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
         imports: Import statements, as for `in_ddp`.
         idle: Seconds after which the server ends when nothing uses it. Half an hour if never said; the next call
             starts a new one.
+        named: Instead, have a keeper with a fork server of its own ready, for the next session that is made with a
+            `name`.
 
     Examples:
         >>> warm("from fastai.collab import *")
@@ -214,6 +216,12 @@ def warm(imports: str | Iterable[str] = "", *, idle: float | None = None) -> Non
     modules = modules_named(parse_imports(imports))
     if idle is not None:
         check_number(idle, above=0, name="idle", unit="seconds")
+    check_flag(named, name="named")
+    if named:
+        from .named import starting
+
+        starting.warm(modules)
+        return
     engine = engines.resolve(None)
     engine.warm(modules)
     if idle is not None:

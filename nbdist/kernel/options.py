@@ -11,9 +11,15 @@ from ..checks import check_choice, check_count, check_flag, check_number
 from ..devices import VISIBLE, choose_backend
 from ..engines.contract import Engine, EngineOptions
 from ..system.cores import usable_cores
+from ..wire.session_folder import check_name
 from .calls.arguments import OUTPUTS, check_backend, check_env, check_min_ranks, check_seed, checks_named, many_ranks
 from .calls.group import Layout
 from .cell.excerpt import LINES
+
+#: Seconds without a call after which the keeper of a named session ends.
+IDLE = 86400.0
+#: Bytes that its journal may take, and how few they may be.
+KEEP, LEAST_KEPT = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +47,9 @@ class SessionOptions:
     check: str | Sequence[str] | None = None
     restarts: int = 0
     min_ranks: int | None = None
+    name: str | None = None
+    idle: float = IDLE
+    keep: int = KEEP
 
     def __post_init__(self) -> None:
         if self.threads not in (None, "bind"):
@@ -61,6 +70,10 @@ class SessionOptions:
         check_count(self.restarts, least=0, name="restarts")
         if self.backend is not None:
             check_backend(self.backend)
+        if self.name is not None:
+            check_name(self.name)
+        check_number(self.idle, above=0, name="idle", unit="seconds")
+        check_count(self.keep, least=LEAST_KEPT, name="keep")
 
     def check_for(self, nranks: int) -> None:
         """Raise `TypeError` or `ValueError` if a session of `nranks` ranks cannot have these options."""
@@ -75,3 +88,14 @@ class SessionOptions:
         if engine.local and devices[0] == "cpu":
             notice = notice or many_ranks(nranks, len(usable_cores()))
         return Layout(devices, backend, group, self.threads, env, self.seed, self.seed_ranks, notice)
+
+    def for_executor(self) -> dict[str, Any]:
+        """Return the options of an `Executor`, by its names for them."""
+        return {
+            "timeout": self.timeout,
+            "keep_frames": self.hold_on_error,
+            "on_hang": self.on_hang,
+            "check": checks_named(self.check),
+            "restarts": self.restarts,
+            "min_ranks": self.min_ranks,
+        }

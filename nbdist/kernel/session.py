@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from .. import engines
 from ..capture.explain import Explanation, explain
 from ..capture.need import Names
-from ..checks import check_count
+from ..checks import check_choice, check_count
 from ..engines.contract import EngineOptions
 from ..errors import NbdistError, entry, entry_class
 from .calls import futures, stacks
-from .calls.arguments import check_call, check_platform, checks_named
+from .calls.arguments import OUTPUTS, check_call, check_platform
 from .calls.executor import Executor, Request
 from .calls.group import GRACE_TO_LEAVE
 from .calls.requests import Requests, check_rank, chosen
@@ -23,9 +23,9 @@ from .calls.turns import Turns
 from .cell.cell import Cell
 from .cell.excerpt import LINES
 from .collectives import Collectives
-from .options import SessionOptions
+from .options import IDLE, KEEP, SessionOptions
 from .profile.profile import Profile, profiled
-from .status import Snapshot, Status, look
+from .status import Snapshot, Status
 
 T = TypeVar("T")
 
@@ -87,6 +87,12 @@ class Session:
         min_ranks: How many ranks are enough for that: a cluster that has lost nodes goes on with as many as it has room
             for, at least this many, and has all of them again at the next restart, if it can. None: it waits until
             there is room for all.
+        name: The ranks belong to a process of their own, the keeper of this name. They, their output and their values
+            outlive the notebook's kernel: `nbdist.attach(name)` gives the session back, in any process of the same
+            user on this machine. Letters, digits, ".", "_" and "-". None: the ranks end with the kernel.
+        idle: Seconds without a call after which such a keeper ends: a day.
+        keep: Bytes that its output and values may take on the disk: a gibibyte. The oldest are dropped first; the
+            values of the last call stay.
 
     Raises:
         TypeError, ValueError: For arguments that make no sense; `ValueError` where there are fewer GPUs than ranks.
@@ -123,26 +129,37 @@ class Session:
         check: str | Sequence[str] | None = None,
         restarts: int = 0,
         min_ranks: int | None = None,
+        name: str | None = None,
+        idle: float = IDLE,
+        keep: int = KEEP,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "nranks")}
         check_platform()
         nranks = check_count(nranks, least=1, name="nranks")
         self._options = SessionOptions(**given)
         self._options.check_for(nranks)
-        self._engine = engines.resolve(engine, env, start)
-        self._executor = Executor(
-            self._engine,
-            self._options.layout(nranks, self._engine),
-            timeout=timeout,
-            keep_frames=hold_on_error,
-            on_hang=on_hang,
-            check=checks_named(check),
-            restarts=restarts,
-            min_ranks=min_ranks,
-        )
-        self._turns = Turns(self._executor)
-        self._requests = Requests(self._engine, self._executor, self._options)
+        self._engine: Any = engines.resolve(engine, env, start)
+        layout = self._options.layout(nranks, self._engine)
+        executor: Any
+        if name is None:
+            executor = Executor(self._engine, layout, **self._options.for_executor())
+        else:
+            from .named import starting  # other sessions do without
+
+            starting.check_engine(name, self._engine)
+            executor, self._engine = starting.start(self._options, layout, self._engine)
+        self._begin(executor)
+
+    def _begin(self, executor: Any) -> None:
+        self._executor: Executor = executor
+        self._turns = Turns(executor)
+        self._requests = Requests(self._engine, executor, self._options)
         weakref.finalize(self, self._requests.sent.close)
+
+    @property
+    def name(self) -> str | None:
+        """The name, if the session has one."""
+        return self._options.name
 
     @property
     def nranks(self) -> int:
@@ -304,6 +321,61 @@ class Session:
     def _capture(self, *what: Any, **how: Any) -> Request:
         return self._requests.make(*what, **how)
 
+    @entry
+    def result(self, call: int | None = None, timeout: float | None = None) -> Any:
+        """Wait for a call of a named session and return its value, or raise what it raised, whoever has made it.
+
+        Args:
+            call: Its number, from 1. None: the last one.
+            timeout: Seconds to wait at most. None: any time.
+
+        Returns:
+            What `run` or `run_all` would have returned.
+
+        Raises:
+            NbdistError: There is no such call, its ranks were lost before its end, or the session has no name.
+            TimeoutError: The call is not over after `timeout` seconds.
+        """
+        from .named import recorded
+
+        return recorded.result(self._named(), call, timeout)
+
+    @entry
+    def replay(self, call: int | None = None, *, output: str | None = None, lines: int | None = LINES) -> None:
+        """Show what a call of a named session has shown, in the cell that runs: all that there is of it by now.
+
+        Args:
+            call: Its number, from 1. None: the last one.
+            output: As for `Session`. None: as the call was made.
+            lines: As for `Session`.
+
+        Raises:
+            NbdistError: There is no such call, or the session has no name.
+        """
+        output = output if output is None else check_choice(output, OUTPUTS, name="output")
+        from .named import recorded
+
+        recorded.replay(self._named(), call, output, lines)
+
+    @entry
+    def stop(self) -> None:
+        """Interrupt the call that runs on a named session, whoever has made it, as the stop button does.
+
+        Its ranks get five seconds for their `finally` blocks; a second `stop` does not wait for them.
+        """
+        self._named().stop()
+
+    def _named(self) -> Any:
+        if self.name is None:
+            raise NbdistError("only a session with a name has a journal: Session(2, name='...')")
+        return self._executor
+
+    def _follow(self) -> None:
+        """Show the last call, and in the background what follows."""
+        from .named import recorded
+
+        self._turns.follow(functools.partial(recorded.show_last, self._named()))
+
     def logs(self, rank: int) -> str:
         """Return the output of a rank, shown or not: the last million characters since the ranks started.
 
@@ -339,8 +411,8 @@ class Session:
 
     def stacks(self) -> str:
         """Return the place of each rank: a line for each rank, then the Python stacks. Works in any thread."""
-        group = self._executor.group
-        return "" if group is None else stacks.report(stacks.take(group.ranks))
+        taken = self._executor.stacks()
+        return stacks.report(taken) if taken else ""
 
     @entry
     def collectives(self) -> Collectives:
@@ -350,15 +422,7 @@ class Session:
         Raises:
             NbdistError: Where the ranks run on other machines, or have not started.
         """
-        group = self._executor.group
-        recording = None if group is None else group.recording
-        if group is None or recording is None:
-            raise NbdistError(
-                "no collectives are recorded: the ranks have not started yet, or have ended"
-                if group is None
-                else "collectives are recorded where the ranks run on this machine, and not on a cluster"
-            )
-        return Collectives({rank: recording.read(rank) for rank in range(self.nranks)}, time.monotonic())
+        return self._executor.collectives()
 
     @entry
     def post_mortem(self, rank: int | None = None, commands: Iterable[str] | None = None) -> None:
@@ -417,12 +481,7 @@ class Session:
         return f"<nbdist.Session: {self.nranks} ranks on {devices}, {layout.backend}, {self._executor.state()}>"
 
     def _look(self) -> Snapshot:
-        state, group, busy = self._executor.state(), self._executor.group, self._turns.busy()
-        if state == "not started" and busy:
-            state = "starting"
-        elif state == "running" and not busy:
-            state = "idle"
-        return look(state, self._executor.layout, group, busy)
+        return self._executor.look(self._turns.busy())
 
 
 def executor_of(session: Session) -> Executor:

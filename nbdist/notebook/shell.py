@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_labeled: dict[str, int] = {}  # numbers of cells, in a process without a shell
 _HISTORY = re.compile(r"_{1,3}|_i{1,3}|_i?\d+|In|Out")
 
 
@@ -134,6 +135,8 @@ def cell_numbers() -> Mapping[str, int]:
     """Return the numbers of the notebook's cells, by the file names that IPython makes up for them."""
     found = shell()
     compiler = getattr(found, "compile", None)
+    if found is None:
+        return dict(_labeled)
     if compiler is None or hasattr(compiler, "_filename_map"):
         return dict(getattr(compiler, "_filename_map", {}))
     # IPython before 8.0 does not keep them; but it has the cells' texts as Python with the names, the same as typed in
@@ -149,7 +152,9 @@ def label_cells(numbers: Mapping[str, int]) -> None:
     """Make tracebacks of this process say `Cell In[3]` instead of a cell's file name, if this version of IPython does
     so."""
     compiler: Any = getattr(shell(), "compile", None)
-    if hasattr(compiler, "_filename_map"):
+    if shell() is None:
+        _labeled.update(numbers)
+    elif hasattr(compiler, "_filename_map"):
         compiler._filename_map.update(numbers)
 
 

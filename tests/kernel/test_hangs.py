@@ -469,5 +469,5 @@ with Session(2, on_hang="raise") as session:
 
 
 def test_input_in_the_background_is_an_error(session: Session) -> None:
-    with pytest.raises(NbdistError, match="a call in the background has no cell that could ask"):
+    with pytest.raises(NbdistError, match="a call in the background has no cell that can ask"):
         session.submit(lambda: input("name?") if dist.get_rank() == 0 else dist.barrier()).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from ...wire import protocol
 from ...wire.log import Log
 from ..cell.cell import Cell
 from ..cell.comms import Between
+from ..collectives import Collectives
+from ..status import Snapshot, look
+from . import stacks
 from .futures import Stop
 from .group import GRACE_TO_LEAVE, Group, Layout
 from .keyboard import Keyboard
@@ -263,7 +267,33 @@ class Executor:
         with contextlib.suppress(KeyboardInterrupt):
             self.end(grace=0.0)
 
-    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell) -> None:
+    def look(self, busy: bool) -> Snapshot:
+        """Return the table of the ranks; `busy`: a call runs, or waits for its turn."""
+        state = self.state()
+        if state == "not started" and busy:
+            state = "starting"
+        elif state == "running" and not busy:
+            state = "idle"
+        return look(state, self.layout, self.group, busy)
+
+    def stacks(self) -> dict[int, list[stacks.Frame] | None]:
+        """Return the stack of each rank, as `stacks.take` does; nothing without ranks."""
+        group = self.group  # which another thread may end
+        return {} if group is None else stacks.take(group.ranks)
+
+    def collectives(self) -> Collectives:
+        """Return the last collectives of each rank. Raises `NbdistError` without records of them."""
+        group = self.group  # which another thread may end
+        recording = None if group is None else group.recording
+        if group is None or recording is None:
+            raise NbdistError(
+                "no collectives are recorded: the ranks have not started yet, or have ended"
+                if group is None
+                else "collectives are recorded where the ranks run on this machine, and not on a cluster"
+            )
+        return Collectives({rank: recording.read(rank) for rank in range(len(group.layout.devices))}, time.monotonic())
+
+    def debug(self, rank: int, commands: Iterable[str] | None, cell: Cell, stop: Stop | None = None) -> None:
         """Open the debugger of a rank on the frames that it keeps, and return when the user leaves it.
 
         `commands` are the lines to type instead of the user; None asks the user.
@@ -276,7 +306,7 @@ class Executor:
             group.join()  # code that is typed there may use the process group
             group.send(rank, protocol.Debug())
 
-        self._send_and_wait(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands))
+        self._send_and_wait(group, send, [rank], "post_mortem", keyboard=Keyboard(group, commands), stop=stop)
 
     def deliver_widget_event(self, rank: int, event: dict[str, Any], buffers: Sequence[bytes], cell: Cell) -> None:
         """Send a change of a widget in the page to its rank, and show the output of the widget's callbacks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import time
 from collections.abc import Container, Iterable, Iterator
@@ -87,9 +86,9 @@ class Keyboard:
 
     def _typed(self, prompt: str, hidden: bool) -> str:
         if self._commands is None:
-            return getpass.getpass(prompt) if hidden else input(prompt)
+            return self._group.relay.cell.ask(prompt, hidden)
         line = next(self._commands, "quit")
-        print(f"{prompt}{line}")
+        self._group.relay.cell.text(f"{prompt}{line}\n", STDOUT)
         return line
 
     def _answer(self, rank: int, line: str | None) -> None:

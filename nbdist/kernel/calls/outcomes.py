@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...capture import partial
@@ -74,8 +76,25 @@ class Answers:
                 parcel.close()
 
 
+class Unread(list[Any]):
+    """The objects that were sent by number, in a process that passes outcomes on and executes nothing of them."""
+
+
+@dataclass(frozen=True)
+class UnreadOutcome:
+    """The pickle of a value or an exception, and its buffers."""
+
+    pickled: memoryview | None
+    """None: the exception could not be pickled."""
+    views: Sequence[memoryview]
+    spare: Sequence[bytes] = ()
+    """The field `spare` of `Error`."""
+
+
 def load(parcel: Parcel, originals: Sequence[Any]) -> Any:
     """Rebuild the object in a rank's parcel. Functions and classes that were sent come back as the same objects."""
+    if isinstance(originals, Unread):
+        return UnreadOutcome(*parcel.open())
     value, error = _read(parcel, originals)
     if error is not None:  # raised here, because the frame of `_read` would keep the whole parcel in memory
         raise error from error.__cause__
@@ -113,8 +132,12 @@ def rebuild(
         parcel: The pickled exception.
         originals: The objects that were sent by number.
     """
-    error = _exception(parcel, message.spare, originals)
+    unread = isinstance(originals, Unread)
+    error = _stand_in(message.spare) if unread else _exception(parcel, message.spare, originals)
     error.__cause__ = remote = RemoteTraceback(rank, pid, message.text, message.rendered)
+    if unread:
+        pickled, views = (None, []) if parcel is None else parcel.open()
+        remote.unread = UnreadOutcome(pickled, views, message.spare)
     if isinstance(error, AttributeError) and (hint := missing_import(error)):
         remote.hints.append(hint)
     let_notebook_render(error)
@@ -131,4 +154,23 @@ def _exception(parcel: Parcel | None, spare: Sequence[bytes], originals: Sequenc
             continue
         if isinstance(error, BaseException):
             return error
+    return NbdistError("a rank raised an exception that cannot be rebuilt here")
+
+
+class _Builtins(pickle.Unpickler):
+    """An unpickler that reads only classes of Python's builtins and of nbdist's exceptions."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module not in ("builtins", "nbdist.errors"):
+            raise pickle.UnpicklingError(f"{module}.{name} is not imported here")
+        return super().find_class(module, name)
+
+
+def _stand_in(spare: Sequence[bytes]) -> BaseException:
+    """Return the most similar exception that needs no import."""
+    for pickled in spare:
+        with contextlib.suppress(Exception):
+            error = _Builtins(io.BytesIO(pickled)).load()
+            if isinstance(error, BaseException):
+                return error
     return NbdistError("a rank raised an exception that cannot be rebuilt here")

@@ -51,6 +51,12 @@ class Turns:
         self._background.add(future)
         return future
 
+    def follow(self, start: Callable[[FairLock], CallFuture[Any] | None]) -> None:
+        """Note the call in the background that `start` begins, given the lock of the turns; None: it begins none."""
+        future = start(self._lock)
+        if future is not None:
+            self._background.add(future)
+
     def cancel_background(self) -> None:
         """Stop the calls in the background that are not over."""
         for future in list(self._background):

@@ -70,7 +70,8 @@ class Waiting:
         """
         self._group, self._ranks, self._relay = group, group.ranks, group.relay
         self._timeout, self._stop, self._once, self._on_hang = timeout, stop, once, on_hang
-        refusal = "" if stop is None else "a call in the background has no cell that can ask"
+        asks = stop is None or group.relay.cell.takes_input
+        refusal = "" if asks else "a call in the background has no cell that can ask"
         self._keyboard = keyboard or Keyboard(group, refusal=refusal)
         self._page = Page(group.relay.comms, foreground=stop is None)
         self.pending = set(targets)

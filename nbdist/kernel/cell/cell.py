@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +27,13 @@ class Cell:
         self._made_in = None if self._shell is None else self._shell.kernel.get_parent()
         self._parent = self._made_in if self._background and is_watched(self._made_in) else None
         self._gap = Gap(self._shell) if self._background and self._parent is None else None
+
+    takes_input = False
+    """True if lines can be typed for a call in the background, too."""
+
+    def ask(self, prompt: str, hidden: bool) -> str:
+        """Return the line that the user types. Raises `EOFError` at the end of the input."""
+        return getpass.getpass(prompt) if hidden else input(prompt)
 
     def later(self) -> Cell:
         """Return the same cell for use from any thread, even when the cell is done."""

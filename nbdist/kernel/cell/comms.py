@@ -86,6 +86,7 @@ class Comms:
             if state["msg_id"] == CELL:
                 state["msg_id"] = cell.parent["header"]["msg_id"]
         own = None if comm_id in self._models else own_comm(comm_id)
+        own = None if isinstance(own, Model) else own  # of a session that has been shown before
         if own is not None:  # a widget of the notebook's, which the rank was sent: it lives here
             if kind == "comm_open":
                 self._share(comm_id, own)

@@ -61,6 +61,9 @@ _START: dict[str, dict[str, Any]] = {
     "check": {"type": _checks, "help": "of the numbers of each cell: nan, ranks, ranks:N, or nan,ranks"},
     "restarts": {"type": int, "help": "how often a cell is started again after a rank was lost"},
     "min_ranks": {"type": int, "help": "how many ranks are enough then"},
+    "name": {"help": "of ranks that outlive the notebook's kernel"},
+    "idle": {"type": float, "help": "seconds without a call after which those end"},
+    "keep": {"type": int, "help": "bytes of their output and values that stay on the disk"},
 }
 
 
@@ -117,6 +120,10 @@ def line_parser(magics: Any) -> tuple[Parser, dict[str, Parser]]:
     command("who", "list the variables of rank 0", magics.who)
     command("history", "list the cells that the ranks have run", magics.history)
     command("use", "run cells on the ranks of a Session of the notebook", magics.use).add_argument("name")
+    command("attach", "run cells on the ranks of a named session, and show its last call", magics.attach).add_argument(
+        "name"
+    )
+    command("sessions", "list the named sessions", magics.sessions)
     command("restart", "start fresh ranks", magics.restart)
     command("stop", "end the ranks", magics.stop)
     help = command("help", "show these commands, or the options of one", magics.help)

@@ -17,6 +17,8 @@ from ...notebook.completion import complete_alone, complete_also, inspect_also
 from ...notebook.shell import cell_numbers, label_cells
 from ...rank import cells
 from ..launch import warm
+from ..named.attaching import attach
+from ..named.listing import SessionTable, sessions
 from ..profile.profile import Profile, profiled
 from ..session import Session
 from .command_line import WHOLE, Parser, cell_parser, line_parser, start_options
@@ -71,6 +73,7 @@ class DdpMagics(Magics):
         %ddp start N [--devices cpu] [--backend gloo] [--threads T] [--timeout SECONDS] [--output rank0|all|tabs|none]
                      [--lines N|all] [--env NAME=VALUE] [--seed S] [--seed-ranks] [--no-settings] [--engine NAME]
                      [--start forkserver|spawn] [--hold-on-error] [--on-hang say|raise] [--restarts K] [--min-ranks M]
+                     [--name NAME] [--idle SECONDS] [--keep BYTES]
                                                       start N ranks, with the options of nbdist.Session; gives that
         %ddp status                                   what each rank does
         %ddp stacks                                   where each rank is
@@ -81,6 +84,8 @@ class DdpMagics(Magics):
         %ddp who                                      the variables that live in rank 0
         %ddp history                                  the cells that the ranks have run
         %ddp use NAME                                 run cells on the ranks of a Session of the notebook
+        %ddp attach NAME                              run cells on the ranks of a named session; shows its last call
+        %ddp sessions                                 the named sessions
         %ddp help [COMMAND]                           these commands, or the options of one
         %ddp restart                                  fresh ranks
         %ddp stop                                     end the ranks
@@ -194,6 +199,15 @@ class DdpMagics(Magics):
             raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
         self.session = session
 
+    def attach(self, arguments: Namespace) -> Session:
+        if self.session is not None:
+            raise UsageError(f"{self.session.nranks} ranks run already: %ddp stop ends them")
+        self.session = attach(arguments.name)
+        return self.session
+
+    def sessions(self, arguments: Namespace) -> SessionTable:
+        return sessions()
+
     def restart(self, arguments: Namespace) -> None:
         self._running().restart()
 
@@ -266,5 +280,7 @@ class DdpMagics(Magics):
             return [name for name, value in self.shell.user_ns.items() if isinstance(value, Session)]  # type: ignore[union-attr]
         if words[1:2] == ["push"]:
             return [name for name in self.shell.user_ns if not name.startswith("_")]  # type: ignore[union-attr]
+        if words[1:2] == ["attach"]:
+            return [one.name for one in sessions()]
         before = parser._option_string_actions.get(words[-1])
         return [str(choice) for choice in before.choices] if before is not None and before.choices else options

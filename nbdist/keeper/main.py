@@ -1,0 +1,58 @@
+"""The entry point of a keeper's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+from ..engines import forkserver
+from ..engines.local import LocalEngine
+from ..system.private import listen
+from ..wire.channel import Channel
+from ..wire.session_folder import SessionFolder
+from .keeper import Keeper
+
+
+def main(fd: str) -> None:
+    """Keep the session whose name and spec come over the socket with the descriptor `fd`."""
+    if os.fork():  # the kernel must not find it among its children, which end with it
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not ignored: ranks would inherit that
+    channel = Channel(socket.socket(fileno=int(fd)))
+    os.set_inheritable(int(fd), False)
+    try:
+        while (message := channel.receive()[0])[0] != "keep":
+            _, modules, notebook = message
+            forkserver.for_notebook(notebook)
+            LocalEngine().warm(modules)
+    except (EOFError, ConnectionError):  # the kernel has ended, and needs it no more
+        return
+    folder, spec = SessionFolder(message[1]), message[2]
+    try:
+        folder.check()
+        lock = folder.lock()
+        _write_to(os.path.join(folder.path, "keeper.log"))
+        keeper = Keeper(folder, spec)
+        listening = listen(folder.socket)
+    except BaseException as exc:
+        channel.send(("failed", f"{type(exc).__name__}: {exc}"))
+        raise
+    channel.send(("ready",))
+    channel.sock.close()
+    keeper.serve(listening)
+    forkserver.kill()
+    os.close(lock)
+    os._exit(0)  # the client that closes the session waits for this
+
+
+def _write_to(path: str) -> None:
+    """Write what this process and its fork server say to a file: there is no terminal."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

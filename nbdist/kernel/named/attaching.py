@@ -1,0 +1,65 @@
+"""`nbdist.attach`."""
+
+from __future__ import annotations
+
+from ...checks import nearest
+from ...errors import NbdistError, entry
+from ...wire.session_folder import SessionFolder, names
+from ..session import Session
+from . import starting
+
+
+@entry
+def attach(name: str) -> Session:
+    """Return a session that was made with `name=`, and show what its last call has written, from the beginning.
+
+    What it goes on to write is shown in the same cell, live. `result()` of the session waits for the value of the call.
+    A session whose keeper has ended, such as by a restart of the machine, still has `replay` and `result`.
+
+    Args:
+        name: The name.
+
+    Raises:
+        NbdistError: There is no session of this name; it is on another machine; or it was made with another version of
+            nbdist or Python.
+        PermissionError: Other users can get into its folder.
+
+    Examples:
+        >>> from nbdist import Session
+        >>> session = Session(2, name="doctest", devices="cpu")
+        >>> session.run(max, 3, 5)
+        5
+        >>> again = attach("doctest")
+        >>> again.result()
+        5
+        >>> again.close()
+    """
+    folder = find_folder(name)
+    if other := folder.other_version():
+        raise NbdistError(
+            f"the session {name!r} was made with {other}: attach to it with that. `python -m nbdist replay {name}` "
+            f"shows its output with any version"
+        )
+    session = open_session(folder)
+    session._follow()
+    return session
+
+
+def find_folder(name: str) -> SessionFolder:
+    """Return the folder of a session of this machine. Raises `NbdistError` where there is none."""
+    folder = SessionFolder(name)
+    known = names()
+    if name not in known:
+        there = f"there are {', '.join(map(repr, known))}" if known else "there is none at all"
+        raise NbdistError(f"there is no session {name!r}: {there}{nearest(name, known)}")
+    if host := folder.elsewhere():
+        raise NbdistError(f"the session {name!r} is on another machine: attach to it on {host}")
+    return folder
+
+
+def open_session(folder: SessionFolder) -> Session:
+    """Return the session of a folder, and show nothing of it."""
+    session = object.__new__(Session)
+    session._options, executor, session._engine = starting.find(folder)
+    session._begin(executor)
+    return session

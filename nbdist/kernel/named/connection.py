@@ -1,0 +1,140 @@
+"""The connection to a keeper: messages to it, its answers, and bells that say that the journal has grown."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import NbdistError
+from ...system.interrupts import deferred_interrupts
+from ...system.private import connect
+from ...system.processes import redirect_to_devnull, register_after_fork
+from ...wire.channel import Channel
+from ...wire.parcel import Parcel
+from ...wire.session_folder import SessionFolder
+
+
+class Bell:
+    """Becomes readable when the journal has grown, or the keeper has ended."""
+
+    def __init__(self, path: str) -> None:
+        self._sock = connect(path)
+        Channel(self._sock).send(("bell",))
+        self._sock.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def answer(self) -> bool:
+        """Wait for the next ring from now on; return whether the keeper lives."""
+        try:
+            return bool(self._sock.recv(1 << 16))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Connection:
+    """The connection to the keeper of a session; a dead one where that has ended.
+
+    Args:
+        folder: The session's.
+
+    Raises:
+        PermissionError: Other users can get into the folder, or it is another user's process that listens there.
+    """
+
+    def __init__(self, folder: SessionFolder) -> None:
+        self._folder, self._lock = folder, threading.RLock()
+        self._channel: Channel | None = None
+        self._bells: list[Bell] = []
+        folder.check()
+        with contextlib.suppress(FileNotFoundError, ConnectionError):
+            self._channel = Channel(connect(folder.socket))
+        register_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a child of this process: the connection is not its own."""
+        self._lock = threading.RLock()
+        redirect_to_devnull(*(end.fileno() for end in (self._channel, *self._bells) if end is not None))
+
+    @property
+    def alive(self) -> bool:
+        """True if the keeper lived when it was last asked."""
+        return self._channel is not None
+
+    def send(self, *message: Any, parcel: Parcel | None = None) -> None:
+        """Send a message that is not answered. Raises `NbdistError` where the keeper has ended."""
+        with self._used() as channel:
+            channel.send(message, parcel)
+
+    def ask(self, what: str, *values: Any) -> Any:
+        """Return the keeper's answer to a question, a parcel where there is one.
+
+        Raises `NbdistError` where the keeper has ended, and what it has raised itself.
+        """
+        with self._used() as channel, deferred_interrupts():
+            channel.send(("ask", what, *values))
+            (kind, answer), parcel, _ = channel.receive()
+        if kind == "raised":
+            raise answer
+        return answer if parcel is None else parcel
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[Channel]:
+        with self._lock:
+            if self._channel is None:
+                raise NbdistError(ended(self._folder))
+            try:
+                yield self._channel
+            except (EOFError, ConnectionError):
+                self.close()
+                raise NbdistError(ended(self._folder)) from None
+
+    @contextlib.contextmanager
+    def bell(self) -> Iterator[Bell | None]:
+        """Give a bell for one reader; None where the keeper has ended."""
+        bell = None
+        with self._lock:
+            if self._bells:
+                bell = self._bells.pop()
+            elif self._channel is not None:
+                with contextlib.suppress(FileNotFoundError, ConnectionError):
+                    bell = Bell(self._folder.socket)
+        try:
+            yield bell
+        finally:
+            if bell is not None:
+                self._bells.append(bell)
+
+    def end_keeper(self) -> None:
+        """End the keeper and its ranks, and wait for its end."""
+        self.ask("close")
+        with contextlib.suppress(NbdistError), self._used() as channel:
+            channel.receive()  # nothing comes but the end
+
+    def close(self) -> None:
+        """Leave the keeper alone."""
+        with self._lock:
+            if self._channel is not None:
+                self._channel.sock.close()
+            while self._bells:
+                self._bells.pop().close()
+            self._channel = None
+
+    __del__ = close
+
+
+def ended(folder: SessionFolder) -> str:
+    """Return what is said of a session whose keeper has ended."""
+    if not folder.exists():
+        return f"the session {folder.name!r} is closed; make a new one"
+    why = "its machine was restarted" if folder.restarted() else "its keeper has ended"
+    rest = f"replay() and result() give what its journal has, close() removes that from {folder.path}"
+    return f"the session {folder.name!r} has no ranks any more: {why}. {rest}"

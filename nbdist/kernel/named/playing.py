@@ -1,0 +1,239 @@
+"""Plays the journal of a named session in a cell: what was written is shown as if the ranks wrote it now."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ...system.interrupts import deferred_interrupts, interruptible
+from ...wire.journal import Reader, Record
+from ..calls.futures import Stop
+from ..calls.waiting import AT_A_TIME
+from ..cell.cell import Cell
+from ..cell.comms import Page
+from ..cell.relay import Relay
+from .connection import Bell, Connection
+
+
+class _Ranks:
+    """The ranks of a keeper, as far as a relay wants to know them."""
+
+    def __init__(
+        self, count: int, deliver_widget_event: Callable[[int, dict[str, Any], Sequence[bytes]], bool]
+    ) -> None:
+        self.pids: list[int | None] = [None] * count
+        self.deliver_widget_event = deliver_widget_event
+
+    def drain(self, rank: int, on_output: Any) -> None:
+        """All that a rank has written is in the journal."""
+
+
+class Stage:
+    """The relays through which the journal is played: a new one for each group of ranks, as their widgets are.
+
+    Args:
+        deliver_widget_event: Passes a change of a widget in the page on, as `Ranks.deliver_widget_event` does.
+        between: As `Comms.between` has it.
+    """
+
+    def __init__(self, deliver_widget_event: Callable[..., bool], between: Callable[[], Any]) -> None:
+        self._deliver_widget_event, self._between = deliver_widget_event, between
+        self._group = 0
+        self.relay: Relay | None = None
+
+    def enter(self, head: Any) -> bool:
+        """Have a relay for the ranks that a record names; return whether it is a new one."""
+        if not head["ranks"] or head["group"] == self._group:
+            return False
+        self._group = head["group"]
+        self.close()
+        self.relay = Relay(_Ranks(head["ranks"], self._deliver_widget_event))  # type: ignore[arg-type]
+        self.relay.comms.between = self._between
+        return True
+
+    def close(self) -> None:
+        """Make pictures of the widgets of ranks that have ended."""
+        if self.relay is not None:
+            self.relay.comms.close()
+
+
+class Played:
+    """A call, or another act, of a journal: its records are played in a cell until its end.
+
+    Attributes: `head`, of its beginning; None before that. `buffers`, those that came with it. `values`, the records
+    of what ranks have returned. `raised`, the record of its exception. `over`, whether its end was seen.
+
+    Args:
+        stage: Where it is played.
+        reader: Reads the journal from before its beginning.
+        cell: Where it is shown. None: it is not shown.
+        is_own: Whether the head of a "begin" is its own.
+        output, lines: As for `Session`, in the place of what the call was made with.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        reader: Reader,
+        cell: Cell | None,
+        is_own: Callable[[Any], bool],
+        output: str | None = None,
+        lines: int | str | None = "as made",
+    ) -> None:
+        self._stage, self._reader, self._cell, self._is_own = stage, reader, cell, is_own
+        self._output, self._lines = output, lines
+        self.head: Any = None
+        self.buffers: Sequence[Any] = ()
+        self.values: list[Record] = []
+        self.raised: Record | None = None
+        self.over = False
+        self.prompt: Record | None = None
+        """The last question, if nothing has come since."""
+
+    @property
+    def what(self) -> str:
+        """The name of the function."""
+        return str(self.head["what"]) if self.head is not None else "the function"
+
+    @property
+    def relay(self) -> Relay | None:
+        """The relay through which the output goes, if it is shown."""
+        return None if self._cell is None else self._stage.relay
+
+    def play(self) -> None:
+        """Play what there is."""
+        with deferred_interrupts():  # a record that was read and not shown would be lost
+            for record in _joined(self._reader.read()):
+                self._take(record)
+                if self.over:
+                    return
+
+    def _take(self, record: Record) -> None:
+        head, kind = record.head, record.kind
+        if kind == "begin" and self.head is None and self._is_own(head):
+            self.head, self.buffers = head, record.buffers
+            self._stage.enter(head)
+            self._begin()
+        elif kind == "ranks" and self._stage.enter(head) and self.head is not None:
+            self._begin()
+        elif self.head is not None and head.get("call", self.head["call"]) == self.head["call"]:
+            self._take_own(kind, head, record)
+
+    def _begin(self) -> None:
+        if self._cell is None or self.relay is None:
+            return
+        made = self.head
+        lines: Any = made["lines"] if self._lines == "as made" else self._lines
+        self.relay.begin(self._cell, self._output or made["output"], made["first"], lines)
+
+    def _take_own(self, kind: str, head: Any, record: Record) -> None:
+        if kind == "value":
+            self.values.append(record)
+        elif kind == "raised":
+            self.raised = record
+        elif kind == "end":
+            self.over = True
+        elif self._cell is not None:
+            self._show(self._cell, kind, head, record)
+
+    def _show(self, cell: Cell, kind: str, head: Any, record: Record) -> None:
+        relay = self.relay
+        if kind == "output" and relay is not None:
+            relay.take(head["rank"], head["which"], bytes(record.buffers[0]))
+        elif kind == "failed" and relay is not None:
+            relay.failed(head["rank"])
+        elif kind == "text":
+            cell.text(head["text"], head["stream"])
+        elif kind == "cut":
+            cell.notice(f"output is missing here: {head['why']}")
+        self.prompt = record if kind == "prompt" else None
+
+    def finish(self) -> None:
+        """Show what is half written: nothing follows."""
+        if self.relay is not None:
+            self.relay.flush()
+            self.relay.comms.end_call()
+        if self._cell is not None:
+            self._cell.close()
+
+
+def follow(
+    played: Played,
+    connection: Connection,
+    stop: Stop | None = None,
+    *,
+    deadline: float = math.inf,
+    asks: Callable[[Record], None] = lambda question: None,
+    on_interrupt: Callable[[], None] | None = None,
+) -> None:
+    """Play a call until it ends, or its keeper does, or the `deadline` (of `time.monotonic`) is over.
+
+    Args:
+        played: The call.
+        connection: Gives what rings when there is more of it.
+        stop: Lets another thread interrupt it.
+        asks: Has the user answer a question of a rank.
+        on_interrupt: Passes an interrupt of the user, or of the other thread, on. None: it is raised.
+    """
+    page: Page | None = None
+    with connection.bell() as bell:
+        alive = bell is not None
+        while True:
+            try:
+                played.play()
+                if played.over or not alive or time.monotonic() > deadline:
+                    break
+                if played.prompt is not None:
+                    question, played.prompt = played.prompt, None
+                    asks(question)
+                relay = played.relay
+                if relay is not None:
+                    page = page or Page(relay.comms, foreground=stop is None)
+                    relay.show_unfinished()
+                    page.look()
+                left = min(AT_A_TIME, max(0.0, deadline - time.monotonic()))
+                alive = _wait(bell, stop, left if page is None else page.soon(left))
+            except KeyboardInterrupt:
+                if on_interrupt is None:
+                    raise
+                on_interrupt()
+    if page is not None:
+        page.close()
+
+
+def _wait(bell: Bell | None, stop: Stop | None, seconds: float) -> bool:
+    """Wait until the journal has grown; return whether the keeper lives. Raises `KeyboardInterrupt` for a stop."""
+    assert bell is not None
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    if stop is not None:
+        poll.register(stop.fd, select.POLLIN)
+    with interruptible():
+        ready = [fd for fd, _ in poll.poll(1000 * seconds)]
+    if stop is not None and stop.fd in ready:
+        os.read(stop.fd, 1)
+        raise KeyboardInterrupt
+    return bell.answer() if bell.fileno() in ready else True
+
+
+def _joined(records: Iterable[Record]) -> Iterable[Record]:
+    """Yield records, with what a rank has written in several of them as one."""
+    last: Record | None = None
+    parts: list[Any] = []
+    for record in records:
+        if last is not None and record.kind == "output" and record.head == last.head and len(parts) < 64:
+            parts.append(record.buffers[0])
+            continue
+        if last is not None:
+            yield Record("output", last.head, [b"".join(parts)])
+        last, parts = None, []
+        if record.kind == "output":
+            last, parts = record, [record.buffers[0]]
+        else:
+            yield record
+    if last is not None:
+        yield Record("output", last.head, [b"".join(parts)])

@@ -1,0 +1,108 @@
+"""Calls in the journal of a named session: their values, and what they have shown."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import NbdistError, summary
+from ...wire.journal import Reader, Record, decode, numbers, path
+from ...wire.parcel import Parcel
+from ..calls import futures
+from ..cell.cell import Cell
+from .executor import NamedExecutor
+from .playing import Played, Stage, follow
+
+
+def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> Any:
+    """Do what `Session.result` does."""
+    played = _recorded(executor, call)
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    follow(played, executor.connection, deadline=deadline)
+    if not played.over and time.monotonic() > deadline:
+        raise TimeoutError(f"the call of {played.what} is not over after {timeout:g} s")
+    executor.check_over(played)
+    executor.take(played)
+    return _outcome(executor, played)
+
+
+def replay(executor: NamedExecutor, call: int | None, output: str | None, lines: int | None) -> None:
+    """Do what `Session.replay` does."""
+    played = _recorded(executor, call, Cell(), output, lines)
+    played.play()
+    played.finish()
+
+
+def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFuture[Any] | None:
+    """Show the last call from its beginning on, and in the background what follows; None where it is over.
+
+    Calls that are made meanwhile wait for their turns of the `lock`.
+    """
+    if _find(executor.folder.path, None) is None:
+        return None
+    cell = Cell(background=True)
+    played = _recorded(executor, None, cell, stage=executor.stage)
+    played.play()
+    if played.over or not executor.connection.alive:
+        played.finish()
+        executor.note_held(played)
+        return None
+    carry_out = functools.partial(_follow, executor, played, cell)
+    return futures.in_background(carry_out, Parcel(b"", [], []), lock, played.what)
+
+
+def _follow(executor: NamedExecutor, played: Played, cell: Cell, stop: futures.Stop) -> Any:
+    try:
+        executor.follow(played, played.head["token"], stop)
+        return _outcome(executor, played)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        cell.notice(f"{played.what} failed: {summary(exc)}. result() raises it, with its traceback")
+        raise
+
+
+def _outcome(executor: NamedExecutor, played: Played) -> Any:
+    values = executor.outcome(played)
+    return values if played.head["everyone"] else values[0]
+
+
+def _recorded(
+    executor: NamedExecutor, call: int | None, cell: Cell | None = None, *how: Any, stage: Stage | None = None
+) -> Played:
+    found = _find(executor.folder.path, call)
+    if found is None:
+        which = "call" if call is None else f"call number {call}"
+        raise NbdistError(f"there is no {which} in the journal of the session {executor.folder.name!r}")
+    start, head = found
+    stage = stage or Stage(lambda *said: False, lambda: None)
+    reader = Reader(executor.folder.path, start)
+    return Played(stage, reader, cell, lambda one: one["call"] == head["call"], *how)
+
+
+def _find(folder: str, call: int | None) -> tuple[int, Mapping[str, Any]] | None:
+    """Return the file of the journal in which a call begins, and the head of its beginning."""
+    for number in reversed(numbers(folder)):
+        heads = [
+            record.head
+            for record in _records(path(folder, number))
+            if record.kind == "begin" and record.head["act"] == "call"
+            if call in (None, record.head["number"])
+        ]
+        if heads:
+            return number, heads[-1]
+    return None
+
+
+def _records(path: str) -> list[Record]:
+    found, position, data = [], 0, b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        data = file.read()
+    while (one := decode(data, position)) is not None:
+        found.append(one[0])
+        position = one[1]
+    return found

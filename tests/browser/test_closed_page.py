@@ -1,0 +1,73 @@
+"""A training goes on while the page is closed, or the kernel is gone; what it has shown is there later."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from cells import cells
+from conftest import poll
+from nbformat.v4 import new_code_cell, new_notebook
+from test_jupyterlab import Notebook, browser, lab, pytestmark  # noqa: F401 (fixtures, and the marks of this file)
+from test_pictures import FOLDER, HIDDEN, SETTINGS
+
+from nbdist import attach
+
+CELLS = cells("browser/cells/closed_page.py")
+
+
+def opened(browser: Any, lab: tuple[str, Path]) -> Notebook:  # noqa: F811
+    """The notebook, in a page of its own."""
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    page.set_default_timeout(60_000)
+    return Notebook(page, lab[0], lab[1] / "closed.ipynb")
+
+
+def check(book: Notebook, number: int) -> None:
+    """All that the training has shown is in a cell."""
+    book.until(number, r"epoch 3: loss 0\.250")
+    shown = book.shown(number)
+    assert [shown.count(f"epoch {epoch}: loss") for epoch in range(4)] == [1, 1, 1, 1], shown
+    assert "4/4" in shown, "the bar in its last state"
+    assert book.cell(number).locator("table.dataframe").count() == 1
+    assert book.cell(number).locator("img").count() == 1, "the plot"
+
+
+def test_a_page_that_is_closed(lab: tuple[str, Path], browser: Any) -> None:  # noqa: F811
+    url, folder = lab
+    texts = [CELLS["training"], CELLS["the call"], "session.replay()", CELLS["later"], "session.close()"]
+    node = new_notebook(cells=[new_code_cell(text.strip("\n")) for text in texts])
+    node.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(node, folder / "closed.ipynb")
+    settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    settings.mkdir(parents=True, exist_ok=True)
+    for name, setting in SETTINGS.items():
+        (settings / f"{name}.jupyterlab-settings").write_text(json.dumps(setting))
+    book = opened(browser, lab)
+    book.run(0)
+    book.start(1)
+    book.until(1, "epoch 1")
+    book.save()
+    book.page.close()
+    (folder / "closed").touch()
+    session = attach("ratings")
+    assert len(session.result()) == 4
+    book = opened(browser, lab)
+    book.run(2)
+    check(book, 2)
+    if FOLDER:
+        book.page.add_style_tag(content=HIDDEN)
+        book.cell(2).screenshot(path=f"{FOLDER}/replay.png")
+    with urllib.request.urlopen(f"{url}/api/kernels") as answer:
+        (kernel,) = json.load(answer)
+    book.page.close()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/api/kernels/{kernel['id']}", method="DELETE"))
+    book = opened(browser, lab)
+    assert "4" in book.run(3), "another kernel"
+    check(book, 3)
+    book.run(4)
+    assert poll(lambda: "closed" in repr(session) or not session.idle())
+    book.page.close()

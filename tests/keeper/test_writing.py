@@ -1,0 +1,127 @@
+"""The journal as a keeper writes it: within its bound, and cut where the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nbdist.keeper import writing
+from nbdist.keeper.writing import Journal
+from nbdist.wire.journal import Reader, mapped, numbers
+
+
+class Disk:
+    """A disk that is full as long as `full`: what writes to it gets the bytes in `room`, and then an error."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.full, self.room = False, 0
+        self._write, self._pwrite = os.write, os.pwrite
+        patch.setattr("os.write", lambda fd, data: self._write(fd, self._fitting(data)))
+        patch.setattr("os.pwrite", lambda fd, data, at: self._pwrite(fd, self._fitting(data), at))
+        patch.setattr("os.statvfs", lambda path: self)
+        self.f_frsize = 1
+
+    @property
+    def f_bavail(self) -> int:
+        return self.room if self.full else 1 << 40
+
+    def _fitting(self, data: Any) -> Any:
+        if not self.full:
+            return data
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        data = memoryview(data)[: self.room]
+        self.room -= len(data)
+        return data
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def rings() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def journal(tmp_path: Path, rings: list[int]) -> Any:
+    with contextlib.closing(Journal(str(tmp_path), 1 << 20, lambda: rings.append(1))) as journal:
+        yield journal
+
+
+def heads(folder: Path) -> list[Any]:
+    return [(record.kind, record.head) for record in Reader(str(folder)).read()]
+
+
+def test_only_the_user_can_read_it(journal: Journal, tmp_path: Path) -> None:
+    journal.append("text", {"text": "a"})
+    journal.keep_value(1, 0, memoryview(b"p"), [memoryview(bytes(2 << 20))])
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_value_comes_back_and_can_be_changed(journal: Journal, tmp_path: Path) -> None:
+    big = bytes(range(256)) * (1 << 13)
+    assert journal.keep_value(1, 0, memoryview(b"small"), [memoryview(b"abc")])
+    assert journal.keep_value(1, 1, memoryview(b"big"), [memoryview(big), memoryview(b"xyz")])
+    small, large = [record for record in Reader(str(tmp_path)).read() if record.kind == "value"]
+    assert [bytes(buffer) for buffer in small.buffers] == [b"small", b"abc"]
+    views = mapped(str(tmp_path / large.head["file"]), large.head["parts"])
+    assert [bytes(view) for view in views] == [b"big", big, b"xyz"]
+    views[1][0] = 7
+    assert bytes(mapped(str(tmp_path / large.head["file"]), large.head["parts"])[1]) == big
+
+
+def test_the_oldest_is_dropped_first(journal: Journal, tmp_path: Path) -> None:
+    for call in range(1, 40):
+        journal.append("begin", {"call": call})
+        journal.append("output", {"rank": 0, "which": 0}, bytes(100_000))
+        journal.keep_value(call, 0, memoryview(b"p"), [memoryview(bytes((1 << 20) + call))])
+        journal.append("end", {"call": call})
+    assert numbers(str(tmp_path))[0] > 1
+    assert sum(file.stat().st_size for file in tmp_path.glob("journal-*")) <= 1 << 20
+    assert [file.name for file in tmp_path.glob("value-*")] == ["value-00000039-0"], "that of the last call stays"
+    assert heads(tmp_path)[-1] == ("end", {"call": 39})
+
+
+def test_a_full_disk_cuts_it(journal: Journal, tmp_path: Path, disk: Disk, rings: list[int]) -> None:
+    journal.append("output", {"rank": 0, "which": 0}, b"before")
+    disk.full, disk.room = True, 10
+    for _ in range(20):
+        journal.append("output", {"rank": 0, "which": 0}, b"lost" * 100)
+    assert not journal.keep_value(1, 0, memoryview(b"p"), [memoryview(b"abc")])
+    assert [kind for kind, _ in heads(tmp_path)] == ["output"]
+    journal.append("end", {"call": 1})
+    rings.clear()
+    disk.full = False
+    journal.look()
+    assert rings, "the clients have to look"
+    kinds = heads(tmp_path)
+    assert [kind for kind, _ in kinds] == ["output", "cut", "value", "end"]
+    assert "20 records were lost" in kinds[1][1]["why"] and kinds[2][1]["held"]
+    journal.append("output", {"rank": 0, "which": 0}, b"after")
+    assert heads(tmp_path)[-1][0] == "output"
+
+
+def test_the_end_of_a_call_has_room_that_was_set_aside(
+    journal: Journal, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (tmp_path / "reserve").stat().st_size == writing._RESERVE
+    remove = os.remove
+
+    def give_back(name: str) -> None:
+        if name.endswith("reserve") and os.path.exists(name):
+            disk.room = writing._RESERVE
+        remove(name)
+
+    monkeypatch.setattr("os.remove", give_back)
+    disk.full = True
+    journal.append("output", {"rank": 0, "which": 0}, b"lost")
+    journal.append("end", {"call": 1})
+    assert [kind for kind, _ in heads(tmp_path)] == ["cut", "end"]

@@ -1,0 +1,126 @@
+"""Calls of named sessions outlive the programs that have made them, killed at any moment, and a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import living, poll
+
+from nbdist import Session, attach
+from nbdist.wire.session_folder import SessionFolder, names
+
+ROOT = str(Path(__file__).parent.parent.parent)
+#: Of the program that makes a call and is killed. It prints when it is about to.
+CLIENT = """
+import sys, time
+from nbdist import attach
+
+def train(seed, lines):
+    import random, time, torch
+    for line in range(lines):
+        print("line", seed, line)
+        time.sleep(random.Random(seed * lines + line).random() / 50)
+    return seed, torch.arange(lines)
+
+session = attach(sys.argv[1])
+print("begins", flush=True)
+session.run(train, int(sys.argv[2]), 60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield
+    for name in names():
+        attach(name).close()
+
+
+@pytest.mark.long("twenty programs that are killed")
+def test_a_program_that_is_killed_at_any_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    """The value is the undisturbed one, and no line is lost or doubled; also where the keeper stood still meanwhile."""
+    session = Session(2, name="killed", devices="cpu", timeout=500)
+    session.run(int)
+    keeper = psutil.Process(SessionFolder("killed").about()["pid"])
+    family = [keeper, *keeper.children(recursive=True)]
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    for seed in range(20):
+        chance = random.Random(seed)
+        before = session_calls(session)
+        command = [sys.executable, "-c", CLIENT, "killed", str(seed)]
+        client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        assert client.stdout is not None
+        while client.stdout.readline() not in ("begins\n", ""):
+            pass
+        assert poll(lambda before=before: session_calls(session) > before), "the call has begun"
+        time.sleep(chance.random())
+        if chance.random() < 0.5:
+            keeper.send_signal(signal.SIGSTOP)
+        client.kill()
+        client.communicate()
+        if keeper.status() == psutil.STATUS_STOPPED:
+            time.sleep(chance.random() / 10)
+            keeper.send_signal(signal.SIGCONT)
+        capsys.readouterr()
+        again = attach("killed")
+        value = again.result()
+        assert value[0] == seed and value[1].tolist() == list(range(60))
+        assert poll(again.idle)
+        shown = capsys.readouterr().out
+        again.replay()
+        lines = [f"line {seed} {line}" for line in range(60)]
+        assert capsys.readouterr().out.splitlines() == lines
+        assert shown.splitlines() == lines
+    session.close()
+    assert not living(family) and names() == []
+
+
+def session_calls(session: Session) -> int:
+    """The number of calls that have begun."""
+    from nbdist.kernel.named.recorded import _find
+
+    found = _find(SessionFolder(str(session.name)).path, None)
+    return 0 if found is None else int(found[1]["number"])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Mount a file system in memory, of that size."""
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)])
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs root, to mount a file system")
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The call goes on and its value arrives; the journal says from where on it is cut."""
+
+    def train(lines: int) -> Any:
+        import torch
+
+        for line in range(lines):
+            print("line", line, "x" * 1000)
+        return torch.arange(1 << 20)
+
+    with small_disk(tmp_path / "state" / "nbdist", "4m"), Session(1, name="full", devices="cpu") as session:
+        assert session.run(train, 8000).tolist() == list(range(1 << 20))
+        assert "output is missing here: the disk was full" in capsys.readouterr().err
+        assert session.run(int) == 0
+        assert session.run(train, 10).tolist() == list(range(1 << 20)), "and so it goes on"
