@@ -33,8 +33,6 @@ GRACE_TO_LEAVE = 5.0
 
 #: Characters of the end of a log that are searched for its last line.
 _LAST_LINE = 1000
-#: Characters of all logs together that are fetched from nodes at the end of the ranks.
-_AT_THE_END = 8 << 20
 
 #: The number of ranks whose memory is measured at each look: the system goes through all their pages for this.
 MEMORY_AT_ONCE = 16
@@ -240,7 +238,7 @@ class Group:
             finally:  # after an interrupt, too
                 self.relay.say_goodbye()
                 self.ranks.close(grace, self.relay.take_last)
-                self._fetch_logs(range(len(self.doing)), min(KEPT, _AT_THE_END // len(self.doing)))
+                self._fetch_logs(range(len(self.doing)), KEPT)
                 with contextlib.suppress(Exception):  # the cell may not exist any more
                     self.relay.flush()
                 if self.recording is not None:
