@@ -174,7 +174,7 @@ def test_a_complete_download_is_not_requested_again(server: Server, tmp_path: Pa
 
 def test_a_wrong_checksum_is_refused_and_the_file_removed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "set.zip.part").write_bytes(b"of another file")
-    with pytest.raises(ValueError, match=r"MD5 sum \w{32} and not \w{32}.*call again"):
+    with pytest.raises(ValueError, match=r"MD5 sum \w{32} instead of \w{32}.*call again"):
         fetch(server, tmp_path / "set")
     assert names(tmp_path) == []
     fetch(server, tmp_path / "set")

@@ -554,7 +554,7 @@ def test_arguments_that_make_no_sense() -> None:
     data = table(10)
     for options, message in (
         ({"rank": 0}, "belong together"),
-        ({"rank": 2, "world_size": 2}, "no rank 2"),
+        ({"rank": 2, "world_size": 2}, "rank must be below world_size, got 2 and 2"),
         ({"prefetch": -1}, "`prefetch` must be at least 0, got -1"),
         ({"remainder": "all"}, "'all'"),
     ):
