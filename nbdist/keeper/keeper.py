@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import selectors
@@ -15,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..engines import forkserver
-from ..engines.local import LocalEngine, LocalRanks
+from ..engines.kept import KeptEngine
 from ..kernel.calls.group import GRACE_TO_LEAVE
 from ..kernel.named.spec import Spec
 from ..system.private import check_peer
 from ..wire.channel import Channel
-from ..wire.messages import Setting
 from ..wire.parcel import Parcel, pack
 from ..wire.session_folder import SessionFolder
 from .acts import Acts
@@ -29,29 +27,6 @@ from .writing import Journal
 
 #: Seconds from one look at what is due to the next.
 _LOOK = 1.0
-
-
-class KeeperEngine(LocalEngine):
-    """The engine of ranks that find what their notebook has set: its folder, search path and arguments."""
-
-    def __init__(self, spec: Spec) -> None:
-        super().__init__(spec.env, spec.start)
-        self.take(spec.setting)
-
-    def take(self, setting: Setting) -> None:
-        """From now on, fresh ranks find this setting."""
-        self._setting = setting
-        os.environ.clear()
-        os.environ.update(setting.environ)
-
-    def start(self, world_size: int, notice: Callable[[str], None] | None = None, least: int | None = None) -> Any:
-        ranks = super().start(world_size, notice, least)
-        vars(ranks)["setting"] = functools.partial(self._setting_of, ranks)
-        return ranks
-
-    def _setting_of(self, ranks: LocalRanks, rank: int, environ: Any) -> Setting:
-        own, given = LocalRanks.setting(ranks, rank, environ), self._setting
-        return Setting(environ, given.cwd, given.path, given.argv, own.reads_memory, given.standard)
 
 
 class Keeper:
@@ -67,7 +42,7 @@ class Keeper:
         self._bells: list[socket.socket] = []
         self._journal = Journal(folder.path, spec.keep, self._ring)
         forkserver.for_notebook(spec.notebook)
-        self._engine = KeeperEngine(spec)
+        self._engine = KeptEngine(spec.env, spec.start, spec.setting)
         self._executor = KeptExecutor(self._journal, self._engine, spec.layout, **spec.executor)
         self._acts = Acts(self._executor, self._journal)
         self._present: set[str] = set()  # the tokens of acts whose clients are there

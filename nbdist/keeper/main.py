@@ -7,8 +7,7 @@ import signal
 import socket
 import sys
 
-from ..engines import forkserver
-from ..engines.local import LocalEngine
+from ..engines import forkserver, resolve
 from ..system.private import listen
 from ..wire.channel import Channel
 from ..wire.session_folder import SessionFolder
@@ -27,7 +26,7 @@ def main(fd: str) -> None:
         while (message := channel.receive()[0])[0] != "keep":
             _, modules, notebook = message
             forkserver.for_notebook(notebook)
-            LocalEngine().warm(modules)
+            resolve("local").warm(modules)
     except (EOFError, ConnectionError):  # the kernel has ended, and needs it no more
         return
     folder, spec = SessionFolder(message[1]), message[2]

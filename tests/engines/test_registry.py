@@ -41,7 +41,7 @@ def test_an_engine_of_another_package_runs_calls(moon: Any) -> None:
         assert session.run(int) == 0
     nbdist.use(options)
     assert in_ddp(2, sums) == 2.0
-    with pytest.raises(ValueError, match="workers must be a number"):
+    with pytest.raises(ValueError, match="workers must be a number on a cluster"):
         parallel_map(int, [1])
     assert parallel_map(int, ["1", "2"], 1, progress=False) == [1, 2]
     assert moon.started == [(None, 2), (options, 1), (options, 2)]

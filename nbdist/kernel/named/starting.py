@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from ...engines.local import LocalEngine
+from ...engines import resolve
 from ...errors import NbdistError
 from ...notebook.shell import kernel_shell
 from ...system import interpreter
@@ -22,7 +22,7 @@ from .spec import Spec, own_setting
 
 def check_engine(name: str, engine: Any) -> None:
     """Raise `ValueError` for an engine whose ranks end with the process that started them."""
-    if type(engine) is not LocalEngine:
+    if type(engine) is not type(resolve("local")):
         raise ValueError(
             f"name must be None for ranks that are not on this machine, got {name!r}: only engine='local' keeps ranks "
             f"without the notebook"
@@ -63,7 +63,7 @@ def find(folder: SessionFolder) -> tuple[SessionOptions, NamedExecutor, KeeperEn
         with contextlib.suppress(NbdistError):
             spec = executor.connection.ask("spec")
             executor.use(spec)
-    engine = KeeperEngine(LocalEngine(spec.env, spec.start), executor.connection.send)
+    engine = KeeperEngine(resolve("local", spec.env, spec.start), executor.connection.send)
     return SessionOptions(**{"name": folder.name, **spec.options}), executor, engine
 
 
