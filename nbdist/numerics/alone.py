@@ -32,7 +32,8 @@ def alone() -> Iterator[None]:
     def forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         return model.module(*args, **kwargs)
 
-    known = {name: getattr(c10d.ProcessGroup, name) for name in _COLLECTIVES if hasattr(c10d.ProcessGroup, name)}
+    # As the class holds them: what `getattr` returns of a method in C++ is not bound to a group once it is set again.
+    known = {name: method for name, method in vars(c10d.ProcessGroup).items() if name in _COLLECTIVES}
     for name in known:
         setattr(c10d.ProcessGroup, name, refuse)
     replicated: Any = DistributedDataParallel
