@@ -50,7 +50,7 @@ def remade_as_in_tutorials() -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of which the system gives none to a connection in the meantime: they are below its own range."""
+    """Free ports below the range that the system takes for connections."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(15_000, 32_000)
