@@ -170,7 +170,7 @@ def table(session: nox.Session) -> None:
         file = RESULTS / f"{name}.json"
         if file.exists():
             found = json.loads(file.read_text())
-            keys = ("python", *SHOWN, "passed", "failed", "skipped", "notebook", "minutes")
+            keys = ("python", *SHOWN, "passed", "failed", "skipped", "notebook", "sharding", "minutes")
             rows.append([name, *(str(found.get(key, "–")) for key in keys)])
         else:
             rows.append([name, about.get("python", ""), *("–" for _ in SHOWN), "not run", *("–" for _ in range(5))])
