@@ -329,7 +329,8 @@ def let_notebook_render(exc: BaseException) -> None:
 
 def render(exc: BaseException) -> list[str]:
     """Return the text of an exception from a rank for the notebook: the line of the call, then the rank's traceback."""
-    _let_debug_begin_in_users_code(exc.__traceback__)
+    drop_last_frames(exc.__traceback__, _PACKAGE)  # `%debug` starts in the user's code
+    forget_shown_traceback()
     site = _call_site(exc.__traceback__)
     remote = exc.__cause__
     if not isinstance(remote, RemoteTraceback):
@@ -339,16 +340,15 @@ def render(exc: BaseException) -> list[str]:
     return [*site, title, *(remote.rendered or [remote.text.rstrip()]), *remote.others, *remote.hints]
 
 
-def _let_debug_begin_in_users_code(tb: types.TracebackType | None) -> None:
-    """Remove nbdist's frames from the end of a traceback, so that `%debug` starts in the user's code."""
-    last_of_user = None
+def drop_last_frames(tb: types.TracebackType | None, folder: str) -> None:
+    """Remove frames of files in a folder from the end of a traceback that has others, too."""
+    last = None
     while tb is not None:
-        if not tb.tb_frame.f_code.co_filename.startswith(_PACKAGE):
-            last_of_user = tb
+        if not tb.tb_frame.f_code.co_filename.startswith(folder):
+            last = tb
         tb = tb.tb_next
-    if last_of_user is not None:
-        last_of_user.tb_next = None
-    forget_shown_traceback()
+    if last is not None:
+        last.tb_next = None
 
 
 def _call_site(tb: types.TracebackType | None) -> list[str]:

@@ -46,7 +46,9 @@ MAY: dict[str, set[str]] = {
     "recsys.sharding": {"shm", "recsys.loader", "recsys.models", "recsys.parallel", "recsys.versions"},
     "recsys.training": {"numerics", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.parallel", "recsys.ranks"},
     "fastai": {"shm", "recsys.loader", "recsys.parallel"},
-    "recsys.recommenders": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks"},
+    "recsys.recommenders": {
+        *("recsys.etl", "recsys.io", "recsys.loader", "recsys.metrics", "recsys.ranks", "recsys.retrieval")
+    },
     "recsys.triton": {"recsys.etl", "recsys.io", "recsys.loader", "recsys.ranks"},
 }
 #: What the models that Triton serves are made of; they are copied to it, and find nothing of this package there.

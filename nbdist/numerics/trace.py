@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,15 +16,11 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 
 from ..notebook.shell import cell_numbers
+from ..system.source_files import LIBRARY_FOLDERS
 from .alone import alone, eager
 from .finite import bad_rows, badness, is_float, tensors_in
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (
-    _PACKAGE,
-    "<",
-    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
+_LIBRARIES = ("<", *LIBRARY_FOLDERS)
 #: Operations that write infinities on purpose, as masks do.
 _CONSTANTS = {
     *("masked_fill", "where", "full", "full_like", "new_full", "fill", "triu", "tril", "tensor"),

@@ -20,7 +20,7 @@ from ..capture.diagnosis import explain_failure
 from ..capture.partial import absent_parts
 from ..capture.pickler import Pickler, dumps_plain
 from ..capture.steps import Named
-from ..errors import NbdistError, stand_ins, text_of
+from ..errors import NbdistError, drop_last_frames, stand_ins, text_of
 from ..wire import protocol, rank_memory
 from ..wire.cache import KEPT
 from ..wire.parcel import Parcel, pack
@@ -195,16 +195,5 @@ def own_frames_dropped(exc: BaseException) -> types.TracebackType | None:
         if frame.tb_next.tb_frame.f_code.co_filename.startswith(_OWN):
             frame.tb_next = None
         frame = frame.tb_next
-    _drop_checks(tb)
+    drop_last_frames(tb, _CHECKS)  # the user's line that the checks of numbers were called from stays
     return tb
-
-
-def _drop_checks(tb: types.TracebackType | None) -> None:
-    """Cut frames of the checks of numbers off the end: the user's line that they were called from stays."""
-    last = None
-    while tb is not None:
-        if not tb.tb_frame.f_code.co_filename.startswith(_CHECKS):
-            last = tb
-        tb = tb.tb_next
-    if last is not None:
-        last.tb_next = None

@@ -12,11 +12,11 @@ import contextlib
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..system.processes import register_after_fork
+from ..system.source_files import LIBRARY_FOLDERS
 from ..wire.recording import OF_TWO, Recorder, group_named
 
 #: The methods, each with its name in `torch.distributed` and the position of the tensor argument that is recorded.
@@ -43,12 +43,7 @@ _METHODS = {
     "recv": ("recv", 0),
     "recv_anysource": ("recv", 0),
 }
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LIBRARIES = (
-    _PACKAGE,
-    "<",
-    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
+_LIBRARIES = ("<", *LIBRARY_FOLDERS)
 _TORCH_DISTRIBUTED = os.path.join("torch", "distributed", "")
 #: Functions of torch that wrap a collective. They are not the function that the caller has named.
 _WRAPPERS = {"wrapper", "wrapped", "inner", "call", "wait"}

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...engines.contract import Ranks
 from ...notebook.shell import cell_numbers
+from ...system.source_files import LIBRARY_FOLDERS, PACKAGE
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<name>.*)$', re.M)
-_PACKAGE = str(Path(__file__).parents[2])
 #: Files of the rank's own loop. The frames of the function that it runs are above these.
-_OWN = tuple(os.path.join(_PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
+_OWN = tuple(os.path.join(PACKAGE, "rank", name) for name in ("loop.py", "call.py", "outcome.py", "world.py"))
 #: The file whose frame is on top of the stack for a moment when an interrupt arrives.
-_INTERRUPT = os.path.join(_PACKAGE, "rank", "interrupts.py")
+_INTERRUPT = os.path.join(PACKAGE, "rank", "interrupts.py")
 #: The file that asks the kernel for typed input.
-_KEYBOARD = os.path.join(_PACKAGE, "rank", "keyboard.py")
-_LIBRARIES = (
-    _PACKAGE + os.sep,
-    "<frozen",
-    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
-)
+_KEYBOARD = os.path.join(PACKAGE, "rank", "keyboard.py")
+_LIBRARIES = ("<frozen", *LIBRARY_FOLDERS)
 #: The function that the statement `import` calls.
 _IMPORT = "_find_and_load"
 #: Functions that wrap another one. They are not the function that the caller has named.

@@ -6,21 +6,17 @@ import abc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import polars as pl
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ...checks import check_count
 from ..io.frames import Tabular, series_of
 from ..loader.columns import Ragged
+from ..retrieval.index import frame_of_best
 from .interactions import Interactions, codes_of, lists_of, part_of
 from .spaces import Space
-
-try:
-    from typing import Self
-except ImportError:  # Python 3.10
-    from typing import Any as Self  # type: ignore[assignment]
 
 _BLOCK = 1 << 23
 """Scores that are in memory at a time."""
@@ -128,14 +124,10 @@ class Recommender(abc.ABC):
             if exclude_taken:
                 scores[torch.arange(len(rows)).repeat_interleave(part.lengths), part.values] = -torch.inf
             best, places = _first(scores, min(k, len(items)))
-            there = best > -torch.inf
-            row = np.repeat(np.arange(len(rows)), there.sum(1).numpy())
-            flat = pl.DataFrame({"items": items.gather(places[there].numpy()), "scores": best[there].numpy()})
-            lists = flat.group_by(pl.Series("row", row, dtype=pl.Int64), maintain_order=True).agg("items", "scores")
-            every = pl.DataFrame({"row": pl.Series(np.arange(len(rows)), dtype=pl.Int64)})
-            tables.append(every.join(lists, on="row", how="left", maintain_order="left").drop("row"))
+            places[best == -torch.inf] = -1
+            tables.append(frame_of_best(items, best, places))
         kinds = {"items": pl.List(items.dtype), "scores": pl.List(pl.Float32)}
-        return pl.concat([pl.DataFrame(schema=kinds), *tables]).with_columns(pl.col("items", "scores").fill_null([]))
+        return pl.concat([pl.DataFrame(schema=kinds), *tables])
 
     @abc.abstractmethod
     def _learn(self, log: Interactions) -> None:

@@ -18,7 +18,7 @@ from ..io.frames import Tabular
 from ..loader.columns import Ragged
 from ..metrics.ranked_items import per_user
 from .base import Recommender
-from .interactions import codes_of, columns_of
+from .interactions import check_no_nulls, codes_of, columns_of
 from .protocols import LeaveOneOut, SplitProtocol
 from .spaces import Space, grid, number_of_settings, suggest
 
@@ -207,11 +207,8 @@ class _Task:
 
     @classmethod
     def of(cls, log: pl.DataFrame, user: str, item: str, time: str, protocol: SplitProtocol, k: int) -> _Task:
-        nulls = [name for name in (user, item) if log[name].null_count()]
-        if nulls:
-            raise ValueError(
-                f"column {nulls[0]!r} must have no nulls, got {log[nulls[0]].null_count()}: filter them out"
-            )
+        for name in (user, item):
+            check_no_nulls(log[name])
         train, valid, test = protocol.split(log, user, time)
         known = pl.concat([train, valid])
         new = [

@@ -42,11 +42,7 @@ class Interactions:
         columns = [user, item] + ([] if time is None else [time])
         rows = columns_of(log, *columns)
         for name in (user, item):
-            if rows[name].null_count():
-                raise ValueError(
-                    f"column {name!r} must have no nulls, got {rows[name].null_count()} in {len(rows)} rows: filter "
-                    f"them out first"
-                )
+            check_no_nulls(rows[name])
             if rows[name].dtype.is_nested() or rows[name].dtype.is_float():
                 raise TypeError(f"column {name!r} must be of integers, strings or dates, got {rows[name].dtype}")
         if not len(rows):
@@ -59,6 +55,14 @@ class Interactions:
                 rows[time].to_physical().cast(pl.Float64).fill_null(np.nan).to_numpy(writable=True)
             )
         return cls(users, items, _lists(user_codes, item_codes, len(users)), torch.from_numpy(item_codes), times)
+
+
+def check_no_nulls(ids: pl.Series) -> None:
+    """Raise `ValueError` for a column of a log that holds a null."""
+    if ids.null_count():
+        raise ValueError(
+            f"column {ids.name!r} must have no nulls, got {ids.null_count()} in {len(ids)} rows: filter them out first"
+        )
 
 
 def columns_of(log: Tabular, *columns: str) -> pl.DataFrame:

@@ -37,6 +37,10 @@ class Range:
         if self.log and self.low <= 0:
             raise ValueError(f"`low` must be above 0 on a logarithmic scale, got {self.low}")
 
+    def is_whole(self) -> bool:
+        """Return whether the range is of integers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
 
 Space: TypeAlias = Range | Sequence[Any]
 """A range, or the values themselves."""
@@ -48,10 +52,9 @@ def suggest(trial: Any, space: Mapping[str, Space]) -> dict[str, Any]:
     for name, values in space.items():
         if not isinstance(values, Range):
             found[name] = trial.suggest_categorical(name, list(values))
-        elif isinstance(values.low, int) and isinstance(values.high, int):
-            found[name] = trial.suggest_int(name, values.low, values.high, log=values.log)
         else:
-            found[name] = trial.suggest_float(name, values.low, values.high, log=values.log)
+            draw = trial.suggest_int if values.is_whole() else trial.suggest_float
+            found[name] = draw(name, values.low, values.high, log=values.log)
     return found
 
 
@@ -59,9 +62,7 @@ def grid(values: Space) -> list[Any] | None:
     """Return all values of a space; None where they are without end."""
     if not isinstance(values, Range):
         return list(values)
-    if isinstance(values.low, int) and isinstance(values.high, int):
-        return list(range(values.low, values.high + 1))
-    return None
+    return list(range(int(values.low), int(values.high) + 1)) if values.is_whole() else None
 
 
 def number_of_settings(space: Mapping[str, Space]) -> float:

@@ -127,13 +127,7 @@ class ItemIndex:
         """
         ragged = None if exclude is None else self.places(exclude)
         scores, places = top_k(torch.as_tensor(queries).float().cpu(), self.vectors, k, exclude=ragged)
-        found = (places >= 0).sum(1)
-        whole = self.ids.gather(places[places >= 0].numpy())
-        frame = pl.DataFrame({"items": whole, "scores": scores[places >= 0].numpy()})
-        row = pl.Series("row", np.repeat(np.arange(len(found)), found.numpy()))
-        grouped = frame.group_by(row, maintain_order=True).agg("items", "scores")
-        every = pl.DataFrame({"row": np.arange(len(found))}).join(grouped, on="row", how="left", maintain_order="left")
-        return every.select(pl.col("items", "scores").fill_null([]))
+        return frame_of_best(self.ids, scores, places)
 
     def places(self, ids: Sequence[Sequence[Any]] | pl.Series) -> Ragged:
         """Return lists of ids as positions in the index, for `top_k` and `ranking_metrics`.
@@ -218,6 +212,22 @@ class ItemIndex:
             raise
         except (pl.exceptions.PolarsError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a saved index of items: {error}") from error
+
+
+def frame_of_best(ids: pl.Series, scores: Tensor, places: Tensor) -> pl.DataFrame:
+    """Return a row for each query: `items`, the ids at its places, and `scores`; places of -1 are left out.
+
+    Args:
+        ids: The ids of all items.
+        scores: Shape (queries, k), the best first.
+        places: Places in `ids`, shape (queries, k).
+    """
+    there = places >= 0
+    flat = pl.DataFrame({"items": ids.gather(places[there].numpy()), "scores": scores[there].numpy()})
+    row = pl.Series("row", np.repeat(np.arange(len(places)), there.sum(1).numpy()))
+    grouped = flat.group_by(row, maintain_order=True).agg("items", "scores")
+    every = pl.DataFrame({"row": np.arange(len(places))}).join(grouped, on="row", how="left", maintain_order="left")
+    return every.select(pl.col("items", "scores").fill_null([]))
 
 
 def _on(device: torch.device, column: Column) -> Column:

@@ -1,0 +1,14 @@
+"""Folders of source files that are not the user's: this package, Python's own modules, installed packages."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""The folder of nbdist, with a separator at its end."""
+LIBRARY_FOLDERS = (
+    PACKAGE,
+    *{sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
+"""Beginnings of the paths of all such files."""
