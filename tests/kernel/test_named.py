@@ -25,6 +25,7 @@ from conftest import Kernel, living, poll, typed
 
 import nbdist
 from nbdist import NbdistError, NotFinite, RankDied, RankTimeout, Session, attach, sessions
+from nbdist.kernel.cell.cell import Cell
 from nbdist.kernel.named import starting
 from nbdist.kernel.named.terminal import main
 from nbdist.kernel.session import executor_of
@@ -83,6 +84,12 @@ def rank_and_argument(x: Any) -> tuple[int, Any]:
 
     print("rank", dist.get_rank(), "has", x)
     return dist.get_rank(), x
+
+
+def print_when(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+    print("the last line")
 
 
 class Pair:
@@ -315,6 +322,29 @@ def test_two_clients_of_one_session(kept: Session, capsys: pytest.CaptureFixture
     assert other.nranks == 2 and other.run(rank_and_argument, "other") == (0, "other")
     assert kept.result() == (0, "other")
     assert kept.run(rank_and_argument, 1) == (0, 1)
+
+
+def test_the_value_comes_after_the_output(
+    kept: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`result()` returns when the thread that shows the call, of `attach` or of `submit`, has shown all of it."""
+    show = Cell.text
+
+    def show_slowly(*args: Any) -> None:
+        time.sleep(0.2)
+        show(*args)
+
+    monkeypatch.setattr(Cell, "text", show_slowly)
+    for number, begin in enumerate((lambda: attach("kept"), lambda: kept)):
+        go = tmp_path / f"go {number}"
+        future = kept.submit(print_when, go)
+        assert poll(lambda: "print_when" in str(kept.status()))
+        session = begin()
+        capsys.readouterr()
+        go.touch()
+        session.result()
+        assert "the last line" in capsys.readouterr().out
+        future.result()
 
 
 def test_the_list(kept: Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class NamedExecutor:
         self.connection = Connection(folder)
         self.between: Callable[[], Between | None] = lambda: None
         self.stage = Stage(self._deliver_widget_event, lambda: self.between())
+        self.shown: dict[str, threading.Event] = {}
+        """By the token of a call that a thread shows: the event of all of its output being shown."""
         self._raised: list[int] = []
         self._reader: Reader | None = None  # for all acts, one after the other: to find the end takes a while
 
@@ -139,10 +142,13 @@ class NamedExecutor:
         def interrupt() -> None:
             self.connection.send("stop", token)
 
+        shown = self.shown.setdefault(token, threading.Event())
         try:
             follow(played, self.connection, stop, asks=answer, on_interrupt=interrupt)
         finally:
             played.finish()
+            self.shown.pop(token, None)
+            shown.set()
         self.check_over(played)
         self.note_held(played)
 

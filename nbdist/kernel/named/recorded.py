@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import NbdistError, summary
+from ...system.interrupts import interruptible
 from ...wire.journal import Reader, Record, decode, numbers, path
 from ...wire.parcel import Parcel
 from ..calls import futures
@@ -26,6 +28,10 @@ def result(executor: NamedExecutor, call: int | None, timeout: float | None) -> 
     if not played.over and time.monotonic() > deadline:
         raise TimeoutError(f"the call of {played.what} is not over after {timeout:g} s")
     executor.check_over(played)
+    shown = executor.shown.get(played.head["token"])
+    if shown is not None:  # another thread shows the call: the cell that has the value should have all of its output
+        with interruptible():
+            shown.wait(None if timeout is None else max(0.0, deadline - time.monotonic()))
     executor.take(played)
     return _outcome(executor, played)
 
@@ -51,8 +57,11 @@ def show_last(executor: NamedExecutor, lock: futures.FairLock) -> futures.CallFu
         played.finish()
         executor.note_held(played)
         return None
+    shown = executor.shown.setdefault(played.head["token"], threading.Event())
     carry_out = functools.partial(_follow, executor, played, cell)
-    return futures.in_background(carry_out, Parcel(b"", [], []), lock, played.what)
+    future = futures.in_background(carry_out, Parcel(b"", [], []), lock, played.what)
+    future.add_done_callback(lambda _: shown.set())  # it may be canceled before its turn
+    return future
 
 
 def _follow(executor: NamedExecutor, played: Played, cell: Cell, stop: futures.Stop) -> Any:
