@@ -3,13 +3,16 @@
 from .dcn import DCNv2
 from .deepfm import DeepFM
 from .dlrm import DLRM
-from .sasrec import SASRec, padded
+from .hstu import HSTU
+from .next_item import padded
+from .sasrec import SASRec
 from .softmax import draw_rows, softmax_logits
 from .tables import PooledTables, SequenceTables
 from .two_tower import Tower, TwoTower
 
 __all__ = [
     "DLRM",
+    "HSTU",
     "DCNv2",
     "DeepFM",
     "PooledTables",
