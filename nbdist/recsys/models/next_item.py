@@ -117,7 +117,7 @@ class NextItemModel(nn.Module):
         raise NotImplementedError
 
     def _later(self, device: torch.device) -> Tensor:
-        """Return the pairs of positions, shape (length, length), of which the second one comes later than the first."""
+        """Return a mask, shape (length, length): whether the second position comes later than the first."""
         places = torch.arange(self.length, device=device)
         return places[None, :] > places[:, None]  # what stands behind the end of a history is seen by nothing in it
 
