@@ -437,7 +437,7 @@ class Session:
         """
         self._turns.post_mortem(rank, commands)
 
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the ranks run and are idle."""
         return self._executor.state() == "running" and not self._turns.busy()
 

@@ -105,10 +105,8 @@ def build(
         collections = finish(parallel.module)
         fill(parallel.state_dict(), tables, seed)
     _prepare_steps(parallel, template, device)
-    makers = {
-        table.key: functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps) for name, table in tables.items()
-    }
-    optimizers = [parallel.fused_optimizer, *_dense_optimizers(parallel, dense, dense_optimizer, makers)]
+    of_copies = _dense_optimizers(parallel, tables, dense, dense_optimizer, named, rates, eps)
+    optimizers = [parallel.fused_optimizer, *of_copies]
     waiting = [kernel for kernel in kernels(parallel.fused_optimizer) if isinstance(kernel, DeferredTables)]
     any_fused = any(named[table] in types for table, how in plan.strategies.items() if how != "data_parallel")
     ahead = InputsAhead(collections, device) if dist.get_world_size() > 1 else None
@@ -146,22 +144,23 @@ def _warn_of_copies(tables: Mapping[str, Table], chosen: Mapping[str, str], batc
 
 def _dense_optimizers(
     parallel: DistributedModelParallel,
+    tables: Mapping[str, Table],
     dense: Mapping[str, nn.Parameter],
     dense_optimizer: MakeOptimizer | None,
-    makers: Mapping[str, MakeOptimizer],
+    named: Mapping[str, str],
+    rates: Mapping[str, float],
+    eps: float,
 ) -> Iterator[KeyedOptimizerWrapper]:
-    """Make the optimizers of what every rank has a copy of: the parameters that are not tables, and each such table.
-
-    `makers` are the tables' optimizers, by the keys of the state dict.
-    """
+    """Make the optimizers of what every rank has a copy of: the parameters that are not tables, and some tables."""
     copies = _unsharded(parallel)
     if mine := {key: p for key, p in copies.items() if key in dense}:
         yield KeyedOptimizerWrapper(mine, dense_optimizer)
-    for key, make in makers.items():
-        if key in copies:
-            if copies[key].dtype == torch.float16:
+    for name, table in tables.items():
+        if table.key in copies:
+            make: MakeOptimizer = functools.partial(EVERYWHERE[named[name]], lr=rates[name], eps=eps)
+            if copies[table.key].dtype == torch.float16:
                 make = functools.partial(SinglePrecision, make=make)
-            yield KeyedOptimizerWrapper({key: copies[key]}, make)
+            yield KeyedOptimizerWrapper({table.key: copies[table.key]}, make)
 
 
 def _prepare_steps(parallel: DistributedModelParallel, template: nn.Module, device: torch.device) -> None:
