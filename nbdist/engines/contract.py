@@ -191,7 +191,7 @@ class MakeEngine(Protocol):
         """Make an engine.
 
         Args:
-            options: What the user has given in place of the name; None: the name alone.
+            options: The object that the user has given in place of the name; None: the name alone.
             env: Environment variables for the ranks.
             start: The way to start ranks: "forkserver" or "spawn".
 

@@ -42,8 +42,8 @@ def fast(learn: Learner, local_sgd_steps: int | None = None) -> Learner:
 
     Args:
         learn: The learner of `collab_learner` or `tabular_learner`, or a `Learner` whose data are `TabularPandas`.
-        local_sgd_steps: Under `distrib_ctx`, steps of each rank by itself before weights are averaged. None: gradients
-            are averaged in each step.
+        local_sgd_steps: The number of steps that each rank takes by itself, under `distrib_ctx`, before weights are
+            averaged. None: gradients are averaged in each step.
 
     Raises:
         ValueError: `local_sgd_steps` is below 1.

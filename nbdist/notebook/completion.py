@@ -15,8 +15,8 @@ def complete_alone(shell: Any, word: str, complete: Callable[[str, str], list[st
 
     Args:
         shell: The kernel's.
-        word: Such as "%ddp".
-        complete: Given the line up to the cursor, and the part of it that is to be completed.
+        word: The name of the magic, such as "%ddp".
+        complete: Called with the line up to the cursor, and the part of the line to complete.
     """
 
     def matches(line: str, token: str) -> list[str]:

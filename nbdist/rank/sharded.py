@@ -97,7 +97,7 @@ def _on_cpu(tensor: Any, full: Any) -> Any:
 
 
 class _Unwrapped:
-    """Is pickled as the model that it has, and a warning that the notebook gets it without its wrapper."""
+    """A model to send without its wrapper: the notebook unpickles the plain model, and shows a warning."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

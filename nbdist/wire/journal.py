@@ -97,9 +97,9 @@ class Reader:
     """Reads a journal from the file with the number `start` on; again and again while it grows.
 
     Args:
-        folder: Where the journal is.
+        folder: The folder of the journal.
         start: The number of its first file. None: the oldest.
-        at_end: Whether to begin behind all that there is.
+        at_end: Whether to begin after the last record.
     """
 
     def __init__(self, folder: str, start: int | None = None, at_end: bool = False) -> None:

@@ -141,7 +141,7 @@ def _python() -> str:
 
 
 def _boot() -> str:
-    """Return what is another text after each start of the machine; empty where that is not known."""
+    """Return a text that differs after each start of the machine; empty if the system has none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -69,7 +69,7 @@ def movielens(
         FileNotFoundError: `path` or ``NBDIST_DATA`` lacks a file; or none is there and `download` is False.
         ConnectionError: The server cannot be reached, or the download broke off several times.
         urllib.error.URLError: The server answered with an error or a bad certificate.
-        ValueError: A file is not what it should be, or there are not as many ratings as the set has (of a folder that
+        ValueError: A file has another format, or the set has another number of ratings (of a folder that
             is named: more than that); the message names the file.
 
     Examples:

@@ -232,7 +232,8 @@ def synthetic_multislot(
         samples: The number of samples.
         slots: Feature fields of each.
         keys_per_slot: Keys of each of those.
-        vocabulary: Different keys, of all slots together; what is left over is not used.
+        vocabulary: The number of different keys of all slots together; each slot has an equal number, and the remainder
+            is not used.
         seed: equal seeds give equal samples.
 
     Raises:

@@ -28,8 +28,8 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
         where: The begin of error messages.
 
     Raises:
-        ValueError: naming the column: it is not there, or of a type that cannot stand for the one in `fit`. When the
-            rows are read: a float is not a whole number.
+        ValueError: A column is missing, or its type cannot stand for the type in `fit`; or, when the rows are read, a
+            float is not a whole number. The error names the column.
     """
     found = []
     for name, kind in needs.items():

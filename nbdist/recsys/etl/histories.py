@@ -144,8 +144,8 @@ def write_history(
 
     Raises:
         FileExistsError: `folder` is there, or is being written by another process.
-        FileNotFoundError, ValueError: naming file and column: not there, another schema than the first file's, no rows;
-            and as for `with_history`.
+        FileNotFoundError, ValueError: A file or column is missing, a file has another schema than the first, or there
+            are no rows; the error names file and column. Further as for `with_history`.
 
     Examples:
         >>> import polars as pl

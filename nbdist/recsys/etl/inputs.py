@@ -87,8 +87,9 @@ class Input:
         rows: The number of rows, at least one.
 
     Raises:
-        FileNotFoundError: for what does not exist.
-        ValueError: naming file and column: not a Parquet file, another schema than the first file's, no rows.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
+            and column.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Input:
         return Input(self.schema, [kept_of(part) for part in parts], [part.where for part in parts], groups)
 
     def with_columns(self, columns: Sequence[pl.Expr], shifts: Sequence[int]) -> Input:
-        """Add columns that are computed from rows up to `shifts` before a row (above 0) or after it (below 0)."""
+        """Add columns that are computed from other rows, too; a shift n is the n-th row before, or, below 0, after."""
         before, after = max(0, *shifts), max(0, *(-shift for shift in shifts))
 
         def more_of(offset: int) -> _Slice:

@@ -87,7 +87,7 @@ def write(
         scratch: A folder, with ``whole`` in it, that all ranks see.
         size: Rows to have in memory at a time.
         whole: Whether all rows may be there as they are in the input, in addition to these.
-        engine: Polars' engine for what is on disk.
+        engine: Polars' engine for files on disk.
         progress: Whether rank 0 shows bars.
     """
     buckets = divide(given.rows, files.num_files, files.row_group_size, size)

@@ -49,10 +49,10 @@ class Workflow:
     """Steps that are fitted to rows and then applied to these and other rows.
 
     Args:
-        *steps: In the order in which they are to be applied: `Join`, `Categorify`, `Compute`, `Drop`, `HashedCross`;
-            those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`, `ListSlice`; those that
-            learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and those about rows,
-            `Filter`, `DifferenceLag`.
+        *steps: The steps, in the order in which they are applied: `Join`, `Categorify`, `Compute`, `Drop`,
+            `HashedCross`; those that change single values, `FillMissing`, `Log`, `Clip`, `Round`, `Bucketize`,
+            `ListSlice`; those that learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and
+            those about rows, `Filter`, `DifferenceLag`.
 
     Attributes of a fitted one:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
@@ -133,8 +133,9 @@ class Workflow:
             The workflow itself.
 
         Raises:
-            FileNotFoundError, ValueError: naming file and column: not there, of a type that a step cannot use, another
-                schema than the first file's, no rows; or codes of `previous` could not stay.
+            FileNotFoundError, ValueError: A file or column is missing, a step cannot use the type of a column, a file
+                has another schema than the first, or there are no rows; the error names file and column. Or codes of
+                `previous` cannot stay.
         """
         chosen = _engine(polars_engine)
         if isinstance(previous, (str, os.PathLike)):
@@ -173,9 +174,9 @@ class Workflow:
         the means of all training rows.
 
         Args:
-            frame: Of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than those wanted
-                are made of: rows to predict need no label. Integers may be of another type than in `fit`, or whole
-                numbers among floats.
+            frame: A frame of polars or pandas, an Arrow table, or a dict of columns. It needs no more columns than
+                those wanted are made of: rows to predict need no label. Integers may be of another type than in `fit`,
+                or whole numbers among floats.
             columns: The wanted `outputs`, in this order. None: all.
 
         Returns:
@@ -184,8 +185,8 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             TypeError: `frame` is none.
-            ValueError: naming the column: not among the outputs; or it is needed and not there, or of another type
-                than in `fit`.
+            ValueError: A column is not among the outputs; or a column that is needed is missing, or has another type
+                than in `fit`. The error names the column.
         """
         wanted = self._wanted(columns)
         rows = require_frame(frame, "the frame").lazy()
@@ -240,8 +241,8 @@ class Workflow:
         Raises:
             RuntimeError: not fitted.
             FileExistsError: `folder` is there, or is being written by another process.
-            FileNotFoundError, ValueError: naming file and column, before anything is written: as for `transform` and
-                `fit`; or `training` is not said, and needed, or said of other rows.
+            FileNotFoundError, ValueError: As for `transform` and `fit`, before anything is written; or `training` is
+                missing where it is needed, or is given for other rows.
         """
         wanted, chosen = self._wanted(columns), _engine(polars_engine)
         described = output.OutputFiles(num_files, row_group_size, compression, seed if shuffle else None)
@@ -337,7 +338,7 @@ class Workflow:
         """Load the workflow that was saved in a folder. Runs no code from the files.
 
         Raises:
-            FileNotFoundError, ValueError: naming the file: not there, or not what `save` writes.
+            FileNotFoundError, ValueError: A file is missing, or was not written by `save`. The error names the file.
         """
         description, steps, state = saving.read(Path(folder).expanduser())
         workflow = cls(*steps)

@@ -45,8 +45,9 @@ def inspect(
         hint: Said of a column that is not in the first file.
 
     Raises:
-        FileNotFoundError: for what does not exist.
-        ValueError: naming file and column: not a Parquet file, another schema than the first file's, or no rows.
+        FileNotFoundError: A file does not exist.
+        ValueError: A file is not Parquet, has another schema than the first, or there are no rows. The error names file
+            and column.
     """
     named = storage.find_partitioned(files)
     paths = [one.location for one in named]

@@ -122,7 +122,7 @@ def take(column: Column, index: Tensor, pinned: bool = False) -> Column:
     Args:
         column: The column.
         index: The numbers of the rows.
-        pinned: Whether what is on the CPU goes to page-locked memory, from which it is copied to a GPU.
+        pinned: Whether tensors on the CPU go to page-locked memory, from which they are copied to a GPU.
     """
     if isinstance(column, Ragged):
         index = index.to(column.offsets.device)
@@ -177,7 +177,7 @@ def ids_of(batch: Mapping[str, Column], name: str) -> Column:
     """Return a column of ids: one per row, shape (rows,), or lists of them.
 
     Raises:
-        ValueError: for a column that is not there, or has another shape.
+        ValueError: A column is missing, or has another shape.
     """
     if name not in batch:
         raise ValueError(f"the batch has no column {name!r}, but {', '.join(batch)}")
@@ -196,7 +196,7 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
             one. A column that is not named stays out.
 
     Raises:
-        ValueError: for a column that is not there, has another shape, or another dtype than the first.
+        ValueError: A column is missing, has another shape, or another dtype than the first.
         ImportError: where TorchRec is not installed.
 
     Examples:

@@ -41,7 +41,8 @@ class MemoryLoader(Loader):
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        TypeError, ValueError: naming the column: nothing that batches can be made of, nulls, differing row counts.
+        TypeError, ValueError: No batches can be made of a column, it has nulls, or the columns differ in length. The
+            error names the column.
 
     Examples:
         >>> import torch
@@ -126,8 +127,7 @@ class ParquetLoader(Loader):
             `nbdist.recsys.loader.base.Loader`.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column; see `ParquetFiles`; and where `memory_bytes` is too
-            little for the largest row group.
+        FileNotFoundError, ValueError: As for `ParquetFiles`; or `memory_bytes` is too little for the largest row group.
 
     Examples:
         >>> import polars as pl

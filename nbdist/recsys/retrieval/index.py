@@ -199,7 +199,7 @@ class ItemIndex:
         """Load the index that was saved in a folder.
 
         Raises:
-            FileNotFoundError, ValueError: It is not there, or is something else.
+            FileNotFoundError, ValueError: The folder has no index, or a file that is not one.
         """
         path = Path(folder).expanduser() / _FILE
         try:

@@ -49,8 +49,8 @@ def shard(
             Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
             warned of.
         batch_size: Samples per rank and step, for the planner's estimates.
-        optimizer: Of the tables: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table name or
-            glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
+        optimizer: The tables' optimizer: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table
+            name or glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
             `replicate`, what makes an optimizer of parameters: torch's SGD, Adagrad or Adam, with no options but `lr`
             and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of tables leave
             alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.

@@ -1,6 +1,6 @@
 """Hooks around a sharded collection, where TorchRec's results would differ from the unsharded collection's.
 
-Of the forward hooks, `divide_means`, `restore_order`, `pad_batches`, `take_columns` is the order to add them in.
+Add forward hooks in this order: `divide_means`, `restore_order`, `pad_batches`, `take_columns`.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def look_up_singly(module: nn.Module) -> None:
 
 
 def _look_up(kernel: BatchedDenseEmbedding, features: KeyedJaggedTensor) -> torch.Tensor:
-    """Return the rows for the ids of all features in their tables; shape (ids, columns)."""
+    """Look up the embedding rows of the ids of all features; shape (ids, columns)."""
     tables, columns = kernel.emb_module, kernel._local_cols[0]  # all have as many
     first = [tables.weights_physical_offsets[table] // columns for table in kernel._feature_table_map]
     rows = torch.tensor(first).repeat_interleave(torch.tensor(features.length_per_key()))

@@ -13,7 +13,8 @@ def batch_loss(loss: Callable[[Tensor, Tensor], Tensor], predictions: Tensor, ta
     """Return the loss of a batch; 0 without predictions, as from SASRec for histories of one item.
 
     Raises:
-        ValueError: Predictions and targets are as many numbers in different shapes, or the loss is not one number.
+        ValueError: Predictions and targets have equally many numbers but different shapes, or the loss is not one
+            number.
     """
     if not predictions.numel():
         return predictions.sum()

@@ -55,8 +55,8 @@ class Loop:
         run: The run, restored.
         due: When it is recorded, evaluated and saved.
         valid: The rows to evaluate.
-        metrics: Name → metric of these.
-        snapshots: Where snapshots go.
+        metrics: Name → metric, for the evaluations.
+        snapshots: The folder of snapshots; None: no snapshots are taken.
         patience: Evaluations without an improvement after which the run ends; None: any number.
         display: The display, on the rank that shows the run.
     """
@@ -81,7 +81,7 @@ class Loop:
         """True if the metrics have not improved for too long."""
 
     def begin(self) -> None:
-        """Make up for what is due after the step at which the run is resumed."""
+        """Add the record that is due after the last step of the snapshot, if the run was resumed."""
         if self._run.step:
             self.stopped = self._record()
             if self._display and self._run.recorded:

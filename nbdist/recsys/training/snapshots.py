@@ -178,7 +178,7 @@ class Snapshots:
         return common, own
 
     def _own_of_all(self, common: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Load `own` of each rank that took the snapshot, whose `common` `_load` has returned."""
+        """Load the state `own` of each rank that took a snapshot; `common` is the state that `_load` has returned."""
         folder = Path(self.folder) / f"step-{common['step']}"
         return [torch.load(folder / _of(rank), weights_only=True) for rank in range(common["world_size"])]
 

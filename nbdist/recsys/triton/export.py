@@ -26,7 +26,7 @@ UINT64, BYTES for strings (UTF-8), FP32 or FP64. A null is `NULL`, `NULL_UNSIGNE
 are `NULL_FLOAT_BITS`. Columns of lists have the shape (rows, longest), where shorter lists end in `PADDING`,
 `PADDING_UNSIGNED` or `PADDING_STRING`, and a null list is one of a null. In the Python
 backend, requests are put into one batch even if their lists differ in length. Ids that training did not have, nulls and
-empty lists get the codes that they have in training; see `fill` for what the model makes of those it never saw.
+empty lists get the codes that they have in training; see `fill` for the ids that the model never saw.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def export_ensemble(
             tensor of shape (rows,) or (rows, width). The batch is what a loader makes: a dict from column to tensor, or
             to `Ragged` for lists. None: ``model(batch)``.
         output: The name of the answers.
-        backend: What runs the model in the server: its backend "onnxruntime", or "python" with the wheel onnxruntime.
+        backend: The server's backend that runs the model: "onnxruntime", or "python" with the wheel onnxruntime.
         max_batch_size: The rows that a request may have, and that requests are put together to.
         max_queue_delay: Seconds that a request may wait for others to be put together with.
         fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
@@ -247,7 +247,7 @@ def _write_configs(
         repository: The folder of all models.
         name: The name of the ensemble.
         ensembles: The version that each ensemble takes, by the ensemble's name.
-        steps, answers, backend, batching: What the configurations describe.
+        steps, answers, backend, batching: The parts that the configurations describe.
         added: The version that is added to others, whose configurations must be the same. None: there are no others.
     """
     raw, taken = tensors_of(steps)

@@ -33,7 +33,7 @@ class _PaddedBag(nn.Module):
     """An `nn.EmbeddingBag` whose bags all have the same length, padded with -1.
 
     Raises:
-        ValueError: for what of an `nn.EmbeddingBag` it cannot do.
+        ValueError: The `nn.EmbeddingBag` has an option that cannot be exported.
     """
 
     def __init__(self, bag: nn.EmbeddingBag, path: str) -> None:
@@ -77,7 +77,7 @@ def write_onnx(model: nn.Module, features: Mapping[str, Feature], predict: Predi
     """Write `model` to `path`, its weights to a file next to it, and make sure that it answers as the model does.
 
     Args:
-        model: It is left as it is.
+        model: The model; it is not changed.
         features: The columns of a batch, in order, which become the inputs.
         predict: Calls the model.
         output: The name of the output, of shape (rows, width).

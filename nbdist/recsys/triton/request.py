@@ -122,7 +122,7 @@ def arrow_type(name: str, kind: str) -> pa.DataType:
     """Return how requests carry a column of a workflow's type: int64, uint64, large_binary or a float, or lists.
 
     Raises:
-        ValueError: for types that a request cannot carry.
+        ValueError: A request cannot carry the type.
     """
     inner = kind.removeprefix("list[").removesuffix("]")
     is_list = inner != kind

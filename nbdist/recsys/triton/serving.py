@@ -92,7 +92,7 @@ def serve(
     Raises:
         FileNotFoundError: There is no such repository, or no server in `environment`; the message says how to get one.
         RuntimeError: The server ended while it started, as it does when a model cannot be loaded; with what it wrote.
-        TimeoutError: It was not ready in time.
+        TimeoutError: The server was not ready in time.
 
     Examples:
         >>> import polars as pl

@@ -65,7 +65,7 @@ def describe(address: str, path: Sequence[str], cwd: str | None, gpus: Sequence[
 
     Args:
         address: The address of this node in the cluster.
-        path: The notebook's `sys.path`: what of it is here, too, holds.
+        path: The notebook's `sys.path`; the folders that exist on this node are used.
         cwd: The notebook's folder, which holds if it is here. None: the folder of the runtime environment holds.
         gpus: The GPUs of the ranks, as CUDA_VISIBLE_DEVICES names them.
     """

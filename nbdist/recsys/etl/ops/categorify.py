@@ -23,8 +23,8 @@ class Categorify(Step):
     int64. If no training row has code 0 or 1, the rows of a table for them are not trained: see `fill_unknown`.
 
     Args:
-        *columns: Of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or list
-            have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
+        *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or
+            list have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
             "seen"))``.
         min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
             with one vocabulary name any.
@@ -35,7 +35,7 @@ class Categorify(Step):
             vocabulary at all: then each value is hashed. Or a mapping from columns to that.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

@@ -21,7 +21,7 @@ class Compute(Step):
             nor hold Python functions.
 
     Raises:
-        TypeError, ValueError: naming the column: no such expression.
+        TypeError, ValueError: A column is not computed by such an expression. The error names the column.
 
     Examples:
         >>> import polars as pl

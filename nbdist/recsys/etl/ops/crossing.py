@@ -25,7 +25,7 @@ class HashedCross(Step):
         num_buckets: The number of codes for combinations.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

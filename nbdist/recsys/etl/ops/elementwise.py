@@ -62,7 +62,7 @@ class FillMissing(ColumnStep):
         value: The replacement; it must have the columns' type.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -118,7 +118,7 @@ class Clip(ColumnStep):
         max_value: The maximum. None or inf: no maximum.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -176,7 +176,7 @@ class Bucketize(ColumnStep):
         boundaries: Rising.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
@@ -214,7 +214,7 @@ class ListSlice(ColumnStep):
         last: or from the back. One of the two.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

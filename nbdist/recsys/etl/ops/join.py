@@ -27,7 +27,8 @@ class Join(Step):
         columns: Names of columns to add. None: all but the key.
 
     Raises:
-        FileNotFoundError, ValueError: naming file and column: not there, not Parquet, or a key that occurs twice.
+        FileNotFoundError, ValueError: A file or column is missing, a file is not Parquet, or a key occurs twice. The
+            error names file and column.
 
     Examples:
         >>> import polars as pl

@@ -18,7 +18,7 @@ class Round(ColumnStep):
         decimals: Decimal places, 0 to 15.
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl

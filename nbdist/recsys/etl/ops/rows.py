@@ -100,7 +100,7 @@ class DifferenceLag(RowStep):
     dates they are days (int64), for dates with times seconds (float64).
 
     Raises:
-        TypeError, ValueError: for arguments that make no sense.
+        TypeError, ValueError: Arguments make no sense.
 
     Examples:
         >>> import polars as pl
