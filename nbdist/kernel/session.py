@@ -236,7 +236,7 @@ class Session:
 
         Args:
             skip: The number of steps at the beginning that are not profiled, because the first steps also set things
-                up. 0 profiles from the begin of the function, and so functions without an optimizer, too.
+                up. 0 profiles from the start of the function, and so functions without an optimizer, too.
             steps: The number of steps that are profiled then. They are slower, and each operator takes memory.
             fn, *args, imports, need, ranks, **kwargs: As for `run`.
 
