@@ -113,7 +113,7 @@ class Pickler(DefinitionPickler):
         return reducers.reduce_delegating(obj) or super().reducer_override(obj)
 
     def _reduce_torch(self, torch: Any, obj: Any) -> Any:
-        """Return the reduction of an object of torch that needs its own; None for other objects."""
+        """Return the reduction of an object of torch; None for objects that torch's own reduction is right for."""
         if isinstance(obj, torch.Tensor):
             return reduce_tensor(obj)
         if torch_objects.is_operator(obj):

@@ -102,7 +102,7 @@ class Ranks(Protocol):
         """The function that makes a listener for messages, output and exits of the ranks."""
 
     def logs(self, ranks: Sequence[int], most: int) -> Mapping[int, str]:
-        """Return the last output, about `most` characters, of each of these ranks, if the engine keeps output that no
+        """Return the last output, about `most` characters, of each of the `ranks`, if the engine keeps output that no
         cell shows. After `close`, of all ranks that it knows."""
 
     def cut_output(self, call: int) -> None:

@@ -157,7 +157,7 @@ def values_path(folder: str, call: int, rank: int) -> str:
 
 
 def mapped(path: str, sizes: Sequence[int]) -> list[memoryview]:
-    """Return the buffers of such a file as writable views, whose changes do not reach the file."""
+    """Return the buffers of a file of values as writable views, whose changes do not reach the file."""
     starts, _ = layout(sizes)
     with open(path, "rb") as file:
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))

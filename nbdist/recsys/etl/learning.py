@@ -17,7 +17,7 @@ from .pipeline import needed, pipeline, uses_row_numbers
 def learn(
     steps: Sequence[Step], schemas: Sequence[pl.Schema], given: Input, reading: Reading, previous: State
 ) -> tuple[State, int]:
-    """Run the steps' learning, with the same result on all ranks; and count the rows that no `Filter` has left out.
+    """Fit the steps, with the same result on all ranks; and count the rows that no `Filter` has left out.
 
     Args:
         schemas: The columns before each of the steps.

@@ -227,7 +227,7 @@ class Loader(Adapter):
         self._epoch, self._step, self._rest = epoch + 1, 0, None
 
     def _keyed_blocks(self, blocks: Generator[Block, None, None], pinned: bool) -> Generator[Block, None, None]:
-        """Yield the same blocks, with keyed jagged tensors."""
+        """Yield the given blocks, with keyed jagged tensors added."""
         with contextlib.closing(blocks):
             for block in blocks:
                 yield block.key(self.keyed, pinned) if self.keyed else block

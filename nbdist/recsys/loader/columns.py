@@ -80,7 +80,7 @@ class Batch(dict[str, Column]):
         return LoadedJagged(limits, keys=keys, values=values, lengths=lengths, length_per_key=counts, stride=rows)
 
     def keyed(self, keys: Sequence[str]) -> KeyedJaggedTensor | None:
-        """Return the keyed jagged tensor of these columns, in this order, if it was made."""
+        """Return the keyed jagged tensor of the `keys`, in their order; None if it was not made."""
         return self.prepared if self._ids and list(keys) == self._ids.keys else None
 
     @property

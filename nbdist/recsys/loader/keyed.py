@@ -66,7 +66,7 @@ class Keyed(NamedTuple):
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Keyed:
-        """Return the same with `fn` applied to each tensor; `fn` must not change values."""
+        """Return a copy with `fn` applied to each tensor; `fn` must not change values."""
         return self._replace(values=fn(self.values), lengths=fn(self.lengths))
 
     def batch(self, i: int, columns: Columns) -> Batch:

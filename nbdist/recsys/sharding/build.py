@@ -120,7 +120,10 @@ def _optimizers_of(
     device: torch.device,
     fused: bool | None,
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """Return the optimizer and the learning rate of each table. Raises `ValueError` for those that cannot be had."""
+    """Return the optimizer and the learning rate of each table.
+
+    Raises `ValueError` for an optimizer that the device or `fused` excludes.
+    """
     named = of_each("optimizer=", optimizer, tables)
     for one in dict.fromkeys(named.values()):
         check_optimizer(one, device, fused)

@@ -82,7 +82,7 @@ class Snapshots:
         found = self._best()
         if found is None:
             raise FileNotFoundError(
-                f"{self.folder} has no best snapshot: fit(..., snapshots=...) with keep_best= has one"
+                f"{self.folder} has no best snapshot: call fit with snapshots=Snapshots(folder, keep_best='auc')"
             )
         return found
 

@@ -225,7 +225,7 @@ class Agent:
             self._add_event("answered", rank, message, about, within=within)
 
     def _notice(self) -> None:
-        """Send what was left out so far, as a number, and the last lines of it."""
+        """Send the number of lines that were left out so far, and the last of these lines."""
         for piece in self._output.notice():
             self._add_event("output", *piece)
 

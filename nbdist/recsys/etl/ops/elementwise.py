@@ -14,7 +14,7 @@ from .step import State, Step, names_of, require
 
 
 class ColumnStep(Step):
-    """A step that replaces columns, each by a function of it, row by row.
+    """A step that applies a function to each value of some columns.
 
     A server uses the function of `triton/served/preprocess.py` with the name of its `kind`.
     """
@@ -90,7 +90,9 @@ class FillMissing(ColumnStep):
 
 
 class Log(ColumnStep):
-    """Replace numbers x by log(1 + x): for counts and prices with few very large values. float64, or float32 of it.
+    """Replace numbers x by log(1 + x): for counts and prices with few very large values.
+
+    The result is float64, or float32 if the column is.
 
     Args:
         *columns: Names of columns of numbers, at least 0; below -1 the result is NaN.
