@@ -34,7 +34,7 @@ def run(first: int, skip: int, steps: int, fn: Callable[..., Any], /, *args: Any
 class _Window:
     """The steps to profile.
 
-    Attributes: `whole`, the number of steps until then that were made to their end.
+    Attributes: `whole`, the number of steps that were completed so far.
 
     It uses the profiler below `torch.profiler.profile`, which does the same but imports torch's compiler, for seconds.
     """

@@ -43,7 +43,7 @@ def warmup_decay(
             f"and {steps}"
         )
     if shape not in ("cosine", "linear") and not (isinstance(shape, (int, float)) and shape > 0):
-        raise ValueError(f'shape={shape!r}: "cosine", "linear", or a power above 0')
+        raise ValueError(f'`shape` must be "cosine", "linear" or a power above 0, got {shape!r}')
 
     def factor(step: int) -> float:
         if step < warmup:

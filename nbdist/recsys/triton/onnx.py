@@ -41,7 +41,7 @@ class _PaddedBag(nn.Module):
         if bag.mode not in ("sum", "mean") or bag.padding_idx is not None or bag.max_norm is not None:
             raise ValueError(
                 f"{path}: an EmbeddingBag with mode={bag.mode!r}, padding_idx={bag.padding_idx} and "
-                f"max_norm={bag.max_norm} cannot be exported: only sums and means without the two others can"
+                f"max_norm={bag.max_norm} cannot be exported: mode must be 'sum' or 'mean', the two others None"
             )
         self.weight, self.mean = bag.weight, bag.mode == "mean"
         self.last_offset = int(bag.include_last_offset)

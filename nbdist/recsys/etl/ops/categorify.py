@@ -224,8 +224,10 @@ class Categorify(Step):
         return f"Categorify({groups}, {options})"
 
     def _each(self, what: str, value: Any, default: Any) -> dict[str, Any]:
-        """Return a value for each column, from one for all or from a mapping; columns with one vocabulary get the same
-        value."""
+        """Return the value of an option for each column, given one value for all columns, or a mapping.
+
+        Columns with a common vocabulary get the same value.
+        """
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.adds, value)
         for name in value:
