@@ -149,7 +149,7 @@ def _check_where(where: Any, nodes: Any) -> list[str] | None:
     if isinstance(where, str) or not where or not all(isinstance(host, str) and host for host in where):
         raise ValueError(f"where must be 'slurm' or a list of hosts, got {where!r}{nearest(where, ['slurm'])}")
     if nodes is not None:
-        raise ValueError(f'nodes must be None for a list of hosts, got {nodes!r}: it is for "slurm"')
+        raise ValueError(f'nodes={nodes!r} is for "slurm": the hosts are those of the list')
     for host in where:
         if host.startswith("-") or list(where).count(host) > 1:
             raise ValueError(f"{host!r} is no host" if host.startswith("-") else f"{host!r} is there twice")

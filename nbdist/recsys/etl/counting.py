@@ -53,7 +53,7 @@ class Counts:
         self._room = 1 << 20
 
     def add(self, frame: pl.DataFrame) -> None:
-        """Add counts: `value`, each once, and `count`."""
+        """Add counts: a frame with the columns `value`, in which each value is once, and `count`."""
         self._frames.append(frame)
         if sum(one.height for one in self._frames) > self._room:
             self._frames = [_merge(self._frames)]
