@@ -86,8 +86,8 @@ def _of_column(key: str, columns: Columns, boundaries: Sequence[int]) -> tuple[T
     ids = column.values if isinstance(column, Ragged) else column
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
-            f"`keyed` must name columns with an integer, or a list of integers, in each row, got {key!r}, {ids.dtype} of "
-            f"shape {tuple(ids.shape)}"
+            f"`keyed` must name columns with an integer, or a list of integers, in each row, got {key!r}, {ids.dtype} "
+            f"of shape {tuple(ids.shape)}"
         )
     if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # for which torch has few kernels
         ids = ids.long()
