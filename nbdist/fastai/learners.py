@@ -83,7 +83,7 @@ class TabularLoader(MemoryLoader):
         original: The fastai loader.
         data: Its rows, as `TabularPandas` makes batches of them.
         divided: Whether the rows are divided among the ranks.
-        group: Through which ranks agree on the order then. None: the default process group.
+        group: The process group in which ranks agree on the order then. None: the default process group.
     """
 
     def __init__(

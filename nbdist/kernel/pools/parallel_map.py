@@ -68,8 +68,8 @@ def parallel_map(
     Args:
         fn: A function of one argument: of the notebook, of a script, or of a package.
         items: The items. Each is the argument of a call.
-        more: Further iterables, for a function of several arguments: it gets an item of each, as with `map`, until the
-            shortest is at its end. A whole number in the last place is `workers`.
+        more: Further iterables, for a function of several arguments: each call gets an item of each iterable, as with
+            `map`, until the shortest ends. A whole number in the last place is `workers`.
         workers: The number of processes. None: one for each core that this process may use; on a cluster, a number is
             needed.
             0 calls `fn` in this process, for `%debug` and breakpoints.

@@ -25,7 +25,7 @@ def casts(schema: pl.Schema, needs: Mapping[str, str], where: str) -> list[pl.Ex
     Args:
         schema: The schema of the rows.
         needs: The columns that are needed, and the names of their types in `fit`.
-        where: The begin of error messages.
+        where: The start of error messages.
 
     Raises:
         ValueError: A column is missing, or its type cannot stand for the type in `fit`; or, when the rows are read, a

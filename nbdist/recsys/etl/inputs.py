@@ -150,7 +150,7 @@ class Input:
         share.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The condition is true for no row.
         """
         condition = condition.fill_null(False)
         parts = self.parts(0, self.rows, reading.size)
@@ -254,7 +254,7 @@ def rows_in(memory_bytes: int, width: int) -> int:
 def opened(source: Source) -> Iterator[Input]:
     """Open the input of `source`: a frame of any kind that `frame_of` takes, or files.
 
-    The rows of a lazy frame are kept in a temporary file as long.
+    The rows of a lazy frame are in a temporary file until the input is closed.
 
     A lazy frame may not know its number of rows, and may return other rows the second time. So rank 0 computes it once,
     streamed to a Parquet file, and machines that cannot read this file get a copy.

@@ -139,7 +139,7 @@ class Vocabulary:
     def encode(self, frame: pl.LazyFrame, column: str, codes: str) -> pl.LazyFrame:
         """Add a column `codes` to a frame, with the codes of `column`: int64, or lists of int64, without nulls.
 
-        The order of the rows does not change; leave out other columns that are added.
+        The order of the rows does not change. The frame may also get columns that are used here only.
         """
         dtype: Any = frame.collect_schema()[column]
         dtype = dtype.inner if self.lists else dtype

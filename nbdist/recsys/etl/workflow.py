@@ -54,7 +54,7 @@ class Workflow:
             `ListSlice`; those that learn numbers, `Normalize`, `NormalizeMinMax`, `TargetEncoding`, `JoinGroupby`; and
             those about rows, `Filter`, `DifferenceLag`.
 
-    Attributes of a fitted one:
+    Attributes of a fitted workflow:
         inputs: Names and types (``int64``, ``list[string]``) of the columns that `fit` saw.
         outputs: Names and types of the columns that the steps make.
         state: The learned state of its steps.
@@ -125,7 +125,7 @@ class Workflow:
                 codes stay, and values that are new in `source` get the codes that follow, the most frequent first.
                 Other columns get new vocabularies. `min_count` is of the rows of `source` alone. Means, sums and
                 extremes are over the rows of both.
-            memory_bytes: Bytes that a rank may use for rows; the values to be counted come on top.
+            memory_bytes: Bytes that a rank may use for rows; counted values need further memory.
             polars_engine: "cpu", or "gpu" for polars' GPU engine, which needs cudf-polars.
             progress: Whether to show a progress bar; in ranks, rank 0 shows one.
 
@@ -168,7 +168,7 @@ class Workflow:
         return self.state.vocabularies
 
     def transform(self, frame: Tabular, columns: Sequence[str] | None = None) -> pl.LazyFrame:
-        """Apply the steps to a frame, in this process alone; the order of the rows is kept, and all of them.
+        """Apply the steps to a frame, in this process alone. All rows are kept, in their order.
 
         Use it for rows to predict, and `write` for training rows: a `Filter` is skipped, and a `TargetEncoding` gives
         the means of all training rows.
@@ -184,7 +184,7 @@ class Workflow:
 
         Raises:
             RuntimeError: not fitted.
-            TypeError: `frame` is none.
+            TypeError: `frame` is not a frame.
             ValueError: A column is not among the outputs; or a column that is needed is missing, or has another type
                 than in `fit`. The error names the column.
         """
@@ -222,16 +222,17 @@ class Workflow:
 
         Args:
             source: As for `fit`.
-            columns: The `outputs` to write, in this order. None: all. What they are not made of need not be
-                there, and is not read.
-            training: Whether these are the rows that `fit` was given, in that order. A `TargetEncoding` needs to know.
+            columns: The `outputs` to write, in this order. None: all. Input columns that these do not depend on may be
+                missing, and are not read.
+            training: Whether these are the rows of `fit`, in the same order. It must be given if a step is a
+                `TargetEncoding`.
             num_files: The number of files; with fewer rows than that, one per row. Their sizes differ by a row at most.
             shuffle: Whether the rows come in a random order, over all files; otherwise in the order of `source`.
             seed: The seed of the random order.
-            row_group_size: Rows per row group. A loader that reads larger files than memory wants them small.
+            row_group_size: Rows per row group. Choose small ones if the files will be larger than the loader's memory.
             compression: The compression of the files: "zstd", "snappy", "lz4", "gzip", "brotli" or "none".
             overwrite: Whether to replace a folder that `write` has written.
-            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables come on top.
+            memory_bytes: Bytes that a rank may use for rows; vocabularies and joined tables need further memory.
             polars_engine: As for `fit`.
             progress: As for `fit`.
 

@@ -21,11 +21,11 @@ def frame_of(data: Any, where: str) -> pl.DataFrame | pl.LazyFrame | None:
     NaN in a frame of pandas becomes null, its meaning in pandas. The index is left out.
 
     Args:
-        data: Anything.
-        where: The begin of error messages.
+        data: Any object.
+        where: The start of error messages.
 
     Raises:
-        TypeError: `data` holds rows, and a column is nothing that polars has.
+        TypeError: `data` has rows, and polars has no type for a column.
     """
     if isinstance(data, (pl.DataFrame, pl.LazyFrame)):
         return data

@@ -128,7 +128,7 @@ def _in_folder(folder: str, entries: Callable[[str], tuple[list[str], list[str]]
     """Return the ``*.parquet`` of a folder or, if it has none, of its partitions; sorted.
 
     Args:
-        entries: Gives the names of the files and of the folders in a folder.
+        entries: Function that returns the names of the files and of the folders in a folder.
     """
     files, folders = entries(folder)
     found = sorted(name for name in files if fnmatch.fnmatchcase(name, "*.parquet"))

@@ -45,10 +45,10 @@ class Loader(Adapter):
             of at most 31 bits. The loader then makes the keyed tensors ahead, in int32, so that half the bytes are sent
             to the ranks that hold the rows. `transform` must not change these columns.
         transform: Called with each batch; the loader yields its result instead of the batch.
-        device: The device of batches. None: the device of the rank; without ranks, the CPU.
-            Batches for a GPU are gathered there, where the columns are no lists and take no more than a quarter of its
-            free memory: they are copied there once, and what is written to them later otherwise than by torch is not
-            seen. Others are gathered on the CPU, and copied asynchronously through pinned memory.
+        device: The device of batches. None: the device of the rank; without ranks, the CPU. If the columns are not
+            lists and take at most a quarter of a GPU's free memory, they are copied to the GPU once, and batches are
+            gathered there; later changes of the columns have no effect, unless torch makes them. Otherwise batches are
+            gathered on the CPU, and copied asynchronously through pinned memory.
         prefetch: Blocks (a few MB each) to make ahead in a thread. None: 2 if there is a disk or a GPU to wait for,
             else 0, which uses no thread.
         pin_memory: Whether batches that stay on the CPU lie in page-locked memory.
@@ -254,7 +254,7 @@ class Loader(Adapter):
         that each still comes once. If they are too few for a step of all ranks, they are left out.
 
         Raises:
-            ValueError: where the state is of other data, or of another way to divide rows.
+            ValueError: The state belongs to other data, or to another way to divide rows.
         """
         for name, value in self._identity().items():
             if name not in ("seed", "world_size", "batch_size") and state[name] != value:

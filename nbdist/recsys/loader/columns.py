@@ -62,8 +62,8 @@ class Batch(dict[str, Column]):
     """The columns of a batch, and the ids of some of them in one piece, made by the loader.
 
     Args:
-        columns: All of them.
-        ids: The ids of some columns. None: of no columns.
+        columns: All columns of the batch.
+        ids: The ids of some columns. None: no columns have ids.
     """
 
     def __init__(self, columns: Columns, ids: KeyedIds | None = None) -> None:
@@ -191,13 +191,13 @@ def keyed_jagged(batch: Mapping[str, Column], keys: Sequence[str]) -> KeyedJagge
     """Return TorchRec's `KeyedJaggedTensor` of some columns of a batch, the loader's own if it was made with `keyed=`.
 
     Args:
-        batch: As a loader gives it.
+        batch: A batch of a loader.
         keys: The columns to take, all of one dtype: lists, or one id per row (shape (rows,)), which becomes a list of
-            one. A column that is not named stays out.
+            one. Other columns are left out.
 
     Raises:
         ValueError: A column is missing, has another shape, or another dtype than the first.
-        ImportError: where TorchRec is not installed.
+        ImportError: TorchRec is not installed.
 
     Examples:
         >>> import polars as pl

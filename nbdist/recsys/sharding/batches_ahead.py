@@ -27,7 +27,7 @@ class InputsAhead:
     time.
 
     Args:
-        collections: Each with the features that it takes.
+        collections: The sharded collections, each with the features that it takes.
         device: The device of this rank.
     """
 

@@ -45,18 +45,18 @@ def shard(
         model: A module with `PooledTables` or `SequenceTables`, as the models of `nbdist.recsys.models` are, or with
             TorchRec's `EmbeddingBagCollection`s or `EmbeddingCollection`s; or a single collection. The module cannot be
             used afterwards: use `Sharded.model`.
-        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order.
-            Tables that nothing matches are left to TorchRec's planner. A large table that is data_parallel is slow, and
-            warned of.
+        strategies: Table name or glob → one of `STRATEGIES`. A name goes before globs, and globs in their order. Tables
+            that nothing matches are left to TorchRec's planner. A warning names large tables that are data_parallel,
+            because they are slow.
         batch_size: Samples per rank and step, for the planner's estimates.
         optimizer: The tables' optimizer: one of `OPTIMIZERS`, fused into the backward pass where FBGEMM can; or table
             name or glob → one of them. CPU ranks have sgd, adagrad, rowwise_adagrad and, not fused, adam. Or, as for
-            `replicate`, what makes an optimizer of parameters: torch's SGD, Adagrad or Adam, with no options but `lr`
-            and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of tables leave
-            alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
+            `replicate`, a function from parameters to their optimizer: torch's SGD, Adagrad or Adam, with no options
+            but `lr` and `eps`; it is the dense optimizer, too, unless `dense_optimizer` is given. All optimizers of
+            tables leave alone the rows that a batch does not touch, as `torch.optim.SparseAdam` does.
         lr: Learning rate of the tables, for an optimizer by name; or table name or glob → learning rate. None: 0.01.
         eps: The number added to the denominator, for optimizers by name that have one. None: 1e-8.
-        dense_optimizer: Makes the optimizer of all other parameters, such as
+        dense_optimizer: Function that makes the optimizer of all other parameters, such as
             `lambda parameters: torch.optim.Adam(parameters, lr=1e-3)`. Needed if there are any and `optimizer` is a
             name.
         fused: Whether tables are updated in the backward pass. None: a table is if FBGEMM has a kernel for its

@@ -41,7 +41,7 @@ def prepare_collections(
         by_gloo: The strategies whose results gloo sums and scatters.
 
     Returns:
-        What to call with the sharded model: it returns the features of each sharded collection.
+        A function to call with the sharded model; it returns the features of each sharded collection.
     """
     hooks = [_hooks(path, module, plan, checked, by_gloo) for path, module in model.named_modules()]
     features = _features(model)

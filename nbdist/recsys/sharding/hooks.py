@@ -42,7 +42,7 @@ def move_inputs(module: nn.Module, device: torch.device) -> None:
 def take_columns(module: nn.Module, columns: list[str]) -> None:
     """Make a sharded collection take a batch and return tensors, like `PooledTables` and `SequenceTables`.
 
-    To be called after all others: their hooks work with TorchRec's objects.
+    Call it after all other functions of this module, whose hooks work with TorchRec's objects.
 
     Args:
         module: The sharded collection.
@@ -171,8 +171,8 @@ def pad_batches(module: nn.Module, to_largest: bool) -> None:
 
     Args:
         module: The sharded collection.
-        to_largest: Up to the size of the largest batch of all ranks, instead. Gloo's reduce-scatter, which row-wise
-            strategies pool with, wants equal shapes.
+        to_largest: Whether to add up to the size of the largest batch of all ranks instead, because the reduce-scatter
+            of gloo, which pools in row-wise strategies, needs equal shapes.
     """
     sizes: list[int] = []
 

@@ -87,51 +87,52 @@ def fit(
         model: The result of `shard` or `replicate`.
         predict: Called with the model and a batch; returns predictions and targets; see `evaluate` for users and
             weights, which metrics take, and the loss does not.
-        train: Goes on where it is. One that divides its rows among the ranks, or of each rank's own rows (`rank=0,
-            world_size=1`), which may be more on some ranks than on others, in equally many steps.
-        valid: Evaluated as a whole, each row once: its remainder may not be "drop".
-        steps: The length of the training in steps,
-        epochs: or in epochs. One of the two.
-        log_every: Steps from one record to the next. None: an epoch. The last step has one too.
-        eval_every: Steps from one evaluation to the next, which is part of a record. None: each record has one.
-            Otherwise those between have the training loss alone.
-        loss: A function of predictions (float32) and targets: the mean over the rows of a batch.
+        train: The loader of training rows, used from its current position on. It divides its rows among the ranks; or
+            it has each rank's own rows (`rank=0, world_size=1`), in the same number of steps on all ranks.
+        valid: The loader of rows to evaluate, all of them, each once: its remainder may not be "drop".
+        steps: The length of the training in steps. Give either `steps` or `epochs`.
+        epochs: The length of the training in epochs.
+        log_every: Steps from one record to the next. None: an epoch. There is also a record of the last step.
+        eval_every: Steps from one evaluation to the next. None: each record has an evaluation. Records without an
+            evaluation have the training loss alone.
+        loss: A function of predictions (float32) and targets, which returns the mean loss over the rows of a batch.
         metrics: Name → metric to evaluate. None: "valid_loss" and "auc", for logits and labels.
-        schedule: The factor of the learning rates of tables and dense layers; see `warmup_decay`. Asked for
-            the steps of the run alone. After the run, the optimizer has its full learning rates again.
-        max_grad_norm: The norm of all gradients together, over ranks and tables, that a step's gradients are scaled
-            down to if they have a larger one. None: gradients are not scaled.
+        schedule: Function from a step of the run to the factor of the learning rates of tables and dense layers; see
+            `warmup_decay`. After the run, the optimizer has its full learning rates again.
+        max_grad_norm: The largest norm of all gradients of a step together, over ranks and tables; gradients with a
+            larger norm are scaled down. None: gradients are not scaled.
         gradient_accumulation_steps: Batches of each rank that make a step: its gradient belongs to the mean loss over
-            the rows of all these batches. The last step of an epoch has what is left. Counts of steps, such as
-            `log_every`, count these steps.
-        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16; what stays in float32 is
-            torch's choice. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss is
-            scaled, so that small gradients do not vanish, and a step whose gradients overflow on some rank is left out
-            on all, with half the scale afterwards. "fp32" or None: without autocast.
+            the rows of all these batches. The last step of an epoch has the remaining batches. `log_every`
+            and other numbers of steps count such steps.
+        precision: "bf16" or "fp16": run `predict` under autocast to bfloat16 or float16; torch chooses the operations
+            that stay in float32. "fp16" is for GPUs without bfloat16 (T4, V100, RTX 20) and for `replicate`: the loss
+            is scaled, so that small gradients do not vanish, and if gradients overflow on a rank, all ranks leave the
+            step out and halve the scale. "fp32" or None: without autocast.
         snapshots: The folder and times of snapshots, and whether to resume.
         patience: Stop when this number of evaluations in a row have not improved the last of the metrics.
         pipelined: Whether ids of the next batch are sent to the ranks that hold their rows during the backward pass of
             this one; for sharded models, and loaders with `keyed=` and without `transform=`. None: on GPUs.
         captured: Whether steps are recorded as a CUDA graph and replayed, which takes a small model a tenth of the
-            time. For one rank with a GPU and what `replicate` gave; a loader whose columns are dense and fit on the
-            GPU, without `transform=` and `keyed=`; torch's SGD, Adagrad, Adam or AdamW (for tables that say
-            `sparse=True`, the first two); without `gradient_accumulation_steps`. `predict` and `loss` are called for
-            some of the steps alone: they may not wait for the GPU, as `.item()` and indexing by a mask do, nor do
-            anything but compute tensors. None: where that can be, in runs of 100 steps or more. True: where it cannot
-            be, that is an error.
+            time. It needs one rank with a GPU; a model of `replicate`; a loader whose columns are dense and fit on the
+            GPU, without `transform=` and `keyed=`; torch's SGD, Adagrad, Adam or AdamW (for tables with `sparse=True`,
+            SGD or Adagrad); and no `gradient_accumulation_steps`. `predict` and `loss` are called in some of the steps
+            only: they may do nothing but compute tensors, and may not wait for the GPU, as `.item()` and indexing by a
+            mask do. None: steps are recorded if that is possible, in runs of 100 steps or more. True: it is an error if
+            it is not possible.
         check: "nan": the first loss, gradient or parameter that is NaN or infinite ends the training before the step is
             taken, with a `nbdist.NotFinite` that names step, rank, module, parameter, and the rows of the batch with
-            all their columns. None: as the call (`in_ddp.options(check="nan")`); otherwise losses alone are checked.
+            all their columns. None: the option of the call (`in_ddp.options(check="nan")`) decides; without it, only
+            losses are checked.
         progress: Whether rank 0 shows anything.
 
     Returns:
         The records of the run, on every rank.
 
     Raises:
-        ValueError: Before anything is trained, for arguments that make no sense, loaders that do not suit, ranks with
+        ValueError: Before anything is trained, for invalid arguments, loaders that `fit` cannot use, ranks with
             different numbers of steps, tables that are fused and so cannot be clipped or accumulated (see `shard`),
-            and snapshots that do not fit. For `captured=True` where steps cannot be recorded, some of it after two
-            steps.
+            and snapshots that do not fit. With `captured=True`, if steps cannot be recorded; some reasons are found
+            after two steps only.
         NotFinite: With `check="nan"`.
         RuntimeError: Outside a process group.
 

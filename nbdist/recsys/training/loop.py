@@ -88,7 +88,7 @@ class Loop:
                 self._display.update()
 
     def train(self, rates: LambdaLR, capture: CapturedSteps | None) -> None:
-        """Take the steps, and do what is due after each.
+        """Take the steps, and after each the records, evaluations and snapshots that are due.
 
         Args:
             rates: The schedule of the learning rates.

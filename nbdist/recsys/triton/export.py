@@ -130,9 +130,9 @@ def export_ensemble(
     The repository appears complete or not at all. The export is compared with the model on batches of random codes.
 
     Args:
-        workflow: Fitted; or the folder that one was saved to.
-        model: Trained, and whole: what `gather` gave of a sharded or replicated one.
-        path: The folder to write. It is made; if it is there, it has to be empty, or hold other versions.
+        workflow: The fitted workflow, or the folder to which it was saved.
+        model: The trained model as a plain module: the result of `gather` for a sharded or replicated model.
+        path: The folder to write. If it exists, it has to be empty, or contain other versions.
         name: The name of the ensemble. The two others are called ``<name>_preprocess`` and ``<name>_model``.
         columns: The workflow's outputs that the model takes. None: all categorified ones.
         predict: Like `predict` of `fit`, without targets: ``predict(model, batch)`` returns the answers to a batch, one
@@ -140,23 +140,23 @@ def export_ensemble(
             to `Ragged` for lists. None: ``model(batch)``.
         output: The name of the answers.
         backend: The server's backend that runs the model: "onnxruntime", or "python" with the wheel onnxruntime.
-        max_batch_size: The rows that a request may have, and that requests are put together to.
-        max_queue_delay: Seconds that a request may wait for others to be put together with.
-        fill: Whether nulls and unknown ids that training has not seen are served the mean of the known rows, as
-            `etl.fill_unknown` has it; otherwise what their tables happened to begin with. Which tables these are is
-            seen from what an `nn.Embedding` or `nn.EmbeddingBag` is asked for; of a column whose table is not found, a
-            warning says so. The row of a table's `padding_idx` stays.
-        version: A number, to have several versions in one repository, of the same inputs and outputs:
+        max_batch_size: The largest number of rows of a request, and of requests that are put together.
+        max_queue_delay: Seconds that a request may wait for other requests to be put together with it.
+        fill: Whether nulls and unknown ids that training has not seen get the mean of the known rows, as from
+            `etl.fill_unknown`; otherwise they get the initial values of their tables. The table of a column is found
+            from the ids that an `nn.Embedding` or `nn.EmbeddingBag` looks up; a warning names columns whose table is
+            not found. The row of a table's `padding_idx` stays.
+        version: A number, to have several versions with the same inputs and outputs in one repository:
             ``<name>.<version>`` answers with this one, `name` with the greatest. Remove a version's folders when no
             client asks for it any more. None: there is only one.
         overwrite: Whether an ensemble of this name, and version, that was written to `path` before is replaced.
 
     Raises:
-        ValueError: The name is none for a model, the model cannot take the columns or cannot be exported, or a request
-            cannot carry a column; or other versions have other columns.
+        ValueError: `name` cannot be the name of a model, the model cannot take the columns or cannot be exported, a
+            request cannot carry a column, or other versions have other columns.
         RuntimeError: The workflow is not fitted; or in ranks.
         TypeError: The model is still sharded or wrapped.
-        FileExistsError: There is something else at `path`.
+        FileExistsError: `path` has other files.
 
     Examples:
         >>> import polars as pl

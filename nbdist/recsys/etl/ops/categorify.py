@@ -26,13 +26,13 @@ class Categorify(Step):
         *columns: Columns of integers, strings, booleans, categoricals, dates, or lists of these. Several in a tuple or
             list have one vocabulary together, such as a movie and those seen before it: ``Categorify("user", ("movie",
             "seen"))``.
-        min_count: Values seen less often are left out of the vocabulary; or a mapping from columns to that. Of columns
-            with one vocabulary name any.
+        min_count: The smallest number of rows for a value to be in the vocabulary. Or a mapping from columns to
+            numbers; of columns with a common vocabulary, name one.
         max_size: Codes that a column may have, null and unknown values included: the rarest values are left
-            out. None: any number. Or a mapping from columns to that.
-        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, their hash
-            decides, and what is known begins with code 1 + num_buckets. ``num_buckets=n, max_size=n + 1`` keeps no
-            vocabulary at all: then each value is hashed. Or a mapping from columns to that.
+            out. None: any number. Or a mapping from columns to numbers.
+        num_buckets: The number of codes for values that are not in the vocabulary: with more than one, the hash
+            of a value decides, and the codes of known values begin with 1 + num_buckets. With ``num_buckets=n,
+            max_size=n + 1`` there is no vocabulary: each value is hashed. Or a mapping from columns to numbers.
 
     Raises:
         TypeError, ValueError: Arguments make no sense.

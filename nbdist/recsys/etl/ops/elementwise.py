@@ -175,7 +175,7 @@ class Bucketize(ColumnStep):
 
     Args:
         *columns: Names of columns of numbers.
-        boundaries: Rising.
+        boundaries: The boundaries between the ranges, in ascending order.
 
     Raises:
         TypeError, ValueError: Arguments make no sense.
@@ -212,8 +212,8 @@ class ListSlice(ColumnStep):
 
     Args:
         *columns: Names of columns of lists.
-        first: The number of first values to keep;
-        last: or from the back. One of the two.
+        first: The number of first values to keep. Give either `first` or `last`.
+        last: The number of last values to keep.
 
     Raises:
         TypeError, ValueError: Arguments make no sense.

@@ -22,8 +22,8 @@ class Join(Step):
 
     Args:
         table: A frame of polars or pandas, an Arrow table, a dict of columns, or Parquet files; held in memory.
-        on: The key, a column or several, in the rows as in the table, where integers may be of other types. In the
-            table each key occurs once; a null matches nothing.
+        on: The key: a column or several, of the rows and of the table; integers may have different types. In the table
+            each key occurs once; a null matches nothing.
         columns: Names of columns to add. None: all but the key.
 
     Raises:

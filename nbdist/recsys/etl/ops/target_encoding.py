@@ -39,7 +39,7 @@ class TargetEncoding(StatisticsStep):
             together, each combination as a category.
         target: The column whose mean is computed: numbers or booleans. Requests need not contain it.
         folds: The number of parts of the training rows, at least 2.
-        smoothing: In rows, at least 0.
+        smoothing: The number of rows that the mean of all rows counts for, at least 0.
         seed: The seed of the folds.
 
     The new columns have names like ``TE_<columns>_<target>``, such as "TE_user_genre_label".
